@@ -292,7 +292,7 @@ class LLM(ModelUnderPlan):
         model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
         if self._auto is not None and not self._auto.found_for:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
-        extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
+        extent = Extent.of(self.spec, self.plan, context)
         try:
             planned = self._fitting(extent.workload)
         except DoesNotFit as error:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +31,8 @@ from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.output import Completion
@@ -92,6 +96,20 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "kvzap"), ("heavy", 2), ("recent", 2), ("probe", OF_NO_MODEL)),  # a case takes one of its model
 )
 
+# what the KV heads of a model keep, layer by layer; a model with fewer heads has the first ones
+Shares = tuple[tuple[float, ...], ...]
+MIXED_HEADS: Shares = ((0.3, 1.0, 0.3, 0.6), (0.3, 0.3, 0.3, 0.3), (1.0, 1.0, 0.6, 0.3))
+FEW_LOOK_BACK: Shares = ((0.25, 0.25, 0.25, 0.25), (0.95, 0.25, 0.25, 0.95), (0.45, 0.75, 0.45, 0.25))
+
+# policies whose heads keep different shares of the same texts
+BY_HEAD: tuple[tuple[tuple[str, Any], ...], ...] = (
+    (("kv_policy", "h2o"), ("head_shares", MIXED_HEADS)),
+    (("kv_policy", "kvzip"), ("head_shares", FEW_LOOK_BACK)),
+    (("kv_policy", "random"), ("head_shares", MIXED_HEADS), ("hh_prompt_only", True)),
+    (("kv_policy", "tova"), ("head_shares", FEW_LOOK_BACK)),
+    (("kv_policy", "local"), ("head_shares", MIXED_HEADS)),
+)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -121,11 +139,22 @@ class Case:
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
         names += ("weight_codec", "kv_codec", "compute", "attend_on")
-        return {name: getattr(self, name) for name in names} | {"graphs": "auto", **dict(self.policy)}
+        return {name: getattr(self, name) for name in names} | {"graphs": "auto", **self.policy_options}
+
+    @property
+    def policy_options(self) -> dict[str, Any]:
+        options = dict(self.policy)
+        if "head_shares" not in options:
+            return options
+        budgets = head_budgets(options.pop("head_shares"), kv_heads(self.kind))
+        return options | {"head_budgets": budgets, "kv_budget": budgets.budgets[0]}
 
     @property
     def kv_policy(self) -> KVPolicy:
-        return Plan.create(**dict(self.policy)).policy
+        return Plan.create(**self.policy_options).policy
+
+    def levels(self, spec: ModelSpec) -> tuple[Level, ...]:
+        return Plan.create(**self.policy_options).levels(spec)
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -158,6 +187,18 @@ class Case:
         defaults = type(self)()
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(defaults, field.name)]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in changed) or "defaults"
+
+
+def kv_heads(kind: str) -> int:
+    _, values = tiny.KINDS[kind]
+    heads: int = values.get("num_key_value_heads", values["num_attention_heads"])
+    return heads
+
+
+def head_budgets(shares: Shares, heads: int) -> HeadBudgets:
+    """These shares of the first heads, as a file of a model would have them."""
+    own = tuple(of_layer[:heads] for of_layer in shares)
+    return HeadBudgets("a tiny model", "made up", (fmean(chain.from_iterable(own)),), (own,))
 
 
 def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -300,7 +341,7 @@ class Checkpoints:
                 prompts,
                 case.gen_len,
                 by_token,
-                case.kv_policy,
+                case.levels(model.spec),
                 case.prefill_tokens,
                 case.kv_codec,
                 beside=beside,

@@ -1,11 +1,14 @@
 """The plain loop that the engine must equal bit for bit: everything resident, one batch, the model's own layer functions over
-the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no threads."""
+the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no threads. Where KV heads keep different shares,
+those of a level are a cache, and each head's part of the outcome is put in its place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,6 +28,8 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.levels import Level
+from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import PROBE, VALUE_NORMS, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 from tests.probes import probe_for
@@ -45,7 +50,7 @@ def resident_generate(
     prompts: Sequence[Sequence[int]],
     steps: int,
     by_token: bool = False,
-    policy: KVPolicy | None = None,
+    policy: KVPolicy | Sequence[Level] | None = None,
     prefill_tokens: int = Plan.prefill_tokens,
     kv_codec: str = PLAIN,
     forced: Sequence[Sequence[int]] | None = None,
@@ -53,29 +58,83 @@ def resident_generate(
 ) -> list[Tensor]:
     """Generates greedily, or with forced tokens; returns for every step the logits (rows, vocab). `by_token`: caches lie slot
     by slot, as beside an accelerator. `beside`: the attentions, by number, whose decode steps the host does."""
-    policy = policy or Full()
-    device = _device(weights)
-    within = _echoes_within(model, policy)
+    levels, device = _levels(model, policy), _device(weights)
+    within = _echoes_within(model, levels)
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)), echoes_within=within)
-    occupancy = policy.occupancy(batch, steps)
-    caches = _caches(model, policy, len(prompts), occupancy.capacity, by_token, device, kv_codec)
+    each = [level.policy.occupancy(batch, steps) for level in levels]
+    capacities = [occupancy.capacity for occupancy in each]
+    caches = _caches(model, levels, len(prompts), capacities, by_token, device, kv_codec)
     parts = [
-        _last_of_prompts(model, weights, caches, policy, part, prompts, steps, occupancy.capacity, device)
+        _last_of_prompts(model, weights, caches, levels, part, prompts, steps, capacities, device)
         for part in batch.parts(prefill_tokens)
     ]
-    attended = dict(caches) | {
-        layer: _Beside(caches[layer]) for number, layer in enumerate(model.spec.kv_layers) if number in beside
-    }
+    attended = caches | {layer: caches[layer].beside() for number, layer in enumerate(model.spec.kv_layers) if number in beside}
     made = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
         picked = made[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
-        tokens, now = picked[:, None], KVStep.of(occupancy.at(step), occupancy.capacity, device)
+        tokens, now = picked[:, None], _now([occupancy.at(step) for occupancy in each], capacities, device)
         made.append(_head(model, _through_layers(model, weights, attended, now, tokens)[:, 0], weights[-1]))
     return made
 
 
-def _echoes_within(model: Model, policy: KVPolicy) -> int | None:
-    return model.spec.max_positions if policy.echoes else None
+def _levels(model: Model, policy: KVPolicy | Sequence[Level] | None) -> Sequence[Level]:
+    spec = model.spec
+    if policy is not None and not isinstance(policy, KVPolicy):
+        return policy
+    return [Level(policy or Full(), (tuple(range(spec.kv_heads)),) * len(spec.kv_layers))]
+
+
+def _echoes_within(model: Model, levels: Sequence[Level]) -> int | None:
+    return model.spec.max_positions if any(level.policy.echoes for level in levels) else None
+
+
+def _now(
+    slots: Sequence[StepSlots],
+    capacities: Sequence[int],
+    device: torch.device,
+    prefixes: Sequence[SharedPrefix | None] = (),
+    within: int | None = None,
+) -> list[KVStep]:
+    """A step as each level has it."""
+    each = zip(slots, capacities, strict=True)
+    return [KVStep.of(own, capacity, device, prefixes, echoes_within=within) for own, capacity in each]
+
+
+class _Layer:
+    """The caches of a layer: the number of a level, its heads of this layer, and their cache."""
+
+    def __init__(self, caches: Sequence[tuple[int, Sequence[int], KVCache]], is_beside: bool = False) -> None:
+        self.caches = caches
+        self._attended = [_Beside(cache) if is_beside else cache for _, _, cache in caches]
+
+    def beside(self) -> _Layer:
+        return _Layer(self.caches, is_beside=True)
+
+    def part(self, rows: slice) -> _Layer:
+        return _Layer([(level, heads, cache.part(rows)) for level, heads, cache in self.caches])
+
+    def stands_behind(self, other: _Layer) -> None:
+        for (_, _, cache), (_, _, prefix) in zip(self.caches, other.caches, strict=True):
+            cache.prefixes = {0: prefix}
+
+    def attend(
+        self,
+        now: Sequence[KVStep],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        if len(self.caches) == 1:
+            return self._attended[0].attend(now[self.caches[0][0]], q, k, v, rotation, x)
+        group, of_head = q.shape[2] // k.shape[2], {}
+        for (level, heads, _), cache in zip(self.caches, self._attended):
+            own_q = torch.cat([q[:, :, head * group : (head + 1) * group] for head in heads], dim=2)
+            own_k, own_v = (torch.stack([x[:, :, head] for head in heads], dim=2) for x in (k, v))
+            out = cache.attend(now[level], own_q, own_k, own_v, rotation, x)
+            of_head |= dict(zip(heads, out.chunk(len(heads), dim=2), strict=True))
+        return torch.cat([of_head[head] for head in range(k.shape[2])], dim=2)
 
 
 class _Beside:
@@ -103,18 +162,19 @@ def _device(weights: Sequence[Weights]) -> torch.device:
 def _last_of_prompts(
     model: Model,
     weights: Sequence[Weights],
-    caches: Mapping[int, KVCache],
-    policy: KVPolicy,
+    caches: Mapping[int, _Layer],
+    levels: Sequence[Level],
     part: Batch,
     prompts: Sequence[Sequence[int]],
     steps: int,
-    capacity: int,
+    capacities: Sequence[int],
     device: torch.device,
 ) -> Tensor:
     own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
     padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
-    now = KVStep.of(policy.occupancy(part, steps).at(0), capacity, device, echoes_within=part.echoes_within)
-    tokens = [text + text if policy.echoes else text for text in padded]
+    slots = [level.policy.occupancy(part, steps).at(0) for level in levels]
+    now = _now(slots, capacities, device, within=part.echoes_within)
+    tokens = [text if part.echoes_within is None else text + text for text in padded]
     hidden = _through_layers(model, weights, own, now, torch.tensor(tokens, device=device))
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
@@ -129,29 +189,29 @@ def resident_talk(
     context: int,
     chunk: int,
     by_token: bool = False,
-    policy: KVPolicy | None = None,
+    policy: KVPolicy | Sequence[Level] | None = None,
     kv_codec: str = PLAIN,
 ) -> list[list[Tensor]]:
     """Generates greedily for one row whose caches live on; returns for every turn and step the logits (1, vocab)."""
-    policy = policy or Full()
-    device, seen, unread = _device(weights), 0, list[int]()
-    capacity = policy.occupancy(Batch((0,), (1,), (), context), 1).capacity
-    caches = _caches(model, policy, 1, capacity, by_token, device, kv_codec)
+    levels, device, seen, unread = _levels(model, policy), _device(weights), 0, list[int]()
+    capacities = [level.policy.occupancy(Batch((0,), (1,), (), context), 1).capacity for level in levels]
+    caches = _caches(model, levels, 1, capacities, by_token, device, kv_codec)
     talk = []
     for turn in turns:
         new, made = [*unread, *turn], []
         while new:
             piece, new = new[:chunk], new[chunk:]
-            occupancy = policy.occupancy(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
-            for step in range(occupancy.gen_len):
-                within = None if step else _echoes_within(model, policy)
-                now = KVStep.of(occupancy.at(step), capacity, device, echoes_within=within)
+            batch, grown = Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps
+            each = [level.policy.occupancy(batch, grown) for level in levels]
+            for step in range(grown):
+                within = None if step else _echoes_within(model, levels)
+                now = _now([occupancy.at(step) for occupancy in each], capacities, device, within=within)
                 tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
                 hidden = _through_layers(model, weights, caches, now, tokens)
                 if not new:
                     made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
                     piece = [int(made[-1].argmax())]
-            seen += occupancy.taken_in[0] - seen + occupancy.gen_len - 1
+            seen = each[0].taken_in[0] + grown - 1
         unread = piece
         talk.append(made)
     return talk
@@ -165,26 +225,28 @@ def resident_behind(
     prompt: Sequence[int],
     shared: int,
     steps: int,
-    policy: KVPolicy,
+    policy: KVPolicy | Sequence[Level],
     copies: bool = False,
     kv_codec: str = PLAIN,
 ) -> list[Tensor]:
     """Generates greedily behind a prompt of which the first tokens are read by themselves: the rest attends them in a cache of
     their own, or takes a copy of that. Returns for every step the logits (1, vocab)."""
-    device, prefix = _device(weights), SharedPrefix(0, shared)
-    judged = policy if copies and policy.score_bytes else Full()
-    beginnings = _caches(model, judged, 1, shared, False, device, kv_codec)
-    whole = KVStep.of(policy.whole(shared), shared, device)
+    levels, device, prefix = _levels(model, policy), _device(weights), SharedPrefix(0, shared)
+    judged = [replace(level, policy=level.policy if copies and level.policy.score_bytes else Full()) for level in levels]
+    beginnings = _caches(model, judged, 1, [shared] * len(levels), False, device, kv_codec)
+    whole = _now([level.policy.whole(shared) for level in levels], [shared] * len(levels), device)
     _through_layers(model, weights, beginnings, whole, torch.tensor([prompt[:shared]], device=device))
     need = Need.behind(prefix, len(prompt), steps, copies)
-    occupancy, piece, made = policy.alone(need), list(prompt[shared:]), list[Tensor]()
-    caches = _caches(model, policy, 1, occupancy.capacity, False, device, kv_codec)
+    each, piece, made = [level.policy.alone(need) for level in levels], list(prompt[shared:]), list[Tensor]()
+    capacities = [occupancy.capacity for occupancy in each]
+    caches = _caches(model, levels, 1, capacities, False, device, kv_codec)
     for layer, cache in caches.items():
-        cache.prefixes = {0: beginnings[layer]}
+        cache.stands_behind(beginnings[layer])
     for step in range(steps):
-        slots = occupancy.at(step) if step or not copies else occupancy.at(0).behind(shared)
-        within = None if step else _echoes_within(model, policy)
-        now = KVStep.of(slots, occupancy.capacity, device, () if step and copies else (prefix,), echoes_within=within)
+        copied = shared if copies and not step else 0
+        slots = [own.at(step).behind(copied) if copied else own.at(step) for own in each]
+        within = None if step else _echoes_within(model, levels)
+        now = _now(slots, capacities, device, () if step and copies else (prefix,), within)
         tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
         hidden = _through_layers(model, weights, caches, now, tokens)
         made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
@@ -193,11 +255,11 @@ def resident_behind(
 
 
 def _through_layers(
-    model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache | _Beside], now: KVStep, tokens: Tensor
+    model: Model, weights: Sequence[Weights], caches: Mapping[int, _Layer], now: Sequence[KVStep], tokens: Tensor
 ) -> Tensor:
     hidden = tokens
     for layer, spec in enumerate(model.spec.layers[:-1]):
-        places = now.text_positions
+        places = now[0].text_positions
         given = Given(places, partial(caches[layer].attend, now)) if spec.has_kv else Given(places)
         hidden = computed(model, spec, hidden, weights[layer], given)
     return hidden
@@ -220,18 +282,32 @@ def _part(matrix: Tensor | Matrix, rows: slice) -> Tensor | Matrix:
 
 
 def _caches(
-    model: Model, policy: KVPolicy, rows: int, slots: int, by_token: bool, device: torch.device, kv_codec: str
-) -> dict[int, KVCache]:
+    model: Model,
+    levels: Sequence[Level],
+    rows: int,
+    capacities: Sequence[int],
+    by_token: bool,
+    device: torch.device,
+    kv_codec: str,
+) -> dict[int, _Layer]:
     coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
-    judges = _judges(model, policy, device)
+
+    def cache(level: Level, place: int, slots: int) -> KVCache:
+        heads, layer = level.heads[place], model.spec.kv_layers[place]
+        shape, judge = (rows, len(heads), slots), _judges(model, level.policy, device).get(layer)
+        judge = None if judge is None else judge.of_heads(torch.tensor(heads, device=device))
+        noted = _scores(level.policy, shape, device)
+        return KVCache(_image(coding, shape, by_token, device), noted, coding, judge=judge)
+
     return {
-        layer: KVCache(
-            _image(model, coding, rows, slots, by_token, device),
-            _scores(model, policy, rows, slots, device),
-            coding,
-            judge=judges.get(layer),
+        layer: _Layer(
+            [
+                (number, level.heads[place], cache(level, place, slots))
+                for number, (level, slots) in enumerate(zip(levels, capacities, strict=True))
+                if level.heads[place]
+            ]
         )
-        for layer in model.spec.kv_layers
+        for place, layer in enumerate(model.spec.kv_layers)
     }
 
 
@@ -243,14 +319,13 @@ def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, J
     return dict.fromkeys(spec.kv_layers, ValueNorms()) if policy.judge == VALUE_NORMS else {}
 
 
-def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, device: torch.device) -> Tensor:
-    heads, width, dtype = model.spec.kv_heads, coding.width, coding.kept_dtype
+def _image(coding: Coding, shape: tuple[int, int, int], by_token: bool, device: torch.device) -> Tensor:
+    (rows, heads, slots), width, dtype = shape, coding.width, coding.kept_dtype
     if by_token:
         return torch.zeros(slots, 2, rows, heads, width, dtype=dtype, device=device).permute(1, 2, 3, 0, 4)
     return torch.zeros(2, rows, heads, slots, width, dtype=dtype, device=device)
 
 
-def _scores(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
-    shape = (rows, model.spec.kv_heads, slots)
-    region = torch.zeros(rows * model.spec.kv_heads * slots * policy.score_bytes, dtype=torch.uint8, device=device)
+def _scores(policy: KVPolicy, shape: tuple[int, int, int], device: torch.device) -> SlotScores | None:
+    region = torch.zeros(prod(shape) * policy.score_bytes, dtype=torch.uint8, device=device)
     return SlotScores.over(region, policy, shape) if policy.score_bytes else None

@@ -60,7 +60,7 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     device = "cuda" if case.device == "cuda" else "cpu"
     model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
     by_token = case.device != "cpu"
-    how = (case.prefill_tokens, by_token, case.kv_policy, case.kv_codec)
+    how = (case.prefill_tokens, by_token, case.levels(model.spec), case.kv_codec)
     expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, *how)
     with case.open(checkpoints, offload) as llm, llm.converse(CONTEXT) as talk:
         for number, (turn, wanted) in enumerate(zip(TURNS, expected)):
@@ -314,7 +314,7 @@ def test_a_conversation_is_promised_the_room_to_read_a_long_turn_behind_a_short_
 ) -> None:
     """Which is more than the first turn needs, also where all of the context may be read at once."""
     with Case("llama-gqa", MIXES[0]).open(checkpoints, offload) as llm:
-        extent = Extent.of(llm.spec, llm.plan.policy, CONTEXT, llm.plan.prefill_tokens)
+        extent = Extent.of(llm.spec, llm.plan, CONTEXT)
         workloads = extent.workload, Workload((CONTEXT,), 1)
         long_behind_short, first = (workload.blocks(1, 1)[0].batches[0] for workload in workloads)
         assert extent.piece_tokens == CONTEXT

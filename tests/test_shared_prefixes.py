@@ -113,7 +113,7 @@ def hold_contract(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> 
         if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.keeps_all)):
             alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nobody shared anything
         else:
-            how = (case.plan.policy, case.plan.copies_prefixes, case.kv_codec)
+            how = (case.levels(model.spec), case.plan.copies_prefixes, case.kv_codec)
             alone = resident_behind(model, weights, case.prompts[place], shared.tokens, case.growth[place], *how)
         assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {place}: {case}"
 

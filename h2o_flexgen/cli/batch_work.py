@@ -163,7 +163,7 @@ class BatchJob:
         """Finds a plan if none was given. What the answers depend on must be as it was when the job began."""
         asked = self.request.plan
         if not isinstance(asked, Plan):
-            workload = workload_of_job(self._largest_part, self.llm.plan)
+            workload = workload_of_job(self._largest_part, self.llm.plan, self.llm.spec)
             wish = Wish(asked, self.llm, workload, max(workload.prompt_lens), workload.gen_len)
             wish.refuse_impossible()
             with_room = wish.plan_with_room() if self.request.machine is None else None

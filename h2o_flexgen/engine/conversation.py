@@ -18,9 +18,10 @@ from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.engine import BlockRun, Engine
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import longest_text
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams, one_params
 from h2o_flexgen.sampling.sampler import Sampler
@@ -50,20 +51,21 @@ class Reply:
 class Extent:
     """How far a conversation may go, and how it is computed."""
 
-    policy: KVPolicy
+    levels: tuple[Level, ...]  # of KV heads
     context: int  # tokens that the text may grow to, unless it is endless; a budget that is a share is one of this
     piece_tokens: int  # tokens of a turn that are computed at once
     is_asked: bool = False  # somebody chose the context; otherwise it is all that the model has
 
     @classmethod
-    def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, piece_tokens: int) -> Extent:
-        if policy.options.hh_prompt_only:
+    def of(cls, spec: ModelSpec, plan: Plan, context: int | None) -> Extent:
+        if plan.policy.options.hh_prompt_only:
             raise ValueError("hh_prompt_only keeps all that is generated, for which a conversation has no room; leave it out")
-        longest = longest_text(spec, policy)
+        longest = longest_text(spec, plan.policy)
         if context is not None and not 1 <= context <= longest:
             raise ValueError(f"context is {context}, but {spec.name} has {spec.max_positions} positions; give 1 to {longest}")
-        extent = cls(policy, context or longest, min(piece_tokens, context or longest), context is not None)
-        return extent._rolling(spec) if policy.rolls else extent
+        most = context or longest
+        extent = cls(plan.levels(spec), most, min(plan.prefill_tokens, most), context is not None)
+        return extent._rolling(spec) if extent.is_endless else extent
 
     def _rolling(self, spec: ModelSpec) -> Extent:
         room = self.context - self.slots
@@ -76,8 +78,8 @@ class Extent:
 
     @property
     def is_endless(self) -> bool:
-        """Whether evictions make room for ever and positions are those in the cache."""
-        return self.policy.rolls
+        """Whether evictions make room for ever, in all heads, and positions are those in the cache."""
+        return all(level.policy.rolls for level in self.levels)
 
     @property
     def limit(self) -> str:
@@ -87,8 +89,14 @@ class Extent:
 
     @property
     def slots(self) -> int:
-        """The most slots held between turns."""
-        return self.policy.occupancy(Batch((0,), (1,), context=self.context), 1).budgets[0].slots
+        """The most slots held between turns, in the heads that keep most."""
+        return max(self._slots)
+
+    @property
+    def _slots(self) -> Sequence[int]:
+        """The same for each level."""
+        batch = Batch((0,), (1,), context=self.context)
+        return [level.policy.occupancy(batch, 1).budgets[0].slots for level in self.levels]
 
     @property
     def workload(self) -> Workload:
@@ -97,6 +105,11 @@ class Extent:
 
     def held(self, seen: int) -> int:
         return min(seen, self.slots)
+
+    def slots_in_use(self, seen: int) -> int:
+        """Slots in use, of all heads of all layers."""
+        heads = (sum(map(len, level.heads)) for level in self.levels)
+        return sum(own * min(seen, slots) for own, slots in zip(heads, self._slots, strict=True))
 
     def room(self, seen: int) -> int | None:
         """Tokens that the text may still take in; None means no limit."""
@@ -131,13 +144,13 @@ class Conversation:
 
     @property
     def held(self) -> int:
-        """Slots of each head that are in use."""
+        """Slots in use, in the heads that keep most."""
         return self.extent.held(self.seen)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the slots in use, over all layers."""
-        return self.held * self._spec.kv_bytes_per_slot * len(self._spec.kv_layers)
+        return self.extent.slots_in_use(self.seen) * self._spec.kv_bytes_per_head
 
     # -- turns -----------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Workload
@@ -52,10 +53,11 @@ class Job(Protocol):
 Requests: TypeAlias = "Job | Iterable[Request | object]"  # what is not a request is a prompt
 
 
-def workload_of_job(job: Job, plan: Plan, most_shared: int | None = None) -> Workload:
+def workload_of_job(job: Job, plan: Plan, spec: ModelSpec, most_shared: int | None = None) -> Workload:
     """All rows of a job, each with what it may need, and what it shares with others; `most_shared`: the tokens of the longest
     prefix that is shared, or None for all that was found."""
     shared, sizes, copies = job.prefixes, job.sizes, plan.copies_prefixes
+    policies = [level.policy for level in plan.levels(spec)]
     known: dict[tuple[SharedPrefix, int, int], SharedPrefix | None] = {}  # equal ones are one: a job may have a million rows
 
     def prefix_of(request: int, size: Size) -> SharedPrefix | None:
@@ -64,7 +66,8 @@ def workload_of_job(job: Job, plan: Plan, most_shared: int | None = None) -> Wor
             return None
         kind = found, size.prompt_len, size.gen_len
         if kind not in known:
-            known[kind] = found if plan.policy.suits(Need.behind(found, size.prompt_len, size.gen_len, copies)) else None
+            need = Need.behind(found, size.prompt_len, size.gen_len, copies)
+            known[kind] = found if all(policy.suits(need) for policy in policies) else None
         return known[kind]
 
     needs = [Need(size.prompt_len, size.gen_len) for size in sizes for _ in range(size.rows)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -15,6 +16,7 @@ from h2o_flexgen.engine.job import Request, Size, prompt_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, most_tokens
+from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.sampling.params import SamplingParams, one_params
 from h2o_flexgen.text.prompts import Prompt, token_ids
 from h2o_flexgen.text.tokenizer import Tokenizer
@@ -28,6 +30,10 @@ class RowMaker:
     spec: ModelSpec
     plan: Plan
     tokenizer: Tokenizer
+
+    @cached_property
+    def _levels(self) -> tuple[Level, ...]:
+        return self.plan.levels(self.spec)
 
     def rows(
         self,
@@ -59,7 +65,8 @@ class RowMaker:
         self._check_prompt(index, prompt.ids)
         params = self._checked(one_params(request.params), index, len(prompt.ids), ())
         assert params.max_tokens is not None
-        self.plan.policy.alone(Need(len(prompt.ids), params.max_tokens))  # refuses a budget of no slots
+        for level in self._levels:
+            level.policy.alone(Need(len(prompt.ids), params.max_tokens))  # refuses a budget of no slots
         return Size(len(prompt.ids), params.max_tokens, params.n, params.prompt_logprobs is not None)
 
     def _rows(

@@ -167,7 +167,7 @@ class BatchRows:
 
     def _levels(self, batch: Batch, step: int) -> tuple[KVStep, ...]:
         slots = [policy.occupancy(batch, self._gen_len).at(step) for policy in self._policies]
-        return self._steps_of(slots, echoes_within=None if step else batch.echoes_within)
+        return self._steps_of(slots, echoes_within=batch.echoes_within if slots[0].is_prefill else None)
 
     def _steps_of(
         self,
@@ -177,10 +177,8 @@ class BatchRows:
         echoes_within: int | None = None,
     ) -> tuple[KVStep, ...]:
         """The step of each level, with these slots; `capacity`: if not that of the seats."""
-        each = zip(slots, self._capacities, strict=True)
-        return tuple(
-            KVStep.of(own, capacity or usual, self._device, prefixes, self._upload, echoes_within) for own, usual in each
-        )
+        given, each = (self._device, prefixes, self._upload, echoes_within), zip(slots, self._capacities, strict=True)
+        return tuple(KVStep.of(own, capacity or usual, *given) for own, usual in each)
 
     def _uploaded(self, values: Tensor) -> Tensor:
         return self._upload(values, self._device)

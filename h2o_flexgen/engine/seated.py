@@ -90,8 +90,8 @@ class SeatedRows(BatchRows):
         newcomers = self._rows[rows]
         needs = [self._waiting.need(row) for row in newcomers]
         steps = [[_first(slots, need) for slots in self._slots[row.row]] for row, need in zip(newcomers, needs)]
-        slots = map(StepSlots.of_rows, zip(*steps))
-        levels = self._steps_of(slots, [need.prefix for need in needs], echoes_within=self._batch.echoes_within)
+        slots, prefixes = map(StepSlots.of_rows, zip(*steps)), [need.prefix for need in needs]
+        levels = self._steps_of(slots, prefixes, echoes_within=self._batch.echoes_within)
         return Part(rows, levels, self._uploaded(padded(newcomers, [need.read for need in needs], self._batch.readings)))
 
     def note_prefixes(self, hidden: Tensor) -> None:

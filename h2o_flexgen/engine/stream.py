@@ -59,7 +59,7 @@ class Stream:
 
     @cached_property
     def workload(self) -> Workload:
-        return workload_of_job(self._job, self._maker.plan, self._most_shared)
+        return workload_of_job(self._job, self._maker.plan, self._maker.spec, self._most_shared)
 
     @property
     def longest_shared(self) -> int:

@@ -21,6 +21,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import JUDGED, Plan
 from tests.planning.worlds import tiny_spec
 
+JUDGED_H2O = {"prefix_policy": JUDGED, "kv_policy": "h2o", "heavy": 1}
 LAYERS = tiny_spec().kv_layers
 
 
@@ -56,9 +57,7 @@ def assert_is_there(store: PrefixStore, prefix: SharedPrefix) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    "plan", [Plan(), Plan.create(prefix_policy=JUDGED, kv_policy="h2o", heavy=1)], ids=["pinned", "judged"]
-)
+@pytest.mark.parametrize("plan", [Plan(), Plan.create(**JUDGED_H2O)], ids=["pinned", "judged"])
 def test_what_is_in_use_is_never_lost_whoever_comes_and_goes(seed: int, plan: Plan, tmp_path: Path) -> None:
     random = Random(seed)
     lengths = [random.randint(1, 70) for _ in range(30)]
