@@ -61,7 +61,7 @@ class Head:
             return int(asked["hh_ratio"] * prompt), int(asked["hh_ratio"] * prompt)
         if "kv_budget" in asked or not {"heavy", "recent"} & set(asked):
             total = int(asked.get("kv_budget", 0.2) * (prompt + generated))
-            recent = asked.get("recent", total // 2)
+            recent = asked.get("recent", total // (5 if asked.get("kv_policy") == "kvzip" else 2))
             return total - recent, recent
         return asked.get("heavy", 0), asked.get("recent", 0)
 
