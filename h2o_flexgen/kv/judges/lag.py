@@ -31,8 +31,8 @@ class Lag(Together):
 
 
 def _unevenness(x: Tensor) -> Tensor:
-    """Of all tokens of x (kv_heads, parts, length, head_dim) but those of the last part, as shares of their part. (kv_heads,
-    tokens), fp32"""
+    """How unevenly tokens of x (kv_heads, parts, length, head_dim) lie, all but those of the last part, as shares of their part.
+    (kv_heads, tokens), fp32"""
     x = x.float()
     least, most = x[:, 1:].aminmax(dim=2, keepdim=True)
     span = most - least
