@@ -11,6 +11,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.held import Gone, of_layers
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
@@ -57,4 +58,4 @@ class Keeper:
         image = torch.zeros(2, *shape, self.coding.width, dtype=self.coding.kept_dtype, device=device)
         region = torch.zeros(kv_heads * capacity * self.policy.score_bytes, dtype=torch.uint8, device=device)
         scores = SlotScores.over(region, self.policy, shape)
-        return KVCache(image, scores, self.coding), scores
+        return KVCache(image, scores, self.coding, judge=judge_of(self.policy)), scores
