@@ -81,7 +81,7 @@ class LevelKeeper:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         kv_heads = k.shape[2]
-        grouped = q.unflatten(2, (kv_heads, -1))
+        grouped = q.view(1, self.tokens, kv_heads, -1, q.shape[3])
         out = grouped.new_empty(1, self.tokens, kv_heads, grouped.shape[3] * grouped.shape[4])
         gone = torch.empty(kv_heads, self.tokens, dtype=torch.int64, device=q.device)
         for level, keeper in zip(self.levels, self.keepers):
