@@ -94,6 +94,8 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "kvzip"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "h2o"), ("heavy", 3), ("recent", 2), ("value_norms", True)),
     (("kv_policy", "kvzap"), ("heavy", 2), ("recent", 2), ("probe", OF_NO_MODEL)),  # a case takes one of its model
+    (("kv_policy", "keydiff"), ("heavy", 2), ("recent", 2)),
+    (("kv_policy", "lagkv"), ("heavy", 3), ("recent", 1), ("sinks", 1)),
 )
 
 # what the KV heads of a model keep, layer by layer; a model with fewer heads has the first ones

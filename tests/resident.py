@@ -22,7 +22,7 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.judge import Judge
-from h2o_flexgen.kv.judges.value_norms import ValueNorms
+from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
@@ -30,7 +30,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import StepSlots
-from h2o_flexgen.policies.policy import PROBE, VALUE_NORMS, KVPolicy
+from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 from tests.probes import probe_for
 
@@ -316,7 +316,8 @@ def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, J
     if policy.judge == PROBE:
         region = torch.zeros(probe_bytes(spec), dtype=torch.uint8, device=device)
         return dict(zip(spec.kv_layers, linear_judges(probe_for(spec), range(len(spec.kv_layers)), region)))
-    return dict.fromkeys(spec.kv_layers, ValueNorms()) if policy.judge == VALUE_NORMS else {}
+    judge = judge_of(policy)
+    return {} if judge is None else dict.fromkeys(spec.kv_layers, judge)
 
 
 def _image(coding: Coding, shape: tuple[int, int, int], by_token: bool, device: torch.device) -> Tensor:

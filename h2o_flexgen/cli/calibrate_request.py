@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.probe_file import FILE as PROBE_FILE
 from h2o_flexgen.cli.files import OUTPUT, check_output_file, check_picture
 from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, whole
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, model_of, site_of
@@ -19,12 +20,15 @@ USUAL_TOKENS, USUAL_TEXTS, MOST_TEXTS = 512, 8, 1000
 
 DESCRIPTION = """\
 Measure which share of a text each KV head of a model needs, at several budgets of the whole model, and write it to a file for
---head-budgets. The model reads every text twice, layer by layer: one layer at a time is in memory, however large the model is.
-Without --model: the small one that travels with the package."""
+--head-budgets; or fit what says how much a token is worth, for --probe; or both. The model reads every text twice, layer by
+layer: one layer at a time is in memory, however large the model is. Without --model: the small one that travels with the
+package."""
 
 EPILOG = f"""\
   {PROGRAM} --model smollm2 --text novel.txt articles.txt {OUTPUT} {FILE}
   python -m h2o_flexgen.run --model smollm2 --kv-budget 0.2 --head-budgets {FILE}
+  {PROGRAM} --model smollm2 --text novel.txt articles.txt --texts 32 --probe {PROBE_FILE}
+  python -m h2o_flexgen.run --model smollm2 --kv-policy kvzap --kv-budget 0.2 --probe {PROBE_FILE}
 """
 
 
@@ -37,7 +41,8 @@ class CalibrateRequest:
     texts: tuple[Text, ...]
     tokens: int  # of each text that is read
     number: int  # of such texts
-    output: Path
+    output: Path | None  # of head budgets
+    probe: Path | None
     picture: Path | None
     verbose: int
 
@@ -47,7 +52,10 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 
 def request_of(flags: Namespace) -> CalibrateRequest:
-    check_output_file(flags.output)
+    if flags.output is None and flags.probe is None:
+        raise ValueError(f"nothing is to be written; give {OUTPUT} FILE for head budgets, or --probe FILE")
+    for file in filter(None, (flags.output, flags.probe)):
+        check_output_file(file)
     check_picture(flags.picture, "--picture")
     texts = tuple(map(Text.read, dict.fromkeys(flags.text))) if flags.text else (Text.held_out(),)
     if flags.texts < len(texts):
@@ -58,7 +66,8 @@ def request_of(flags: Namespace) -> CalibrateRequest:
         texts=texts,
         tokens=flags.tokens,
         number=flags.texts,
-        output=Path(flags.output).expanduser(),
+        output=flags.output and Path(flags.output).expanduser(),
+        probe=flags.probe and Path(flags.probe).expanduser(),
         picture=flags.picture and Path(flags.picture).expanduser(),
         verbose=flags.verbose,
     )
@@ -83,6 +92,8 @@ def _add_texts(group: Group) -> None:
 
 def _add_output(group: Group) -> None:
     own = f"the file of head budgets; as {FILE} in the model's folder it is what --head-budgets {OWN} means"
-    group.value(OUTPUT, "FILE", own, required=True)
+    group.value(OUTPUT, "FILE", own)
+    own = f"the file of a probe, which says how much tokens are worth; as {PROBE_FILE} it is what --probe {OWN} means elsewhere"
+    group.value("--probe", "FILE", own)
     group.value("--picture", "FILE", "what each head keeps at one budget (needs the extra [plot])")
     group.verbose(f"{TRACEBACK}: where errors come from")

@@ -7,17 +7,21 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
+from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli.calibrate_request import CalibrateRequest
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import page_width, say, table
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.calibration.calibration import Calibration, calibrate
 from h2o_flexgen.evaluation.calibration.picture import draw_heads
+from h2o_flexgen.evaluation.calibration.probe_fit import FOUND, ProbeFit
 from h2o_flexgen.evaluation.texts import Text, windows
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.head_budgets_file import write_head_budgets
+from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.options import DEFAULT_KEPT
 from h2o_flexgen.text.tokenizer import Tokenizer
 
@@ -27,9 +31,11 @@ HEAD = ("budget", f"heads that keep {100 * NEARLY_ALL:g} % and more", f"less tha
 
 def work(request: CalibrateRequest) -> None:
     begun = time.perf_counter()
-    found = _calibration(request)
+    fit = None if request.probe is None else ProbeFit(request.number)
+    found = _calibration(request, fit)
     budgets = found.head_budgets
-    write_head_budgets(budgets, request.output)
+    if request.output is not None:
+        write_head_budgets(budgets, request.output)
     if request.picture is not None:
         draw_heads(budgets, DEFAULT_KEPT, request.picture)
     say(_lines(found, budgets, request.output))
@@ -39,13 +45,24 @@ def work(request: CalibrateRequest) -> None:
         "kv_heads": budgets.shape[1],
         "budgets": list(budgets.budgets),
         "spread": [found.spread(budget) for budget in budgets.budgets],
-        "output": str(request.output),
+        "output": request.output and str(request.output),
+        "probe": fit and request.probe and _probe_written(fit, budgets, request.probe),
         "seconds": round(time.perf_counter() - begun, 3),
     }
     print(json.dumps(document), flush=True)
 
 
-def _calibration(request: CalibrateRequest) -> Calibration:
+def _probe_written(fit: ProbeFit, budgets: HeadBudgets, file: Path) -> dict[str, object]:
+    """Writes the probe and tells of it."""
+    probe, found = fit.probe(budgets.model, budgets.source), fmean(fit.found) if fit.found else None
+    write_probe(probe, file)
+    best = f"of the {100 * FOUND:g} % of a text that count most"
+    known = "" if found is None else f"; {best}, other texts foretold {100 * found:.3g} %"
+    say([f"probe written to {file}{known}", f"--kv-policy {KVzap.name} --probe {file} ranks tokens by it"])
+    return {**probe.as_json(), "file": str(file), "found": found}
+
+
+def _calibration(request: CalibrateRequest, fit: ProbeFit | None) -> Calibration:
     name = request.model.name
     with open_llm(request.model, request.site, Plan()) as llm, Progress(0, f"calibrating {name}", late=True) as progress:
 
@@ -55,7 +72,7 @@ def _calibration(request: CalibrateRequest) -> Calibration:
 
         ids = _pieces(request, llm.tokenizer)
         read = f"{len(ids)} texts" if len(ids) > 1 else "1 text"
-        return calibrate(llm, ids, f"{read} of {request.tokens} tokens: {_titles(request.texts)}", on_layer)
+        return calibrate(llm, ids, f"{read} of {request.tokens} tokens: {_titles(request.texts)}", on_layer, fit)
 
 
 def _pieces(request: CalibrateRequest, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -69,12 +86,13 @@ def _titles(texts: Sequence[Text]) -> str:
     return ", ".join(Path(text.name).stem for text in texts)
 
 
-def _lines(found: Calibration, budgets: HeadBudgets, output: Path) -> Iterator[str]:
+def _lines(found: Calibration, budgets: HeadBudgets, output: Path | None) -> Iterator[str]:
     layers, heads = budgets.shape
     yield f"head budgets of {budgets.model}, {layers} layers of {heads} KV heads, measured on {budgets.source}"
     yield from table([HEAD, *_rows(found, budgets)], page_width())
     yield "spread: how much a head's share differs from text to text, in % of the text (standard deviation, mean of all heads)"
-    yield f"written to {output}; --head-budgets {output} has heads share out a --kv-budget so"
+    if output is not None:
+        yield f"written to {output}; --head-budgets {output} has heads share out a --kv-budget so"
 
 
 def _rows(found: Calibration, budgets: HeadBudgets) -> Iterator[list[str]]:

@@ -179,7 +179,8 @@ class Chat:
     def greeting(self, llm: LLM) -> Iterator[str]:
         talk, policy = self.talk, llm.plan.policy
         ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
-        yield f"{llm.name}: KV policy {policy.name}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
+        heads = "" if llm.plan.head_budgets is None else f" with head budgets {llm.plan.head_budgets.checksum}"
+        yield f"{llm.name}: KV policy {policy.name}{heads}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
         stored = StoredWeights.of(llm.opened)
         if stored is not None:
             yield f"found: {stored.line()}"
@@ -196,6 +197,7 @@ class Chat:
             "percent": list(llm.plan.percent),
             "arithmetic": _arithmetic(llm).as_json(),
             "kept": {"policy": llm.plan.policy.name, "slots": self.talk.extent.slots, "context": self.talk.extent.context},
+            "head_budgets": None if llm.plan.head_budgets is None else llm.plan.head_budgets.as_json(),
             "endless": self.talk.extent.is_endless,
             "turns": [asdict(turn) for turn in self.answered],
             "seen": self.talk.seen,

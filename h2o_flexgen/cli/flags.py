@@ -28,7 +28,7 @@ from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets_file import OWN
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
-from h2o_flexgen.policies.streaming import SINKS
+from h2o_flexgen.policies.policy import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SEED_LIMIT, SamplingParams
@@ -411,8 +411,9 @@ def add_probe(group: Group) -> None:
 def add_protection(group: Group) -> None:
     """Adds what may be asked of a policy beside its budget: the options in BESIDE_BUDGET."""
     group.truth("--hh-prompt-only", text="only the prompt is selected from; all that is generated is kept")
+    with_sinks = ", ".join(policy.name for policy in POLICIES.values() if policy.usual_sinks)
     group.truth("--value-norms", text="scores are weighed with how long a token's value is")
-    group.value("--sinks", "N", f"the first N tokens are never evicted (streaming: {SINKS} unless given)", SLOTS)
+    group.value("--sinks", "N", f"the first N tokens are never evicted ({with_sinks}: {SINKS} unless given)", SLOTS)
     decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
     group.value("--score-decay", "D", decay, SHARE)
     group.value("--grace", "N", "never evict the newest N, also where --recent is less; has no slots of its own", SLOTS)

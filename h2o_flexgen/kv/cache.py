@@ -106,7 +106,7 @@ class KVCache:
             q, k = rotate(q, turn), rotate(k, turn)
         more = self._attended_elsewhere(now, q)
         own_k, own_v = (each[:, new] for each in (unrotated if self._rolls else k, v))
-        written = Written(None if x is None else x[:, new], own_k, own_v, None)
+        written = Written(None if x is None else x[:, new], own_k, own_v, now.slots.new)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (rows, heads, tokens, head_dim)
         kept_k, kept_v = (self._coding.encode(each.transpose(1, 2)) for each in (own_k, own_v))
         known, held = self._known(now, scores), None
@@ -115,7 +115,7 @@ class KVCache:
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
             old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
             if known is not None and known.worth is not None:
-                held = Held(old_k, old_v, known.worth, now.is_held)
+                held = Held(old_k, old_v, known.worth, now.slots.counts)
             if self._rolls and rotation is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
@@ -196,23 +196,21 @@ class KVCache:
 
     def _decode(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
         kept_rotated = None if self._rolls else rotation
-        turned = self._append(now, q, k, v, kept_rotated, self._worth(now, k, v, kept_rotated, x))
+        turned = self._append(now, q, k, v, kept_rotated, self._worth(now, k, v, x))
         if rotation is not None and self._rolls:
             turned = rotate(turned, now.turn(rotation, q.dtype, rolls=True))
         return self._attended(now, turned, self._attended_elsewhere(now, turned), rotation)
 
-    def _worth(self, now: KVStep, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor | None:
-        """What the newest tokens are worth, whose keys are still to be rotated. (rows, kv_heads), fp32"""
-        if self._judge is None:
-            return None
-        return self._judge.newest(Written(x, k, v, None if rotation is None else now.turn(rotation, k.dtype)))
+    def _worth(self, now: KVStep, k: Tensor, v: Tensor, x: Tensor | None) -> Tensor | None:
+        """What the newest tokens are worth. (rows, kv_heads), fp32"""
+        return None if self._judge is None else self._judge.newest(Written(x, k, v, now.slots.new))
 
     def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None = None) -> Asked:
         """What a decode step asks of a cache that lies elsewhere: all that is done without its slots is done here."""
         if rotation is not None:
             q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
             k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
-        return Asked(q, k, v, self._attended_elsewhere(now, q), self._worth(now, k, v, None, x))
+        return Asked(q, k, v, self._attended_elsewhere(now, q), self._worth(now, k, v, x))
 
     def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
         """The same step where the slots are: appends, attends, and has who must go go. (rows, 1, heads * head_dim)"""

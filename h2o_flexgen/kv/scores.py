@@ -133,7 +133,7 @@ class SlotScores:
 
     @staticmethod
     def _first_half(now: KVStep, stays: Tensor, exists: Tensor, scores: Tensor) -> Tensor:
-        """Where worth weighs scores, half of what a text's first pass leaves to choose goes by the scores alone."""
+        """Half of what a text's first pass leaves to choose goes by the scores alone, where worth weighs them."""
         protected = (stays & exists).sum(-1, keepdim=True)
         chosen = torch.where(now.is_new, (now.after - protected).clamp(min=0) // 2, 0)
         order = _by_rank(scores, stays, exists)

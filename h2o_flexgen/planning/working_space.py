@@ -19,7 +19,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
-from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
+from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
@@ -27,6 +27,7 @@ DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: 
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
 WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
+COMPARED_BYTES = 24  # per value of a row's keys whose tokens are compared: keys and values as they are, and results in fp32
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
@@ -207,7 +208,8 @@ def _choosing_bytes(at: Heads, threads: int) -> int:
     keys = occupancy.held(0) + occupancy.batch.prompt_len
     weighed = 0 if policy.judge is None else WEIGHED_BYTES + (SORTED_BYTES if policy.has_scores else 0)
     moved = 0 if threads else 4 * spec.head_dim  # torch moves with an index for each value
-    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + weighed + moved)
+    compared = COMPARED_BYTES * spec.head_dim if policy.judge in TOGETHER else 0  # of one row at a time
+    return spec.kv_heads * keys * (occupancy.batch.size * (SORTED_BYTES + weighed + moved) + compared)
 
 
 def _extending_bytes(at: Heads, threads: int) -> int:

@@ -8,6 +8,8 @@ from h2o_flexgen.kernels.gathering import MAX
 from h2o_flexgen.policies.occupancy import Budget
 from h2o_flexgen.policies.policy import BUDGETS, PROTECTION, KVPolicy
 
+RECENT_PART = 5  # of the budget: what the echo says of tokens is worth more than that they are new (docs/log.md)
+
 
 class KVzip(KVPolicy):
     name: ClassVar[str] = "kvzip"
@@ -16,5 +18,5 @@ class KVzip(KVPolicy):
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "hh_prompt_only")
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
+        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len, RECENT_PART)
         return self._protecting(heavy + recent, recent)

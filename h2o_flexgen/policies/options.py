@@ -75,15 +75,15 @@ class KVOptions:
     def total(self, prompt_len: int, gen_len: int) -> int:
         return sum(self.heavy_and_recent(prompt_len, gen_len))
 
-    def heavy_and_recent(self, prompt_len: int, gen_len: int) -> tuple[int, int]:
-        """Heavy and recent slots of one row."""
+    def heavy_and_recent(self, prompt_len: int, gen_len: int, recent_part: int = 2) -> tuple[int, int]:
+        """Heavy and recent slots of one row. Of a share of the text, a part is recent unless slots are given."""
         if self.hh_ratio is not None:
             each = int(self.hh_ratio * prompt_len)
             return each, each
         if not self.is_share_of_text:
             return self.heavy or 0, self.recent or 0
         total = int((self.kv_budget or DEFAULT_KEPT) * (prompt_len + gen_len))
-        recent = total // 2 if self.recent is None else self.recent
+        recent = total // recent_part if self.recent is None else self.recent
         if recent > total:
             raise ValueError(
                 f"recent is {recent}, but the budget {row_of(prompt_len, gen_len)} is {total} slots; "

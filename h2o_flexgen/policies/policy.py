@@ -6,7 +6,7 @@ Planning reads policies too, so their arithmetic does without torch; kv/scores.p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from h2o_flexgen.core.seats import Need, Seats
@@ -16,7 +16,10 @@ from h2o_flexgen.policies.occupancy import Budget, Occupancy, StepSlots
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
 NONE, ATTENTION, AGE, CHANCE, WORTH = "none", "attention", "age", "chance", "worth"  # what tokens are ranked by
-VALUE_NORMS, PROBE = "value norms", "probe"  # what says how much a token is worth when it is written
+# what says how much a token is worth when it is written
+VALUE_NORMS, PROBE, KEY_DIFFERENCE, LAG = "value norms", "probe", "key difference", "lag"
+TOGETHER = KEY_DIFFERENCE, LAG  # of these, what compares all tokens of a row
+SINKS = 4  # of policies that cannot do without
 WORD_BYTES = 4  # of a position, of a score, and of what a token is worth
 SHARES = ("hh_ratio", "kv_budget")
 BUDGETS = ("heavy", "recent", *SHARES)
@@ -27,10 +30,12 @@ COMMON = ("positions", "hh_prompt_only")  # options of all policies that evict
 @dataclass(frozen=True)
 class KVPolicy(ABC):
     options: KVOptions = field(default_factory=KVOptions)
+    least_slots: int = 0  # that a share of a text is rounded up to: few heads of a model may be left nothing of a short one
 
     name: ClassVar[str]
     ranks_by: ClassVar[str] = ATTENTION
     judged_by: ClassVar[str | None] = None  # what says how much a token is worth when it is written, where that counts
+    usual_sinks: ClassVar[int] = 0  # unless others are asked for
     gathers: ClassVar[str] = SUM  # how the attention that a token gets becomes its score: the sum, or the highest share
     neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
     last_queries: ClassVar[int | None] = None  # of a prompt, which alone may count; None: all count
@@ -57,6 +62,11 @@ class KVPolicy(ABC):
     def decay(self) -> float:
         """The factor applied to a score before what a pass gives is added, or compared."""
         return 1.0 if self.options.score_decay is None else self.options.score_decay
+
+    @property
+    def sinks(self) -> int:
+        """The first tokens of a text, which are never evicted."""
+        return self.usual_sinks if self.options.sinks is None else self.options.sinks
 
     @property
     def rolls(self) -> bool:
@@ -120,6 +130,7 @@ class KVPolicy(ABC):
 
     def _checked(self, prompt_len: int, gen_len: int) -> Budget:
         budget, row = self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len)
+        budget = replace(budget, slots=max(budget.slots, self.least_slots))
         if budget.slots < 1:
             raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
         protected = budget.sinks + max(budget.window, budget.prompt_window)
@@ -133,4 +144,4 @@ class KVPolicy(ABC):
     def _protecting(self, slots: int, window: int, prompt_window: int | None = None, queries: int | None = None) -> Budget:
         """A budget that also protects the options' tokens, beside the policy's own window."""
         grace, before = self.options.grace or 0, window if prompt_window is None else prompt_window
-        return Budget(slots, self.options.sinks or 0, max(window, grace), max(before, grace), queries)
+        return Budget(slots, self.sinks, max(window, grace), max(before, grace), queries)

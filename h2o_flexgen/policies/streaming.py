@@ -6,14 +6,13 @@ from typing import ClassVar
 
 from h2o_flexgen.policies.occupancy import Budget
 from h2o_flexgen.policies.options import KVOptions, row_of
-from h2o_flexgen.policies.policy import AGE, COMMON, SHARES, KVPolicy
-
-SINKS = 4
+from h2o_flexgen.policies.policy import AGE, COMMON, SHARES, SINKS, KVPolicy
 
 
 class Streaming(KVPolicy):
     name: ClassVar[str] = "streaming"
     ranks_by: ClassVar[str] = AGE
+    usual_sinks: ClassVar[int] = SINKS
     accepts: ClassVar[tuple[str, ...]] = ("recent", *SHARES, "sinks", *COMMON)
 
     @classmethod
@@ -22,8 +21,7 @@ class Streaming(KVPolicy):
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         """Sinks come on top of recent slots, but count among those of a ratio."""
-        options = self.options
-        sinks = SINKS if options.sinks is None else options.sinks
+        options, sinks = self.options, self.sinks
         total = options.total(prompt_len, gen_len)
         if options.recent is not None and options.kv_budget is None:
             total += sinks

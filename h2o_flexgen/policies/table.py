@@ -9,8 +9,10 @@ from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.h2o_flexgen import H2OFlexGen
 from h2o_flexgen.policies.heavy import Heavy
+from h2o_flexgen.policies.keydiff import KeyDiff
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.kvzip import KVzip
+from h2o_flexgen.policies.lagkv import LagKV
 from h2o_flexgen.policies.local import Local
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.snapkv import SnapKV
@@ -18,5 +20,9 @@ from h2o_flexgen.policies.streaming import Streaming
 from h2o_flexgen.policies.tova import Tova
 
 POLICIES: Mapping[str, type[KVPolicy]] = {
-    policy.name: policy for policy in (Full, H2O, H2OFlexGen, Local, Streaming, Heavy, Random, SnapKV, Tova, KVzip, KVzap)
+    policy.name: policy
+    for policy in (
+        *(Full, H2O, H2OFlexGen, Local, Streaming, Heavy, Random, SnapKV, Tova),
+        *(KVzip, KVzap, KeyDiff, LagKV),
+    )
 }

@@ -35,6 +35,7 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.pack import Entry, Layout, Pack
@@ -189,6 +190,8 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"kv_policy": "snapkv", "kv_budget": 1.0, "positions": "rolling"},
     {"kv_policy": "random", "kv_budget": 0.5},
     {"kv_policy": "kvzip", "kv_budget": 0.3},
+    {"kv_policy": "keydiff", "kv_budget": 0.3},
+    {"kv_policy": "lagkv", "kv_budget": 0.3},
 )
 LARGER = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 512}
 WIDER = {
@@ -239,7 +242,7 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, block, *_, head = spec.layers
-    given = Given(now.text_positions, partial(KVCache(image, scores).attend, now))
+    given = Given(now.text_positions, partial(KVCache(image, scores, judge=judge_of(policy)).attend, now))
     visits = (
         lambda: computed(model, embed, ids, weights[0], given),
         lambda: computed(model, block, hidden, weights[1], given),

@@ -14,6 +14,7 @@ Turn = Callable[[Array, Array], Array]  # (x (tokens, heads, dim), positions (to
 
 class Head:
     highest: frozenset[str] = frozenset({"kvzip"})  # policies whose scores are the highest share that a token got, and no sum
+    by_worth = ("kvzap", "keydiff", "lagkv")
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Head:
         self.decay = 0.0 if self.policy == "tova" else asked.get("score_decay", 1.0)
         heavy, self.recent = self._slots(asked, context or prompt, 0 if context else generated)
         self.budget = heavy + self.recent
-        self.sinks, self.grace = asked.get("sinks", 4 if self.policy == "streaming" else 0), asked.get("grace", 0)
+        self.sinks, self.grace = asked.get("sinks", 4 if self.policy in ("streaming", "lagkv") else 0), asked.get("grace", 0)
         if self.policy == "streaming" and "recent" in asked and "kv_budget" not in asked:
             self.budget += self.sinks
         if self.policy == "h2o-flexgen":
@@ -60,7 +61,7 @@ class Head:
             return int(asked["hh_ratio"] * prompt), int(asked["hh_ratio"] * prompt)
         if "kv_budget" in asked or not {"heavy", "recent"} & set(asked):
             total = int(asked.get("kv_budget", 0.2) * (prompt + generated))
-            recent = asked.get("recent", total // 2)
+            recent = asked.get("recent", total // (5 if asked.get("kv_policy") == "kvzip" else 2))
             return total - recent, recent
         return asked.get("heavy", 0), asked.get("recent", 0)
 
@@ -78,7 +79,30 @@ class Head:
         if self.policy == "kvzap" and x is not None:
             weight, bias = self.probe
             self.worth |= dict(zip(new, (x @ weight + bias).tolist()))
+        if self.policy in ("keydiff", "lagkv"):
+            self.worth |= dict.fromkeys(new, np.inf) if decodes else self._compared()
         return self._attended(q, new, decodes)
+
+    def _compared(self) -> dict[int, float]:
+        """What all tokens are worth that are held and new, beside each other."""
+        keys, values = (np.stack([known[token] for token in self.kept]) for known in (self.keys, self.values))
+        if not self.rolling:  # and so they are kept
+            keys = self._turned(keys[:, None], [self.pinned + token for token in self.kept])[:, 0]
+        if self.policy == "keydiff":
+            directions = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+            mean = directions.mean(0)
+            return dict(zip(self.kept, (-directions @ mean / np.linalg.norm(mean)).tolist()))
+        worth, count = dict.fromkeys(self.kept, np.inf), max(0, len(self.kept) - self.sinks)
+        length = min(128, max(4, count // 20))
+        for start in range(self.sinks, self.sinks + (count // length - 1) * length, length):
+            part, following = slice(start, start + length), slice(start + length, start + 2 * length)
+            shares = np.zeros(length)
+            for x in (keys, values):
+                least, most = x[following].min(0), x[following].max(0)
+                spread = np.exp(((x[part] - least) / (most - least)).std(-1, ddof=1))
+                shares += spread / spread.sum()
+            worth |= dict(zip(self.kept[part], shares.tolist()))
+        return worth
 
     def begin(self, q: Array, k: Array, v: Array) -> Array:
         """The pass over the pinned tokens. They stand before position 0."""
@@ -153,7 +177,8 @@ class Head:
             self.score = {token: sum(raw.get(token + step, 0.0) for step in range(-2, 3)) / 5 for token in raw}
 
     def _evict(self, first: bool) -> None:
-        protected = dict.fromkeys(("h2o", "snapkv", "kvzip", "kvzap"), self.recent) | {"h2o-flexgen": self.recent - first}
+        protected = dict.fromkeys(("h2o", "snapkv", "kvzip", *self.by_worth), self.recent)
+        protected["h2o-flexgen"] = self.recent - first
         window = protected.get(self.policy, 0)
         window = max(window, self.grace)
         surest = self._surest(window) if first and self.weighs else []
@@ -172,7 +197,7 @@ class Head:
     def _rank(self, token: int) -> float:
         if self.policy in ("local", "streaming"):
             return token
-        if self.policy == "kvzap":
+        if self.policy in self.by_worth:
             return self.worth[token]
         if self.weighs:
             return (self.score[token] + 1e-4) * self.worth[token]

@@ -21,6 +21,7 @@ SLOTS: dict[str, dict[str, Any]] = {
     "streaming": {"recent": 5, "sinks": 1},
     "full": {},
     "kvzap": {"heavy": 3, "recent": 3, "probe": OF_NO_MODEL},
+    "lagkv": {"heavy": 3, "recent": 3, "sinks": 1},
 }
 
 

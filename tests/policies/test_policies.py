@@ -17,13 +17,13 @@ from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.judges.linear import Linear
-from h2o_flexgen.kv.judges.value_norms import ValueNorms
+from h2o_flexgen.kv.judges.table import judge_of as judge_that_needs_no_file
 from h2o_flexgen.kv.scores import NOBODY, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.policies.policy import PROBE, VALUE_NORMS, KVPolicy
+from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from tests.contract import Case, Checkpoints, generate_with
 from tests.pairwise import on_devices
 from tests.policies.oracle import Array, Head
@@ -56,7 +56,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "snapkv", "heavy": 6, "recent": 5},
     {"kv_policy": "snapkv", "heavy": 6, "recent": 40, "sinks": 1},
     {"kv_policy": "kvzip", "heavy": 6, "recent": 5},
-    {"kv_policy": "kvzip", "kv_budget": 0.3, "recent": 0, "sinks": 2, "grace": 3},
+    {"kv_policy": "kvzip", "kv_budget": 0.45, "recent": 0, "sinks": 2, "grace": 3},
     {"kv_policy": "kvzip", "heavy": 9, "hh_prompt_only": True},
     {"kv_policy": "tova", "heavy": 9},
     {"kv_policy": "tova", "heavy": 9, "sinks": 2, "grace": 3, "positions": "rolling"},
@@ -66,6 +66,9 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "tova", "heavy": 9, "value_norms": True, "hh_prompt_only": True},
     {"kv_policy": "kvzap", "heavy": 6, "recent": 5, "probe": OF_NO_MODEL},
     {"kv_policy": "kvzap", "kv_budget": 0.3, "recent": 0, "sinks": 1, "positions": "rolling", "probe": OF_NO_MODEL},
+    {"kv_policy": "keydiff", "heavy": 6, "recent": 5},
+    {"kv_policy": "keydiff", "kv_budget": 0.3, "recent": 0, "sinks": 1, "grace": 2, "positions": "rolling"},
+    {"kv_policy": "lagkv", "heavy": 9, "recent": 5},
 )
 
 
@@ -124,7 +127,7 @@ def judge_of(policy: KVPolicy, kv_heads: int) -> Judge | None:
     if policy.judge == PROBE:
         probe = made_up_probe(1, kv_heads, kv_heads * DIM)
         return Linear(torch.from_numpy(probe.weights[0]), torch.from_numpy(probe.biases[0]))
-    return ValueNorms() if policy.judge == VALUE_NORMS else None
+    return judge_that_needs_no_file(policy)
 
 
 def probe_of(kv_heads: int, head: int) -> tuple[Array, float]:

@@ -12,12 +12,11 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.judges.linear import Linear
-from h2o_flexgen.kv.judges.value_norms import ValueNorms
+from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.levels import Level
-from h2o_flexgen.policies.policy import VALUE_NORMS
 
 Judges = Mapping[int, Judge]  # by layer
 
@@ -28,7 +27,8 @@ def judges_of(spec: ModelSpec, section: ModelSpec, plan: Plan, memories: Memorie
     if plan.probe is not None:
         region, places = memories.compute.alloc(probe_bytes(section)), map(spec.kv_layers.index, section.kv_layers)
         return dict(zip(section.kv_layers, linear_judges(plan.probe, [*places], region)))
-    return dict.fromkeys(section.kv_layers, ValueNorms()) if plan.policy.judge == VALUE_NORMS else {}
+    judge = judge_of(plan.policy)
+    return {} if judge is None else dict.fromkeys(section.kv_layers, judge)
 
 
 def linear_judges(probe: Probe, layers: Sequence[int], region: Tensor) -> list[Linear]:

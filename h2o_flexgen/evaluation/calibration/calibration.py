@@ -12,6 +12,7 @@ import torch
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.evaluation.calibration.probe_fit import ProbeFit, sums_bytes
 from h2o_flexgen.evaluation.calibration.repeated import LayerRead, RepeatedText
 from h2o_flexgen.evaluation.calibration.shares import Scores, Shares, shares_at
 from h2o_flexgen.evaluation.study.reading import OnLayer, read_texts
@@ -44,19 +45,27 @@ class Calibration:
 
 
 @torch.inference_mode()
-def calibrate(llm: LLM, texts: Sequence[Sequence[int]], source: str, on_layer: OnLayer | None = None) -> Calibration:
+def calibrate(
+    llm: LLM,
+    texts: Sequence[Sequence[int]],
+    source: str,
+    on_layer: OnLayer | None = None,
+    fit: ProbeFit | None = None,
+) -> Calibration:
     """Reads all texts layer by layer, so that weights are read once, and one layer's at a time lie in memory. `on_layer` is
-    called with the number of layers done and the number of all."""
-    _check(llm, texts)
+    called with the number of layers done and the number of all; `fit` hears of what is read."""
+    _check(llm, texts, 0 if fit is None else sums_bytes(llm.spec))
     seen: list[list[Scores]] = [[] for _ in texts]
-    readers = [RepeatedText(ids, partial(_note, scores)) for ids, scores in zip(texts, seen)]
+    readers = [RepeatedText(ids, partial(_note, scores, fit)) for ids, scores in zip(texts, seen)]
     read_texts(llm, [reader.reading for reader in readers], on_layer)
     by_text = [np.stack(layers) for layers in seen]
     shares = {budget: tuple(shares_at(budget, scores) for scores in by_text) for budget in BUDGETS}
     return Calibration(_name(llm.name), source, shares)
 
 
-def _note(scores: list[Scores], read: LayerRead) -> None:
+def _note(scores: list[Scores], fit: ProbeFit | None, read: LayerRead) -> None:
+    if fit is not None:
+        fit.note(read)
     scores.append(np.asarray(read.scores.cpu().numpy()))
 
 
@@ -66,7 +75,7 @@ def _name(model: str) -> str:
     return place.name.removesuffix(".gguf") if place.exists() else model
 
 
-def _check(llm: LLM, texts: Sequence[Sequence[int]]) -> None:
+def _check(llm: LLM, texts: Sequence[Sequence[int]], beside: int) -> None:
     spec, longest = llm.spec, max(map(len, texts))
     if min(map(len, texts)) < FEWEST_TOKENS:
         raise ValueError(f"a text has {min(map(len, texts))} tokens; give {FEWEST_TOKENS} or more")
@@ -76,7 +85,7 @@ def _check(llm: LLM, texts: Sequence[Sequence[int]]) -> None:
     tier = DEVICE if llm.device.accelerator else HOST
     limit = llm.budgets.of(tier)
     hidden = sum(2 * len(ids) * spec.width * spec.itemsize for ids in texts)
-    needed = max(layer.nbytes for layer in spec.layers) + hidden
+    needed = max(layer.nbytes for layer in spec.layers) + hidden + beside
     if limit is not None and needed > limit:
         held = f"the largest layer of {spec.name} and what goes through it take {format_bytes(needed)}"
         raise ValueError(f"{held}, and {format_bytes(limit)} may be held; give more memory, or fewer or shorter texts")

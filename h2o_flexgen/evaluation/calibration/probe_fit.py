@@ -1,7 +1,7 @@
-"""ProbeFit: fits a probe while texts are read twice: which linear map of a layer's input says best what its tokens were worth?
+"""ProbeFit: fits a probe while texts are read twice: which linear map of a layer's input best says what tokens were worth?
 
-What is fitted is the logarithm of a token's score, as scores differ by orders of magnitude and only their order matters. The fit
-is the ridge regression in closed form, from sums over all tokens: no token is held, and of one layer at a time the sums.
+What is fitted is the logarithm of a token's score, as scores differ by orders of magnitude and only their order matters. The
+fit is ridge regression in closed form, from sums over all tokens: no token is held, and of one layer at a time the sums.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.evaluation.calibration.repeated import LayerRead
 
 LEAST_SCORE = 1e-6  # of tokens that nobody looks at, and what is added to all
-RIDGE = 1e-3  # of the mean square of an input
+RIDGE = 0.03  # of the mean square of an input
+DOUBLE_BYTES = 8
 FOUND = 0.2  # of a text: the share whose best tokens are looked for
+
+
+def sums_bytes(spec: ModelSpec) -> int:
+    """Bytes of the sums of a layer, and of what they are solved in."""
+    return 3 * (spec.width + 1) * (spec.width + 1 + spec.kv_heads) * DOUBLE_BYTES
 
 
 @dataclass
@@ -26,18 +33,16 @@ class _Sums:
 
     squares: Tensor  # (width + 1, width + 1), fp64
     products: Tensor  # (width + 1, kv_heads), fp64
-    tokens: int = 0
 
     @classmethod
     def empty(cls, width: int, heads: int, device: torch.device) -> _Sums:
-        of = {"dtype": torch.float64, "device": device}
-        return cls(torch.zeros(width + 1, width + 1, **of), torch.zeros(width + 1, heads, **of))
+        nothing = torch.zeros(width + 1, width + 1 + heads, dtype=torch.float64, device=device)
+        return cls(nothing[:, : width + 1], nothing[:, width + 1 :])
 
     def add(self, x: Tensor, wanted: Tensor) -> None:
         x = _with_one(x)
         self.squares += x.T @ x
         self.products += x.T @ wanted.double()
-        self.tokens += len(x)
 
     def solved(self) -> Tensor:
         """The map (width + 1, kv_heads) whose squared errors and size are least together; the bias may be of any size."""
@@ -82,10 +87,12 @@ def _with_one(x: Tensor) -> Tensor:
 
 
 def share_found(foretold: Tensor, wanted: Tensor) -> float:
-    """The share of the best tokens that are among those that were foretold to be, (tokens, kv_heads) each; the mean of heads."""
-    count = max(1, int(FOUND * len(wanted)))
-    best, guessed = (
-        torch.zeros_like(each, dtype=torch.bool).scatter(0, each.topk(count, dim=0).indices, True)
-        for each in (wanted, foretold)
-    )
+    """The share of the best tokens that are among those that were foretold to be, as a mean over heads; (tokens, kv_heads)
+    each."""
+    best, guessed = (_best(each) for each in (wanted, foretold))
     return float((best & guessed).sum() / best.sum())
+
+
+def _best(values: Tensor) -> Tensor:
+    count = max(1, int(FOUND * len(values)))
+    return torch.zeros_like(values, dtype=torch.bool).scatter(0, values.topk(count, dim=0).indices, True)

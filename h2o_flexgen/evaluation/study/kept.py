@@ -13,6 +13,7 @@ from h2o_flexgen.evaluation.study.held import Gone, of_layers
 from h2o_flexgen.evaluation.study.whole import attend_whole
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
@@ -81,13 +82,14 @@ class LevelKeeper:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         kv_heads = k.shape[2]
-        grouped = q.view(1, self.tokens, kv_heads, -1, q.shape[3])
+        grouped = q.view(*q.shape[:2], kv_heads, -1, q.shape[3])
         out = grouped.new_empty(1, self.tokens, kv_heads, grouped.shape[3] * grouped.shape[4])
         gone = torch.empty(kv_heads, self.tokens, dtype=torch.int64, device=q.device)
         for level, keeper in zip(self.levels, self.keepers):
             heads = [*level.heads[len(self.by_layer)]]
             if heads:
-                done = keeper.attend(grouped[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads], rotation)
+                own_q, own_k, own_v = grouped[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads]
+                done = keeper.attend(own_q, own_k, own_v, rotation, x)
                 out[:, :, heads] = done.view(1, self.tokens, len(heads), -1)
                 gone[heads] = keeper.by_layer[-1]
         self.by_layer.append(gone)
@@ -110,4 +112,4 @@ def opened(policy: KVPolicy, capacity: int, coding: Coding, k: Tensor) -> tuple[
     image = torch.zeros(2, *shape, coding.width, dtype=coding.kept_dtype, device=k.device)
     region = torch.zeros(k.shape[2] * capacity * policy.score_bytes, dtype=torch.uint8, device=k.device)
     scores = SlotScores.over(region, policy, shape)
-    return KVCache(image, scores, coding), scores
+    return KVCache(image, scores, coding, judge=judge_of(policy)), scores

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kv.judges.judge import Judge, Written
+from h2o_flexgen.kv.judges.judge import OneByOne, Written
 
 
-class Linear(Judge):
+class Linear(OneByOne):
     def __init__(self, weight: Tensor, bias: Tensor, heads: Tensor | None = None) -> None:
         """weight (kv_heads, width) and bias (kv_heads,) in fp32; `heads`: the numbers of those that are asked for, unless all
         are."""

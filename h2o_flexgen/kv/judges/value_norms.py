@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_flexgen.kv.judges.judge import Judge, Written
+from h2o_flexgen.kv.judges.judge import OneByOne, Written
 
 
-class ValueNorms(Judge):
+class ValueNorms(OneByOne):
     def of_new(self, new: Written) -> Tensor:
         return new.v.float().square().sum(dim=-1).sqrt()
 

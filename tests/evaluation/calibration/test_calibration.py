@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen import batch, calibrate, evaluate, run
+from h2o_flexgen import batch, calibrate, chat, evaluate, run
+from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.demo.fetched import SMOLLM2
 from h2o_flexgen.demo.places import folders_beside
 from h2o_flexgen.evaluation.calibration.calibration import BUDGETS
@@ -43,6 +44,7 @@ def test_a_tokens_score_is_the_highest_attention_that_its_repetition_pays_it(kin
         for ids, layers in zip(TEXTS, seen):
             expected = looked_up(checkpoints.hf_model(kind), ids, llm.spec.kv_heads)
             torch.testing.assert_close(torch.stack([layer.scores for layer in layers]), expected, atol=1e-4, rtol=0)
+            assert {tuple(layer.x.shape) for layer in layers if layer.x is not None} == {(2 * len(ids), llm.spec.width)}
 
 
 def test_texts_have_nothing_to_do_with_each_other(checkpoints: Checkpoints) -> None:
@@ -89,6 +91,11 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
     assert ran.json["plan"]["head_budgets"] == named and ran.json["plan"]["kv_policy"] == "h2o"
     assert any(line.startswith("heads ") and budgets.checksum in line for line in ran.out)
 
+    turns = tmp_path / "turns.txt"
+    turns.write_text("Once upon a time there was a garden\nand then\n", encoding="utf-8")
+    talk = ("--kv-policy", "h2o", "--input", turns, "--gen-len", 4, "--style", "plain", "--head-budgets", file)
+    assert command(chat.main, *talk).json["head_budgets"] == named
+
     requests = tmp_path / "in.txt"
     requests.write_text("Once upon a time there was a garden with a gate\n", encoding="utf-8")
     job = ("-i", requests, "-o", tmp_path / "out.jsonl", "--gen-len", 4, "--kv-policy", "h2o")
@@ -107,7 +114,7 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
         (["--output", "no/such/folder/x.json"], "--output no/such/folder/x.json cannot be written"),
         (["--output", "x.json", "--text", "a.txt", "b.txt", "--texts", "1"], "--texts 1 leaves out files of --text"),
         (["--output", "x.json", "--texts", "0"], "argument --texts: '0' is not allowed"),
-        ([], "the following arguments are required: --output"),
+        ([], "nothing is to be written; give --output FILE for head budgets, or --probe FILE"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -157,3 +164,15 @@ def test_the_file_of_the_package_fits_its_model_by_either_name() -> None:
             assert llm.plan.head_budgets is not None
             shares = llm.plan.head_budgets.at(0.2)
     assert shares[18][2] > 0.95 > 0.1 > max(shares[3])  # a head that looks back, and a layer that does not
+
+
+def test_a_probe_is_what_other_commands_rank_tokens_by(command: Any, tiny_llama: Path, text_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "probe.safetensors"
+    told = command(calibrate.main, "--text", text_file, "--tokens", 40, "--texts", 3, "--probe", file)
+    probe = read_probe(file)
+    named = {"model": tiny_llama.name, "source": f"3 texts of 40 tokens: {text_file.stem}", "checksum": probe.checksum}
+    assert {name: told.json["probe"][name] for name in named} == named and told.json["output"] is None
+    assert probe.weights.shape == (3, 2, 32) and 0 < told.json["probe"]["found"] <= 1
+    asked = ("--kv-policy", "kvzap", "--kv-budget", 0.3, "--probe", file)
+    ran = command(run.main, *asked, "--prompt-len", 40, "--gen-len", 4, "--num-prompts", 1)
+    assert ran.json["plan"]["probe"] == named and any(line.startswith("probe ") and probe.checksum in line for line in ran.out)
