@@ -301,8 +301,9 @@ def test_what_a_closed_conversation_held_is_let_go_of_before_the_next_workload(c
     with Case("llama-gqa", MIXES[3], policy=ROLLING).open(checkpoints, offload) as llm:
         with llm.converse(CONTEXT) as talk:
             talk.reply(TURNS[0], GREEDY)
-            held = [weakref.ref(tensor) for tensor in talk._kv._in_memory.values()]
-            held += [weakref.ref(unit.cache) for unit in talk._kv._units.values() if unit.cache is not None]
+            (store,) = talk._kv._stores
+            held = [weakref.ref(tensor) for tensor in store._in_memory.values()]
+            held += [weakref.ref(unit.cache) for unit in store._units.values() if unit.cache is not None]
             assert held and all(one() is not None for one in held)
         llm.generate([[1, 2, 3]], GREEDY)
         gc.collect()

@@ -237,7 +237,22 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
     )
     unused = {"--kv-sizes": 64, "--sinks": 2, "--tasks": "recall", "--depths": 20, "--gen-len": 8, "--seed": 1}
     for flag, value in unused.items():
-        assert f"--study takes no {flag}; leave it out" in command(*study, flag, value).error
+        assert f"--study heavy-hitters takes no {flag}; leave it out" in command(*study, flag, value).error
+    facts = ("--study", "facts")
+    assert "--study facts takes no --window; leave it out" in command(*facts, "--window", 64).error
+    assert "--study facts takes one number for --lengths, and 2 are given" in command(*facts, "--lengths", "64,96").error
+
+
+def test_a_study_of_facts_says_who_finds_them(command: Any, tmp_path: Path) -> None:
+    result = command(
+        *("--study", "facts", "--lengths", 256, "--examples", 1, "--mentions", 1, "--question", "hidden", "--depths", 50),
+        *("--policies", "full,h2o,local", "--output", tmp_path),
+    )
+    assert result.out[1] == "texts of 256 tokens, facts said once at 50 % of the text, questions hidden"
+    assert result.json["policies"].keys() == {"h2o", "local"} and result.json["budget"] == 0.2
+    assert json.loads((tmp_path / "study.json").read_text()) == result.json
+    assert (tmp_path / "study.txt").read_text().splitlines() == result.out[:-1]
+    assert (tmp_path / "facts.png").exists() == (find_spec("matplotlib") is not None)
 
 
 # -- what it refuses -----------------------------------------------------------------------------------------------------

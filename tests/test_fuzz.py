@@ -21,8 +21,9 @@ from tests import tiny
 from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
-from tests.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, recorded_logits
+from tests.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, recorded_logits
 
+SHORTEST_BY_HEAD = 4  # tokens of a prompt of which every head has a slot
 KINDS = [kind for kind in tiny.KINDS if kind != "mistral"] + ["mistral"]
 
 
@@ -39,10 +40,12 @@ def random_weights(random: Random) -> tuple[str, str, str, str]:
 
 def random_case(random: Random, devices: Sequence[str]) -> Case:
     kind, stored, weight_codec, compute = random.choice(STORED) if random.random() < 0.25 else random_weights(random)
+    policy = random.choice([*POLICIES, *BY_HEAD])
+    shortest = SHORTEST_BY_HEAD if policy in BY_HEAD else 1
     return Case(
         kind=kind,
         percent=(*random_share(random), *random_share(random), *random_share(random)),
-        lengths=tuple(random.choice([1, 2, random.randint(1, 30)]) for _ in range(random.randint(1, 12))),
+        lengths=tuple(max(shortest, random.choice([1, 2, random.randint(1, 30)])) for _ in range(random.randint(1, 12))),
         gen_len=random.choice([1, 2, random.randint(1, 12)]),
         gpu_batch_size=random.randint(1, 5),
         num_gpu_batches=random.randint(1, 5),
@@ -52,7 +55,7 @@ def random_case(random: Random, devices: Sequence[str]) -> Case:
         schedule=random.choice([*SCHEDULES, "zigzag", "zigzag"]),
         device=random.choice(devices),
         stored=stored,
-        policy=random.choice(POLICIES),
+        policy=policy,
         weight_codec=weight_codec,
         compute=compute,
         kv_codec=random.choice([PLAIN, PLAIN, "group4", "group8"]),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, HOST
@@ -61,8 +60,11 @@ def caches_of(levels: Sequence[Level], place: int, batch: Batch) -> tuple[LayerC
     return LayerCache(heads_by_layer(levels, CPU)[place], caches), noted
 
 
-@pytest.mark.parametrize("shares", [MIXED_HEADS, FEW_LOOK_BACK], ids=["mixed", "few look back"])
-@pytest.mark.parametrize("kept", ["h2o", "tova", "random", "h2o rolling"])
+@pytest.mark.parametrize(
+    ("kept", "shares"),
+    [("h2o", FEW_LOOK_BACK), ("tova", FEW_LOOK_BACK), ("random", MIXED_HEADS), ("h2o rolling", MIXED_HEADS)],
+    ids=["h2o", "tova", "random", "h2o rolling"],
+)
 def test_each_head_keeps_what_the_definition_says_of_its_share(kept: str, shares: tuple[tuple[float, ...], ...]) -> None:
     policy, *rolling = kept.split()
     budgets, heads, group = head_budgets(shares, 4), 4, 2
@@ -75,7 +77,7 @@ def test_each_head_keeps_what_the_definition_says_of_its_share(kept: str, shares
         oracle = oracles(levels, options, place)
         for step in range(STEPS):
             now = [KVStep.of(own.at(step), own.capacity, CPU) for own in each]
-            out = cache.attend(now, *new_tokens(rows, step), ROTARY)
+            out = cache.attend(now, *new_tokens(rows, step, False), ROTARY)
             for row, length in enumerate(LENGTHS):
                 new = slice(length + step - 1, length + step) if step else slice(0, length)
                 q, k, v = (part[new].double().numpy() for part in rows[row])
@@ -125,7 +127,7 @@ def test_layers_differ_in_the_levels_that_they_have_heads_of() -> None:
 TEXTS = (5, 9, 4, 7, 12)
 CHOICES = {
     "kind": ("opt", "llama-gqa", "neox-parallel", "llama31"),
-    "percent": (MIXES[0], MIXES[1], MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)),
+    "percent": MIXES[:4],
     "policy": BY_HEAD,
     "kv_codec": (PLAIN, "group4"),
     "attend_on": (DEVICE, HOST),
@@ -145,7 +147,7 @@ def test_tokens_and_logits_equal_the_resident_loop(
 
 RUNNING = {
     "kind": ("opt", "llama-gqa"),
-    "percent": stream.MIXES[1:4],
+    "percent": (stream.MIXES[1], stream.MIXES[3]),
     "policy": BY_HEAD[:2],
     ("weight_codec", "compute", "kv_codec"): ((*WEIGHTS[0], PLAIN), (*WEIGHTS[1], "group4")),
     "attend_on": (DEVICE, HOST),
@@ -155,25 +157,28 @@ RUNNING = {
 
 @pytest.mark.parametrize("values", on_devices(RUNNING))
 def test_rows_that_come_and_go(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
-    stream.hold_contract(Case(lengths=tuple(length + 3 for length in stream.LENGTHS[:8]), **values), checkpoints, offload)
+    lengths, growth = tuple(length + 3 for length in stream.LENGTHS[:6]), stream.GROWTH[:6]
+    stream.hold_contract(Case(lengths=lengths, **values), growth, checkpoints, offload)
 
 
+ASIDE, COPIED = ("prefix_policy", PINNED), ("prefix_policy", JUDGED)
 SHARING = {
     "kind": ("opt", "llama-gqa"),
     "percent": (stream.MIXES[0], stream.MIXES[3]),
-    "policy": tuple((("prefix_policy", name), *policy) for name in (PINNED, JUDGED) for policy in BY_HEAD[:2]),
+    "policy": tuple((how, *BY_HEAD[place]) for how, place in ((ASIDE, 0), (ASIDE, 1), (COPIED, 0), (COPIED, 3))),
     "kv_codec": (PLAIN, "group4"),
 }
 
 
 @pytest.mark.parametrize("values", on_devices(SHARING))
 def test_prefixes_that_rows_share(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
-    prefixes.hold_contract(prefixes.SharedCase(gpu_batch_size=3, **values), checkpoints, offload)
+    case = prefixes.SharedCase(own=prefixes.OWN[:7], gpu_batch_size=3, least_own=4, **values)
+    prefixes.hold_contract(case, checkpoints, offload)
 
 
 TALKS = {
     "kind": ("opt", "llama-gqa"),
-    "percent": (MIXES[1], MIXES[2], MIXES[3]),
+    "percent": (MIXES[2], MIXES[3]),
     "policy": (BY_HEAD[0], BY_HEAD[3]),
     "kv_codec": (PLAIN, "group4"),
 }

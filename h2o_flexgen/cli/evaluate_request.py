@@ -29,6 +29,7 @@ from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
+from h2o_flexgen.evaluation.study.asked_facts import FactsAsked
 from h2o_flexgen.evaluation.tasks.task import (
     EXAMPLES,
     GEN_LEN,
@@ -61,7 +62,7 @@ USUAL_TASKS = "perplexity,recall,agreement"
 OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
 BOTH = "both"
 DEMO_BATCH = 16  # rows of a small model that are computed at once
-# the defaults of flags that mean nothing to a study
+# the defaults of flags that say which examples tasks have
 OF_TASKS: Mapping[str, object] = {
     "articles": None,
     "examples": None,
@@ -72,7 +73,10 @@ OF_TASKS: Mapping[str, object] = {
     "mentions": MENTIONS,
     "seed": 0,
 }
-STUDIES, STUDY_BUDGET = ("heavy-hitters",), Share(20)
+HEAVY_HITTERS, FACTS = "heavy-hitters", "facts"
+STUDIES, STUDY_BUDGET = (HEAVY_HITTERS, FACTS), Share(20)
+FACTS_POLICIES, FACTS_LENGTH = "h2o,snapkv,local", 512
+OF_FACTS = ("examples", "question", "lengths", "depths", "mentions", "seed")  # those of them that say which facts
 AS_IT_IS = "plain"
 EQUAL = "equal"
 
@@ -110,13 +114,23 @@ class Study:
 
 
 @dataclass(frozen=True)
+class OfFacts:
+    """A study of which heads find facts in prose, and which of them still hold these."""
+
+    facts: FactsAsked
+    policies: tuple[str, ...]
+    heads: tuple[HeadBudgets | None, ...]
+    budget: float  # a share
+
+
+@dataclass(frozen=True)
 class EvaluateRequest:
     """Everything that is asked of one evaluation."""
 
     model: ModelRequest
     site: SiteRequest
     plan: Plan  # a grid changes its policy and codecs
-    work: Quality | Study
+    work: Quality | Study | OfFacts
     output: Path | None  # an existing folder
     verbose: int
     command: tuple[str, ...]  # as it was typed
@@ -135,7 +149,7 @@ def request_of(flags: Namespace) -> EvaluateRequest:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
     grid = _grid(flags, names)
     plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute", HEAD_BUDGETS, PROBE))  # the grid has these
-    work: Quality | Study
+    work: Quality | Study | OfFacts
     if flags.study is not None:
         work = _study(flags, grid)
         plan = replace(plan, kv_codec=grid.kv_codecs[0], weight_codec=grid.weight_codecs[0], compute=grid.computes[0])
@@ -192,7 +206,8 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
     unset = KVOptions()
     asked = {name: getattr(flags, name) for name in BESIDE_BUDGET}
     beside = tuple((name, value) for name, value in asked.items() if value != getattr(unset, name))
-    policies = _names("--policies", flags.policies, POLICIES)
+    usual = FACTS_POLICIES if flags.study == FACTS else USUAL_POLICIES
+    policies = _names("--policies", flags.policies or usual, POLICIES)
     for name, _ in beside:
         if not any(name in POLICIES[policy].accepts for policy in policies):
             raise ValueError(f"--{name.replace('_', '-')} is taken by none of the policies {', '.join(policies)}; leave it out")
@@ -250,8 +265,26 @@ def _codecs(flag: str, text: str) -> tuple[str, ...]:
 # -- a study ---------------------------------------------------------------------------------------------------------------
 
 
-def _study(flags: Namespace, grid: Grid) -> Study:
+def _study(flags: Namespace, grid: Grid) -> Study | OfFacts:
     """The request for a study: one setting, with all policies that evict."""
+    budget = _one_setting(flags, grid).percent / WHOLE_TEXT
+    of_facts = OF_FACTS if flags.study == FACTS else ()
+    unused = {"--tasks": flags.tasks is not None, "--kv-sizes": flags.kv_sizes is not None, "--fresh": flags.fresh}
+    unused |= {"--head-budgets": flags.study != FACTS and grid.heads != (None,)}
+    unused |= {"--window": flags.study == FACTS and flags.window is not None}
+    unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
+    for name, usual in OF_TASKS.items():
+        unused[f"--{name.replace('_', '-')}"] = name not in of_facts and getattr(flags, name) != usual
+    if found := next((flag for flag, is_given in unused.items() if is_given), None):
+        raise ValueError(f"--study {flags.study} takes no {found}; leave it out")
+    policies = tuple(policy for policy in grid.policies if policy != Full.name)
+    if flags.study == FACTS:
+        return OfFacts(_facts(flags), policies, grid.heads, budget)
+    return Study(_texts(flags, is_read=True), flags.window, policies, budget)
+
+
+def _one_setting(flags: Namespace, grid: Grid) -> Share:
+    """Refuses whatever is a grid; the one budget."""
     asked = [STUDY_BUDGET] if flags.budgets is None else [one for one in grid.amounts if isinstance(one, Share)]
     budgets = [one for one in asked if not one.keeps_all]
     for flag, count in (
@@ -262,14 +295,24 @@ def _study(flags: Namespace, grid: Grid) -> Study:
     ):
         if count != 1:
             raise ValueError(f"--study takes one {flag}, and {count} are given; give one")
-    unused = {"--tasks": flags.tasks is not None, "--kv-sizes": flags.kv_sizes is not None, "--fresh": flags.fresh}
-    unused |= {"--head-budgets": grid.heads != (None,)}
-    unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
-    unused |= {f"--{name.replace('_', '-')}": getattr(flags, name) != usual for name, usual in OF_TASKS.items()}
-    if found := next((flag for flag, is_given in unused.items() if is_given), None):
-        raise ValueError(f"--study takes no {found}; leave it out")
-    policies = tuple(policy for policy in grid.policies if policy != Full.name)
-    return Study(_texts(flags, is_read=True), flags.window, policies, budgets[0].percent / WHOLE_TEXT)
+    return budgets[0]
+
+
+def _facts(flags: Namespace) -> FactsAsked:
+    lengths = (FACTS_LENGTH,) if flags.lengths is None else _numbers("--lengths", flags.lengths, whole_number, 1, MOST_TOKENS)
+    depths = (FactsAsked.depth,) if flags.depths is None else _depths(flags.depths)
+    for flag, count in (("--lengths", len(lengths)), ("--depths", len(depths))):
+        if count != 1:
+            raise ValueError(f"--study {FACTS} takes one number for {flag}, and {count} are given; give one")
+    return FactsAsked(
+        prose="\n".join(text.content for text in _texts(flags, is_read=True)),
+        length=lengths[0],
+        examples=flags.examples or FactsAsked.examples,
+        depth=depths[0],
+        mentions=flags.mentions,
+        question=FactsAsked.question if flags.question == BOTH else flags.question,
+        seed=flags.seed,
+    )
 
 
 # -- lists with commas -----------------------------------------------------------------------------------------------------
@@ -336,7 +379,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 
 def _add_grid(group: Group) -> None:
-    group.value("--policies", "NAMES", f"of {', '.join(POLICIES)}", default=USUAL_POLICIES)
+    group.value("--policies", "NAMES", f"of {', '.join(POLICIES)} (default: {USUAL_POLICIES})")
     shares = "per cent of each text that is kept; 100 is the full cache, for all policies"
     group.value("--budgets", "PERCENT", f"{shares} (default: {USUAL_BUDGETS})")
     slots = f"slots kept of each text, half heavy, half recent, instead of budgets ({', '.join(OF_SIZES)}: {USUAL_SIZES})"
@@ -369,8 +412,10 @@ def _add_tasks(group: Group) -> None:
     mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
     value("--mentions", "N", mentions, whole(1, MOST_MENTIONS))
     value("--seed", "N", "recall: of the questions", SEED)
-    share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
-    studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
+    share = f"(default: {STUDY_BUDGET.percent:g})"
+    attention = f"{HEAVY_HITTERS}: where attention goes over the first window of the text, and who is kept"
+    facts = f"{FACTS}: which heads look at what recall asks for, and who of them still holds it"
+    studies = f"instead of tasks, at one budget {share}; {attention}; {facts}"
     group.choice("--study", STUDIES, studies)
 
 

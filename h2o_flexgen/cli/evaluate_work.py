@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from h2o_flexgen.cli.evaluate_request import EvaluateRequest, Quality, Study
+from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
 from h2o_flexgen.cli.open_llm import make_llm, open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.stored import StoredWeights
@@ -26,8 +26,11 @@ from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.model_identity import model_identity
 from h2o_flexgen.evaluation.picture import draw_quality
 from h2o_flexgen.evaluation.run import Evaluation
-from h2o_flexgen.evaluation.study.heavy_hitters import study
+from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
+from h2o_flexgen.evaluation.study.facts_picture import draw_facts
+from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.pictures import draw
+from h2o_flexgen.evaluation.study.reading import OnLayer
 from h2o_flexgen.evaluation.table import Results, details, tables
 from h2o_flexgen.evaluation.tasks.task import Task, window_of
 from h2o_flexgen.evaluation.texts import windows
@@ -37,11 +40,11 @@ from h2o_flexgen.profiling.measure import describe_machine
 
 PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy", "rouge_score")
 RESULTS, TABLE, PICTURE = "results.json", "table.md", "picture.png"
-STUDY_RESULT, STUDY_TABLES = "study.json", "study.txt"
+STUDY_RESULT, STUDY_TABLES, FACTS_PICTURE = "study.json", "study.txt", "facts.png"
 
 
 def work(request: EvaluateRequest) -> None:
-    if isinstance(request.work, Study):
+    if isinstance(request.work, Study | OfFacts):
         _study(request, request.work)
     else:
         _measure(request, request.work)
@@ -105,8 +108,8 @@ def _fill(request: EvaluateRequest, evaluation: Evaluation, folder: Path) -> Non
 # -- a study ---------------------------------------------------------------------------------------------------------------
 
 
-def _study(request: EvaluateRequest, asked: Study) -> None:
-    """Statistics of attention over one window of a text, and pictures of them."""
+def _study(request: EvaluateRequest, asked: Study | OfFacts) -> None:
+    """One study of attention, and pictures of it."""
     name, output = request.model.name, request.output
     with open_llm(request.model, request.site, request.plan) as llm, Progress(0, f"study of {name}", late=True) as progress:
 
@@ -114,18 +117,31 @@ def _study(request: EvaluateRequest, asked: Study) -> None:
             progress.expect(layers)
             progress.update("layers", done)
 
-        ids = windows(asked.texts, llm.tokenizer, window_of(asked.window, llm), 1).ids[0]
-        found = study(llm, ids, asked.policies, asked.budget, on_layer=on_layer)
+        found = _found(llm, asked, on_layer)
         if output is not None:
             (output / STUDY_RESULT).write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
             (output / STUDY_TABLES).write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
         if output is not None and find_spec("matplotlib") is not None:
             progress.stage("pictures")
-            draw(found, output)
+            _draw_study(found, output)
     if output is not None and find_spec("matplotlib") is None:
         print("no pictures: they need matplotlib; install it, or the extra [plot]", file=sys.stderr)
     say(found.lines())
     print(json.dumps(found.as_json()), flush=True)
+
+
+def _found(llm: LLM, asked: Study | OfFacts, on_layer: OnLayer) -> HeavyHitterStudy | FactsStudy:
+    if isinstance(asked, OfFacts):
+        return study_facts(llm, asked.facts, asked.policies, asked.budget, heads=asked.heads, on_layer=on_layer)
+    ids = windows(asked.texts, llm.tokenizer, window_of(asked.window, llm), 1).ids[0]
+    return study(llm, ids, asked.policies, asked.budget, on_layer=on_layer)
+
+
+def _draw_study(found: HeavyHitterStudy | FactsStudy, folder: Path) -> None:
+    if isinstance(found, FactsStudy):
+        draw_facts(found, folder / FACTS_PICTURE)
+    else:
+        draw(found, folder)
 
 
 # -- the report ------------------------------------------------------------------------------------------------------------

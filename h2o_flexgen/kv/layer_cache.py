@@ -25,8 +25,8 @@ HeadsOfLayer: TypeAlias = "tuple[tuple[int, Tensor], ...]"  # the levels that a 
 
 
 def heads_by_layer(levels: Sequence[Level], device: torch.device, upload: Upload = Tensor.to) -> list[HeadsOfLayer]:
-    """For each layer with KV the levels that it has heads of, by number, and these heads as numbers on a device, which are
-    brought there once. Where there is one level, nobody looks for heads."""
+    """The levels that each layer with KV has heads of, by number, and these heads as numbers on a device, which are brought
+    there once. Where there is one level, nobody looks for heads."""
     layers = [*zip(*(level.heads for level in levels))]
     several = len(levels) > 1
     numbers = torch.tensor([*chain.from_iterable(chain.from_iterable(layers))] if several else [], dtype=torch.long)

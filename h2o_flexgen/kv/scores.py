@@ -140,6 +140,11 @@ class SlotScores:
         first = torch.arange(scores.shape[-1], device=scores.device) < protected + chosen
         return torch.zeros_like(first).expand(order.shape).scatter(-1, order, first)
 
+    def best_first(self) -> Tensor:
+        """All slots by what their tokens are ranked by, whoever is protected; empty ones are behind. (rows, kv_heads, slots)"""
+        exists = self.positions != NOBODY
+        return _by_rank(self._rank(self.positions, self.scores, self.worth), torch.zeros_like(exists), exists)
+
     # -- decode ----------------------------------------------------------------------------------------------------------
 
     @property

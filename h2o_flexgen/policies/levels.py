@@ -55,7 +55,7 @@ def _heads(of_layer: Sequence[float], share: float) -> tuple[int, ...]:
 
 
 def _keeping(policy: KVPolicy, share: float) -> KVPolicy:
-    return Full() if share == 1 else replace(policy, options=replace(policy.options, kv_budget=share))
+    return Full() if share == 1 else replace(policy, options=replace(policy.options, kv_budget=share), least_slots=1)
 
 
 def _with_whole(shares: ByHead) -> ByHead:

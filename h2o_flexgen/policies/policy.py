@@ -6,7 +6,7 @@ Planning reads policies too, so their arithmetic does without torch; kv/scores.p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from h2o_flexgen.core.seats import Need, Seats
@@ -30,6 +30,7 @@ COMMON = ("positions", "hh_prompt_only")  # options of all policies that evict
 @dataclass(frozen=True)
 class KVPolicy(ABC):
     options: KVOptions = field(default_factory=KVOptions)
+    least_slots: int = 0  # that a share of a text is rounded up to: few heads of a model may be left nothing of a short one
 
     name: ClassVar[str]
     ranks_by: ClassVar[str] = ATTENTION
@@ -129,6 +130,7 @@ class KVPolicy(ABC):
 
     def _checked(self, prompt_len: int, gen_len: int) -> Budget:
         budget, row = self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len)
+        budget = replace(budget, slots=max(budget.slots, self.least_slots))
         if budget.slots < 1:
             raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
         protected = budget.sinks + max(budget.window, budget.prompt_window)

@@ -73,7 +73,8 @@ def fail_to_allocate(monkeypatch: pytest.MonkeyPatch, most_rows: int, error: Cal
 
     def failing(self: KVStore, held: Any) -> None:
         allocate(self, held)
-        if self._block.num_rows > most_rows:
+        rows = {batch: layout.rows for (_, batch), layout in self._layouts.items()}
+        if sum(rows.values()) > most_rows:
             raise error()
 
     monkeypatch.setattr(KVStore, "_allocate", failing)

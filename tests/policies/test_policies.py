@@ -56,7 +56,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "snapkv", "heavy": 6, "recent": 5},
     {"kv_policy": "snapkv", "heavy": 6, "recent": 40, "sinks": 1},
     {"kv_policy": "kvzip", "heavy": 6, "recent": 5},
-    {"kv_policy": "kvzip", "kv_budget": 0.3, "recent": 0, "sinks": 2, "grace": 3},
+    {"kv_policy": "kvzip", "kv_budget": 0.45, "recent": 0, "sinks": 2, "grace": 3},
     {"kv_policy": "kvzip", "heavy": 9, "hh_prompt_only": True},
     {"kv_policy": "tova", "heavy": 9},
     {"kv_policy": "tova", "heavy": 9, "sinks": 2, "grace": 3, "positions": "rolling"},

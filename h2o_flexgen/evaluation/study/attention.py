@@ -23,13 +23,18 @@ class Attention(NamedTuple):
 
 def attention_in_blocks(q: Tensor, k: Tensor, held_bytes: int = SCORED_BYTES) -> Iterator[Attention]:
     """q (heads, tokens, dim), k (kv_heads, tokens, dim), both rotated. At most `held_bytes` of shares are held at once."""
-    heads, tokens, dim = q.shape
-    grouped, keys = q.view(1, len(k), heads // len(k), tokens, dim), k.unsqueeze(0)
+    heads, tokens, _ = q.shape
     queries = max(1, held_bytes // (4 * heads * tokens))
     for start in range(0, tokens, queries):
-        part = grouped[:, :, :, start : start + queries]
-        end = start + part.shape[3]
-        yield Attention(start, probabilities(part, keys[:, :, :end], None).view(len(k), -1, end - start, end))
+        yield attention_of(q, k, start, min(start + queries, tokens))
+
+
+def attention_of(q: Tensor, k: Tensor, start: int, end: int) -> Attention:
+    """The attention of the queries from `start` on and before `end`; q and k as above."""
+    heads, _, dim = q.shape
+    part = q[:, start:end].reshape(1, len(k), heads // len(k), end - start, dim)
+    shares = probabilities(part, k[:, :end].unsqueeze(0), None)
+    return Attention(start, shares.view(len(k), heads // len(k), end - start, end))
 
 
 def negligible_entries(attention: Attention) -> Tensor:

@@ -16,9 +16,8 @@ from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.onlooker import ORACLE, Onlooker
 from h2o_flexgen.evaluation.study.reading import OnLayer, Reading, read_texts
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
-from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.plan import Plan
 
 FEWEST_TOKENS = 16
 PROMPT_PART = 4  # by default a quarter of the text is its prompt
@@ -144,20 +143,10 @@ def _check_text(llm: LLM, ids: Sequence[int], prompt_len: int) -> None:
 
 def _keepers(llm: LLM, names: Sequence[str], budget: float, tokens: int, prompt_len: int) -> Mapping[str, Keeper]:
     """Each policy computes its slots here, so that a budget that is too small is refused before anything is loaded."""
-    coding = Coding(llm.spec.kv_codec, getattr(torch, llm.spec.dtype), llm.spec.head_dim)
-    keepers: dict[str, Keeper] = {}
-    for name in names:
-        policy = Plan.create(kv_policy=name, kv_budget=None if name == "full" else budget).policy
-        if policy.keeps_all:
-            raise ValueError(f"kv_policy {name!r} keeps everything, and there is nothing to study; name policies that evict")
-        if policy.echoes:
-            raise ValueError(f"kv_policy {name!r} judges a prompt by an echo that a study does not compute; leave it out")
-        if name in keepers:
-            raise ValueError(f"kv_policy {name!r} is named twice; name it once")
-        keepers[name] = Keeper(policy, tokens, prompt_len, coding)
-        _ = keepers[name].occupancy
-    if not keepers:
-        raise ValueError("no KV policy to study was named; name one or more")
+    coding, policies = coding_of(llm), studied_policies(names, budget)
+    keepers = {name: Keeper(policy, tokens, prompt_len, coding) for name, policy in policies.items()}
+    for keeper in keepers.values():
+        _ = keeper.occupancy
     return keepers
 
 

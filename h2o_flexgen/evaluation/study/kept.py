@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.held import Gone, of_layers
+from h2o_flexgen.evaluation.study.whole import attend_whole
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 
@@ -40,9 +43,13 @@ class Keeper:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        occupancy, kv_heads, out = self.occupancy, k.shape[2], []
-        cache, scores = self._opened(occupancy.capacity, kv_heads, q.device)
-        gone = torch.arange(1, self.tokens + 1, device=q.device).clamp(min=self.prompt_len).repeat(kv_heads, 1)
+        gone = torch.arange(1, self.tokens + 1, device=q.device).clamp(min=self.prompt_len).repeat(k.shape[2], 1)
+        self.by_layer.append(gone)
+        if self.policy.keeps_all:
+            gone.fill_(self.tokens + 1)
+            return attend_whole(q, k, v, rotation).out
+        occupancy, out = self.occupancy, []
+        cache, scores = opened(self.policy, occupancy.capacity, self.coding, k)
         for step in range(occupancy.gen_len):
             read = self.prompt_len + step
             new = slice(read - 1 if step else 0, read)
@@ -50,12 +57,59 @@ class Keeper:
             out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotation))
             held = scores.positions[0, :, : occupancy.counts(step + 1)[0]].long()
             gone.scatter_(1, held, torch.full_like(held, read + 1))
-        self.by_layer.append(gone)
         return torch.cat(out, dim=1)
 
-    def _opened(self, capacity: int, kv_heads: int, device: torch.device) -> tuple[KVCache, SlotScores]:
-        shape = (1, kv_heads, capacity)
-        image = torch.zeros(2, *shape, self.coding.width, dtype=self.coding.kept_dtype, device=device)
-        region = torch.zeros(kv_heads * capacity * self.policy.score_bytes, dtype=torch.uint8, device=device)
-        scores = SlotScores.over(region, self.policy, shape)
-        return KVCache(image, scores, self.coding, judge=judge_of(self.policy)), scores
+
+@dataclass
+class LevelKeeper:
+    """Reads a text where some heads keep more than others: each level's heads have a keeper of their own."""
+
+    levels: Sequence[Level]
+    tokens: int
+    prompt_len: int
+    coding: Coding
+    by_layer: list[Tensor] = field(default_factory=list)  # (kv_heads, tokens)
+
+    @property
+    def keepers(self) -> tuple[Keeper, ...]:
+        """New ones, level by level."""
+        return tuple(Keeper(level.policy, self.tokens, self.prompt_len, self.coding) for level in self.levels)
+
+    @property
+    def gone(self) -> Gone:
+        return of_layers(self.by_layer)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+        """Reads all tokens in the next layer; a models.base.Attend for one row."""
+        kv_heads = k.shape[2]
+        grouped = q.view(*q.shape[:2], kv_heads, -1, q.shape[3])
+        out = grouped.new_empty(1, self.tokens, kv_heads, grouped.shape[3] * grouped.shape[4])
+        gone = torch.empty(kv_heads, self.tokens, dtype=torch.int64, device=q.device)
+        for level, keeper in zip(self.levels, self.keepers):
+            heads = [*level.heads[len(self.by_layer)]]
+            if heads:
+                own_q, own_k, own_v = grouped[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads]
+                done = keeper.attend(own_q, own_k, own_v, rotation, x)
+                out[:, :, heads] = done.view(1, self.tokens, len(heads), -1)
+                gone[heads] = keeper.by_layer[-1]
+        self.by_layer.append(gone)
+        return out.flatten(2)
+
+
+def ranks(reader: Keeper, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    """The place that the reader's policy gives each token of a prompt, 0 for what it would keep longest, whoever is protected.
+    (kv_heads, tokens)"""
+    tokens, budget = k.shape[1], reader.occupancy.budgets[0]
+    occupancy = Occupancy(Batch((0,), (tokens,), context=tokens), (replace(budget, slots=tokens),), 1)
+    cache, scores = opened(reader.policy, occupancy.capacity, reader.coding, k)
+    cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, k.device), q, k, v, rotation)
+    return scores.best_first()[0, :, :tokens].argsort(-1)
+
+
+def opened(policy: KVPolicy, capacity: int, coding: Coding, k: Tensor) -> tuple[KVCache, SlotScores]:
+    """An empty cache for keys like `k`, and what the policy will know of its slots."""
+    shape = (1, k.shape[2], capacity)
+    image = torch.zeros(2, *shape, coding.width, dtype=coding.kept_dtype, device=k.device)
+    region = torch.zeros(k.shape[2] * capacity * policy.score_bytes, dtype=torch.uint8, device=k.device)
+    scores = SlotScores.over(region, policy, shape)
+    return KVCache(image, scores, coding, judge=judge_of(policy)), scores

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.study.attention import attention_in_blocks, captured, negligible_entries, visible_entries
 from h2o_flexgen.evaluation.study.kept import Keeper
-from h2o_flexgen.kernels.operations import prompt_attention
+from h2o_flexgen.evaluation.study.whole import attend_whole
 from h2o_flexgen.models.base import Rotation
 
 ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader who knows it all could
@@ -35,16 +35,9 @@ class Onlooker:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        tokens = q.shape[1]
-        if rotation is not None:
-            positions = torch.arange(tokens, device=q.device).unsqueeze(0)
-            q, k = rotation(q, positions), rotation(k, positions)
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        nothing, every_query = torch.zeros(1, dtype=torch.int64, device=q.device), torch.ones(1, tokens, device=q.device)
-        out, sums = prompt_attention(q, k, v, nothing, every_query)
-        assert sums is not None
-        self.by_layer.append(self._seen(q[0], k[0], sums[0]))
-        return out
+        read = attend_whole(q, k, v, rotation)
+        self.by_layer.append(self._seen(read.q, read.k, read.sums))
+        return read.out
 
     def _seen(self, q: Tensor, k: Tensor, scores: Tensor) -> LayerSeen:
         tokens = q.shape[1]

@@ -31,21 +31,21 @@ def _of_attention(study: HeavyHitterStudy) -> Iterator[str]:
     yield f"attention of {study.model} over {study.tokens} tokens, of which {study.prompt_len} are the prompt"
     parts = [f"top {100 * part:g} %" for part in PARTS]
     rows = [
-        [str(layer), _percent(study.sparsity[layer].mean()), *_of_curve(study.laws[layer], study.sorted_scores[layer])]
+        [str(layer), percent(study.sparsity[layer].mean()), *_of_curve(study.laws[layer], study.sorted_scores[layer])]
         for layer in range(len(study.sparsity))
     ]
     every_law = [law for laws in study.laws for law in laws]
-    rows.append(["all", _percent(study.sparsity.mean()), *_of_curve(every_law, study.sorted_scores)])
+    rows.append(["all", percent(study.sparsity.mean()), *_of_curve(every_law, study.sorted_scores)])
     even = sorted_scores(even_scores(study.tokens))
     rows.append(["even", "", *_of_curve([fit_power_law(even)], even)])
-    yield from _table(["layer", "sparsity", "exponent", "r2", *parts], rows)
+    yield from table(["layer", "sparsity", "exponent", "r2", *parts], rows)
     yield f"sparsity: entries below {100 * THRESHOLD:g} % of their row's largest; exponent, r2: power law of scores by rank"
     yield "top: of all attention, what the heaviest tokens hold; even: if every query gave the same to all that it sees"
 
 
 def _of_curve(laws: Sequence[PowerLaw], curves: Array) -> list[str]:
     fitted = [f"{fmean(law.exponent for law in laws):.2f}", f"{fmean(law.r_squared for law in laws):.2f}"]
-    return [*fitted, *(_percent(share_of_heaviest(curves, part).mean()) for part in PARTS)]
+    return [*fitted, *(percent(share_of_heaviest(curves, part).mean()) for part in PARTS)]
 
 
 def _of_policies(study: HeavyHitterStudy) -> Iterator[str]:
@@ -54,15 +54,15 @@ def _of_policies(study: HeavyHitterStudy) -> Iterator[str]:
     rows = [
         [
             name,
-            _percent(study.captured[name].mean()),
-            _percent(study.heaviest_found[name].mean()),
-            _percent(study.still_held[name].mean()),
-            *(_percent(study.survival[name][age * study.slots]) for age in ages),
+            percent(study.captured[name].mean()),
+            percent(study.heaviest_found[name].mean()),
+            percent(study.still_held[name].mean()),
+            *(percent(study.survival[name][age * study.slots]) for age in ages),
         ]
         for name in study.names
     ]
     columns = ["policy", "attention", "heaviest", "stays", *(f"after {age * study.slots}" for age in ages)]
-    yield from _table(columns, rows)
+    yield from table(columns, rows)
     yield "attention: what is held of what the full cache attends; heaviest: half as many as slots, of the whole text"
     yield f"stays: of what is held, the share that is held {study.later} tokens later too"
     yield "after: of the tokens behind the prompt, the share that is still held so many tokens later"
@@ -71,17 +71,18 @@ def _of_policies(study: HeavyHitterStudy) -> Iterator[str]:
 def _of_overlap(study: HeavyHitterStudy) -> Iterator[str]:
     yield "overlap at the end of the text: tokens that both hold, of those that either holds"
     rows = [[one, *(f"{study.overlap[one, other].mean():.2f}" for other in study.names)] for one in study.names]
-    yield from _table(["", *study.names], rows)
+    yield from table(["", *study.names], rows)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns under one another; numbers end where their heading ends."""
     widths = [max(map(len, column)) for column in zip(columns, *rows)]
     for row in (columns, *rows):
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
         yield "  ".join(cells).rstrip()
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 

@@ -1,0 +1,186 @@
+"""FactsStudy: which KV heads look at a noted fact while a model answers with it, and whether these heads still hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.evaluation.study import facts_report
+from h2o_flexgen.evaluation.study.asked_facts import AskedFact, FactsAsked, asked_facts
+from h2o_flexgen.evaluation.study.attention import attention_of
+from h2o_flexgen.evaluation.study.held import Gone
+from h2o_flexgen.evaluation.study.kept import Keeper, LevelKeeper, ranks
+from h2o_flexgen.evaluation.study.reading import OnLayer, Reading, read_texts
+from h2o_flexgen.evaluation.study.scores import Array
+from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
+from h2o_flexgen.evaluation.study.whole import attend_whole
+from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.levels import levels_of
+from h2o_flexgen.policies.policy import KVPolicy
+
+BY_HEAD = ", head budgets"
+FINDERS, LEAST_LOOK = 10, 0.01  # heads that are listed: at most so many, and those that look at the fact at all
+
+
+@dataclass(frozen=True, eq=False)
+class FactsStudy:
+    """Everything of a fact's tokens is (layers, kv_heads, tokens of the fact), for each text."""
+
+    model: str
+    asked: FactsAsked
+    budget: float  # share of each text
+    texts: tuple[AskedFact, ...]
+    attention: tuple[Array, ...]  # on each token of the fact, mean of the queries that make the answer; full cache
+    ranks: Mapping[str, tuple[Array, ...]]  # by policy: as shares of the context, 0 for what would be kept longest
+    gone: Mapping[str, tuple[Gone, ...]]  # by policy and by how heads share the budget out: tokens read when it was evicted
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The policies with each way of sharing the budget out."""
+        return tuple(self.gone)
+
+    @cached_property
+    def looked(self) -> Array:
+        """The share of a head's attention that falls on the fact, mean of the texts. (layers, kv_heads)"""
+        return np.asarray(np.mean([one.sum(-1) for one in self.attention], axis=0))
+
+    @cached_property
+    def finders(self) -> tuple[tuple[int, int], ...]:
+        """The layers and KV heads that look at the fact most, most first; one at least."""
+        best = np.argsort(-self.looked, axis=None, kind="stable")[:FINDERS]
+        heads, looks = self.looked.shape[1], self.looked.ravel()[best] >= LEAST_LOOK
+        return tuple((int(place) // heads, int(place) % heads) for place in best[: max(1, looks.sum())])
+
+    @cached_property
+    def held(self) -> Mapping[str, Array]:
+        """The share of the fact's tokens that is held when the answer is asked for, mean of the texts. (layers, kv_heads)"""
+        return {name: np.asarray(np.mean([one.mean(-1) for one in self._holds(name)], axis=0)) for name in self.names}
+
+    @cached_property
+    def reached(self) -> Mapping[str, float]:
+        """Of the attention that the full cache gives the fact, the share on tokens that are still held then."""
+        total = sum(one.sum() for one in self.attention)
+        return {
+            name: float(sum((one * held).sum() for one, held in zip(self.attention, self._holds(name))) / total)
+            for name in self.names
+        }
+
+    @cached_property
+    def rank(self) -> Mapping[str, Array]:
+        """Where the fact's tokens stand after the context, the median. (layers, kv_heads)"""
+        return {name: np.asarray(np.median(np.concatenate(of_texts, -1), -1)) for name, of_texts in self.ranks.items()}
+
+    @cached_property
+    def went(self) -> Mapping[str, Array]:
+        """After how many tokens behind the prompt those of the fact went that did, the median; NaN if none went. 0 is the end
+        of the prompt. (layers, kv_heads)"""
+        return {name: _median_steps(self.texts, of_texts) for name, of_texts in self.gone.items()}
+
+    def policy_of(self, name: str) -> str:
+        """The policy, without how its budget is shared out."""
+        return name.removesuffix(BY_HEAD)
+
+    def over_finders(self, by_head: Array) -> Array:
+        """The figures of the heads that look most, most first."""
+        return np.asarray(by_head[tuple(np.transpose(self.finders))])
+
+    def _holds(self, name: str) -> list[Array]:
+        return [(gone > text.asked).astype(np.float64) for text, gone in zip(self.texts, self.gone[name])]
+
+    def as_json(self) -> dict[str, object]:
+        return facts_report.as_json(self)
+
+    def lines(self) -> list[str]:
+        """The tables for a terminal."""
+        return facts_report.lines(self)
+
+
+def _median_steps(texts: Sequence[AskedFact], gone: Sequence[Gone]) -> Array:
+    steps = np.concatenate([one - text.prompt_len for text, one in zip(texts, gone)], -1).astype(np.float64)
+    is_gone = np.concatenate([one <= len(text.ids) for text, one in zip(texts, gone)], -1)
+    found = np.full(steps.shape[:2], np.nan)
+    for head in np.ndindex(found.shape):
+        if is_gone[head].any():
+            found[head] = np.median(steps[head][is_gone[head]])
+    return found
+
+
+@dataclass
+class FactReader:
+    """Reads a text with everything kept; notes what the answer's queries look at, and how policies rank the fact."""
+
+    text: AskedFact
+    judges: Mapping[str, Keeper]  # by policy, of whose kind of budget the ranks are
+    attention: list[Tensor] = field(default_factory=list)  # by layer: (kv_heads, tokens of the fact)
+    ranks: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+        """Reads all tokens in the next layer; a models.base.Attend for one row."""
+        read, fact, context = attend_whole(q, k, v, rotation), [*self.text.fact], slice(self.text.context_len)
+        shares = attention_of(read.q, read.k, *self.text.queries).shares  # (kv_heads, group, queries, keys)
+        self.attention.append(shares[..., fact].mean((1, 2)))
+        for name, judge in self.judges.items():
+            place = ranks(judge, q[:, context], k[:, context], v[:, context], rotation)[:, fact]
+            self.ranks.setdefault(name, []).append(place / self.text.context_len)
+        return read.out
+
+
+@torch.inference_mode()
+def study_facts(
+    llm: LLM,
+    asked: FactsAsked,
+    policies: Sequence[str] = ("h2o", "snapkv", "local"),
+    budget: float = 0.2,
+    *,
+    heads: Sequence[HeadBudgets | None] = (None,),
+    on_layer: OnLayer | None = None,
+) -> FactsStudy:
+    """Studies facts in prose; each policy keeps the share `budget` of each text, shared out among heads in each way of `heads`
+    (None: all keep as much). Answers are forced, so that all attend the same tokens. `on_layer` is called with the number of
+    layers done and the number of all."""
+    texts, chosen, coding = asked_facts(llm, asked), studied_policies(policies, budget), coding_of(llm)
+    keepers: dict[str, list[LevelKeeper]] = {}
+    for shared_out, (name, policy) in product(heads, chosen.items()):
+        label = name if shared_out is None else name + BY_HEAD
+        levels = levels_of(policy, shared_out, llm.spec)
+        keepers[label] = [LevelKeeper(levels, len(text.ids), text.prompt_len, coding) for text in texts]
+    _check_budgets(keepers.values())
+    readers = [FactReader(text, _judges(chosen, text, coding)) for text in texts]
+    ways = [readers, *keepers.values()]
+    read_texts(llm, [Reading(text.ids, one.attend) for way in ways for text, one in zip(texts, way)], on_layer)
+    return FactsStudy(
+        model=llm.name,
+        asked=asked,
+        budget=budget,
+        texts=texts,
+        attention=tuple(_array(reader.attention) for reader in readers),
+        ranks={name: tuple(_array(reader.ranks[name]) for reader in readers) for name in chosen},
+        gone={
+            label: tuple(keeper.gone[..., text.fact] for text, keeper in zip(texts, of_texts))
+            for label, of_texts in keepers.items()
+        },
+    )
+
+
+def _judges(policies: Mapping[str, KVPolicy], text: AskedFact, coding: Coding) -> Mapping[str, Keeper]:
+    return {name: Keeper(policy, len(text.ids), text.context_len, coding) for name, policy in policies.items()}
+
+
+def _check_budgets(keepers: Iterable[Sequence[LevelKeeper]]) -> None:
+    """Has each level compute its slots, so that a budget that is too small is refused before anything is loaded."""
+    for keeper in chain.from_iterable(keepers):
+        for level in keeper.keepers:
+            _ = level.occupancy
+
+
+def _array(by_layer: Sequence[Tensor]) -> Array:
+    return np.asarray(torch.stack([*by_layer]).double().cpu().numpy())
