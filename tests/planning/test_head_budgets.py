@@ -82,9 +82,8 @@ def test_what_all_heads_keep_is_the_budget() -> None:
     spec = with_many_heads()
     kept = Kept(WorkloadPlan(spec, planned(spec).plan, Workload((400,) * 2, 100), Site()))
     assert kept.share == pytest.approx(sum(SHARES[head % 10] for head in range(24)) / 24, abs=0.01)
-    assert [*kept.by_head()] == [
-        "heads     budgets by head: 7 of 24 KV heads keep 100 %, 5 55 %, 12 30 %; measured on made-up text"
-    ]
+    (line,) = kept.by_head()
+    assert line.startswith("heads     budgets by head: 7 of 24 KV heads keep 100 %, 5 55 %, 12 30 %; measured on made-up text")
     assert [one["heads"] for one in kept.as_json()["heads"]] == [7, 5, 12]  # type: ignore[attr-defined]
     assert 1.6 < kept.rows_in_same_memory < 1 / kept.share
 
