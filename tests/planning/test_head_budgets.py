@@ -75,7 +75,7 @@ def test_an_image_has_the_slots_of_each_of_its_heads() -> None:
         for number, batch in enumerate(of.block.batches):
             slots = sum(policy.occupancy(batch, of.block.gen_len).capacity for policy in policies)
             assert of.kv.image_bytes(layer, number) == batch.size * slots * 2 * spec.head_dim * spec.itemsize
-            assert sum(layout.heads for layout in of.kv_layouts(layer, number) if layout) == spec.kv_heads
+            assert sum(layout.heads for layout in of.kv.layouts(layer, number) if layout) == spec.kv_heads
 
 
 def test_what_all_heads_keep_is_the_budget() -> None:
