@@ -13,6 +13,7 @@ import pytest
 
 from h2o_flexgen import evaluate
 from h2o_flexgen.cli import evaluate_work
+from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.cells import FILE, Cells
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity
 from h2o_flexgen.llm import LLM
@@ -244,11 +245,9 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
 
 
 def test_a_study_of_facts_says_who_finds_them(command: Any, tmp_path: Path) -> None:
-    result = command(
-        *("--study", "facts", "--lengths", 256, "--examples", 1, "--mentions", 1, "--question", "hidden", "--depths", 50),
-        *("--policies", "full,h2o,local", "--output", tmp_path),
-    )
-    assert result.out[1] == "texts of 256 tokens, facts said once at 50 % of the text, questions hidden"
+    facts = ("--lengths", 200, "--examples", 1, "--mentions", 1, "--question", "hidden", "--depths", 50)
+    result = command("--model", DEMO, "--study", "facts", *facts, "--policies", "full,h2o,local", "--output", tmp_path)
+    assert result.out[1] == "texts of 200 tokens, facts said once at 50 % of the text, questions hidden"
     assert result.json["policies"].keys() == {"h2o", "local"} and result.json["budget"] == 0.2
     assert json.loads((tmp_path / "study.json").read_text()) == result.json
     assert (tmp_path / "study.txt").read_text().splitlines() == result.out[:-1]

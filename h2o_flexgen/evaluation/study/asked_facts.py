@@ -19,7 +19,7 @@ VISIBLE = "visible"
 
 @dataclass(frozen=True)
 class FactsAsked:
-    """Which facts are asked for."""
+    """The facts that are asked for."""
 
     prose: str
     length: int  # tokens of a text with question and answer

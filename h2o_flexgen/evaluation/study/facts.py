@@ -67,7 +67,7 @@ class FactsStudy:
 
     @cached_property
     def reached(self) -> Mapping[str, float]:
-        """Of the attention that the full cache gives the fact, the share on tokens that are still held then."""
+        """The share of the full cache's attention on the fact that falls on tokens still held then."""
         total = sum(one.sum() for one in self.attention)
         return {
             name: float(sum((one * held).sum() for one, held in zip(self.attention, self._holds(name))) / total)
@@ -76,13 +76,13 @@ class FactsStudy:
 
     @cached_property
     def rank(self) -> Mapping[str, Array]:
-        """Where the fact's tokens stand after the context, the median. (layers, kv_heads)"""
+        """The median place of the fact's tokens after the context. (layers, kv_heads)"""
         return {name: np.asarray(np.median(np.concatenate(of_texts, -1), -1)) for name, of_texts in self.ranks.items()}
 
     @cached_property
     def went(self) -> Mapping[str, Array]:
-        """After how many tokens behind the prompt those of the fact went that did, the median; NaN if none went. 0 is the end
-        of the prompt. (layers, kv_heads)"""
+        """The median number of tokens behind the prompt after which tokens of the fact went; NaN if none did. 0 is the end of
+        the prompt. (layers, kv_heads)"""
         return {name: _median_steps(self.texts, of_texts) for name, of_texts in self.gone.items()}
 
     def policy_of(self, name: str) -> str:
@@ -155,8 +155,10 @@ def study_facts(
         keepers[label] = [LevelKeeper(levels, len(text.ids), text.prompt_len, coding) for text in texts]
     _check_budgets(keepers.values())
     readers = [FactReader(text, _judges(chosen, text, coding)) for text in texts]
-    ways = [readers, *keepers.values()]
-    read_texts(llm, [Reading(text.ids, one.attend) for way in ways for text, one in zip(texts, way)], on_layer)
+    readings = [Reading(reader.text.ids, reader.attend) for reader in readers]
+    for of_texts in keepers.values():
+        readings += [Reading(text.ids, keeper.attend) for text, keeper in zip(texts, of_texts)]
+    read_texts(llm, readings, on_layer)
     return FactsStudy(
         model=llm.name,
         asked=asked,
@@ -176,7 +178,7 @@ def _judges(policies: Mapping[str, KVPolicy], text: AskedFact, coding: Coding) -
 
 
 def _check_budgets(keepers: Iterable[Sequence[LevelKeeper]]) -> None:
-    """Has each level compute its slots, so that a budget that is too small is refused before anything is loaded."""
+    """Computes the slots of each level, so that a budget that is too small is refused before anything is loaded."""
     for keeper in chain.from_iterable(keepers):
         for level in keeper.keepers:
             _ = level.occupancy

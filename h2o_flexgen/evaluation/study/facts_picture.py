@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 INCHES = 0.36  # of a head
 LOST = 0.5  # a head that holds less of the fact has lost it
-HELD_MARK = {"marker": "o", "facecolors": "none", "edgecolors": "#009e73"}
-LOST_MARK = {"marker": "x", "color": "#d55e00"}
+HELD_MARK, LOST_MARK = ("o", "#009e73"), ("x", "#d55e00")  # with colours for colour-blind eyes too
 
 
 def draw_facts(study: FactsStudy, file: Path) -> None:
@@ -43,19 +42,21 @@ def draw_facts(study: FactsStudy, file: Path) -> None:
 
 def _title(study: FactsStudy) -> str:
     name = Path(study.model).name.removesuffix(".gguf")
-    return f"{name}: few KV heads look at the fact while they answer; who still has it at a budget of {100 * study.budget:g} %?"
+    asked = f"at a budget of {100 * study.budget:g} %, question {study.asked.question}"
+    return f"{name}: few KV heads look at the fact while they answer. Which still have it, {asked}?"
 
 
 def _said(study: FactsStudy, name: str) -> str:
     kept = study.over_finders(study.held[name]) >= LOST
-    return f"{name}: {kept.sum()} of the {len(kept)} heads that look most still hold the fact"
+    return f"{name}: {kept.sum()} of the {len(kept)} heads that look most hold most of the fact"
 
 
 def _mark(axes: Axes, study: FactsStudy, name: str) -> None:
-    for is_held, mark, label in (
+    for is_held, (mark, colour), label in (
         (True, HELD_MARK, f"one of the {len(study.finders)} heads that look most: at least half of the fact is held"),
         (False, LOST_MARK, f"one of the {len(study.finders)} heads that look most: more than half of the fact was evicted"),
     ):
         places = [place for place in study.finders if bool(study.held[name][place] >= LOST) is is_held]
         if places:
-            axes.scatter(*zip(*places), s=70, linewidths=2, label=label, **mark)
+            across, down = zip(*places)
+            axes.plot(across, down, mark, color=colour, fillstyle="none", markersize=8, markeredgewidth=2, label=label)

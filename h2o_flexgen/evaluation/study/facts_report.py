@@ -62,7 +62,7 @@ def _of_policies(study: FactsStudy) -> Iterator[str]:
         rows.append([name, held, percent(study.reached[name]), percent(float(np.median(rank))), found])
     yield from table(["policy", "held", "reached", "rank", "went after"], rows)
     yield "reached: of all heads' attention on the fact, the share on tokens that are still held"
-    yield "rank: the place of the fact's tokens behind the context, from the best; of tokens ranked below the budget all go"
+    yield "rank: of the context, the share that is ranked above the fact's tokens before the question is read, the median"
     yield f"went after: tokens read behind the prompt, the median; 0: at the prompt's end; {NOBODY_WENT}: none went"
 
 

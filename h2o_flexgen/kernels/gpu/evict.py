@@ -87,29 +87,10 @@ def ranked(
 
 @triton.jit(do_not_specialize=["slots"])
 def evict_one(
-    image,
-    positions,
-    scores,
-    got,
-    worth,
-    newest,
-    start,
-    end,
-    after,
-    target,
-    decay,
-    slots,
-    words,
-    half_stride,
-    row_stride,
-    head_stride,
-    slot_stride,
-    BY: tl.constexpr,
-    IS_HIGHEST: tl.constexpr,
-    HAS_WORTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+    image, positions, scores, got, worth, newest, start, end, after, target, decay, slots, words,
+    half_stride, row_stride, head_stride, slot_stride,
+    BY: tl.constexpr, IS_HIGHEST: tl.constexpr, HAS_WORTH: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = (row * tl.num_programs(0) + head) * slots
     last = tl.load(newest + row)

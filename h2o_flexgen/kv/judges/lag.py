@@ -31,7 +31,7 @@ class Lag(Together):
 
 
 def _unevenness(x: Tensor) -> Tensor:
-    """How unevenly tokens of x (kv_heads, parts, length, head_dim) lie, all but those of the last part, as shares of their part.
+    """How unevenly tokens of x (kv_heads, parts, length, head_dim) lie, all but those of the last part: shares of their part.
     (kv_heads, tokens), fp32"""
     x = x.float()
     least, most = x[:, 1:].aminmax(dim=2, keepdim=True)
