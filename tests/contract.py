@@ -110,6 +110,7 @@ BY_HEAD: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "random"), ("head_shares", MIXED_HEADS), ("hh_prompt_only", True)),
     (("kv_policy", "tova"), ("head_shares", FEW_LOOK_BACK)),
     (("kv_policy", "local"), ("head_shares", MIXED_HEADS)),
+    (("kv_policy", "kvzap"), ("head_shares", MIXED_HEADS), ("probe", OF_NO_MODEL)),
 )
 
 

@@ -53,7 +53,7 @@ def read_probe(path: str | os.PathLike[str]) -> Probe:
 def _stacked(tensors: Mapping[str, Mapping[str, Any]]) -> tuple[Floats, Floats]:
     if other := next((name for name in tensors if not NAME.fullmatch(name)), None):
         raise ValueError(f"it has {other}, and a linear probe has a weight and a bias for each layer; {OF_CALIBRATE}")
-    layers = 1 + max((int(NAME.sub(r"\1", name)) for name in tensors), default=-1)
+    layers = len({NAME.sub(r"\1", name) for name in tensors})  # not the highest number, which may be any
     wanted = [form.format(layer) for form in (WEIGHT, BIAS) for layer in range(layers)]
     if missing := next((name for name in wanted or [WEIGHT.format(0)] if name not in tensors), None):
         raise ValueError(f"{missing} is missing; {OF_CALIBRATE}")

@@ -134,7 +134,10 @@ class Setting:
         return {"kv_codec": self.kv_codec, "weight_codec": self.weight_codec, "compute": self.compute}
 
     def check(self, base: Plan, spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
-        """Refuses a setting that cannot hold texts of these sizes: pairs of prompt length and tokens to generate."""
+        """Refuses a setting with another model's probe, and one that cannot hold texts of these sizes: pairs of prompt length
+        and tokens to generate."""
+        if self.probe is not None:
+            self.probe.refuse_other(spec)
         for level, (prompt_len, gen_len) in product(self.plan(base).levels(spec), sizes):
             try:
                 level.policy.occupancy(Batch((0,), (prompt_len,)), gen_len)

@@ -13,7 +13,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.table import POLICIES
 from tests.planning.worlds import tiny_spec
-from tests.probes import OF_NO_MODEL
+from tests.probes import OF_NO_MODEL, probe_for
 
 HEADS = HeadBudgets("tiny", "a text", (0.2,), (((0.6, 0.04), (0.12, 0.04)),))
 EVICTING = sorted(name for name in POLICIES if name != "full")
@@ -129,6 +129,12 @@ def test_every_level_of_heads_must_hold_what_is_protected() -> None:
     Setting("h2o", Share(20), beside=(("sinks", 2),)).check(Plan(), tiny_spec(), [(40, 10)])
     with pytest.raises(ValueError, match=r"protects .* \(this is h2o, head budgets, sinks 2 at 20 %"):
         Setting("h2o", Share(20), beside=(("sinks", 2),), heads=HEADS).check(Plan(), tiny_spec(), [(40, 10)])
+
+
+def test_a_probe_of_another_model_is_refused_before_anything_is_measured() -> None:
+    Setting("kvzap", Share(20), probe=probe_for(tiny_spec())).check(Plan(), tiny_spec(), [(40, 10)])
+    with pytest.raises(ValueError, match="the probe is of a made-up model, 1 layers of 1 KV heads over 1 values, but tiny"):
+        Setting("kvzap", Share(20), probe=OF_NO_MODEL).check(Plan(), tiny_spec(), [(40, 10)])
 
 
 @pytest.mark.parametrize(("policy", "amount"), [("streaming", Size(4)), ("snapkv", Size(1)), ("h2o", Share(1))])

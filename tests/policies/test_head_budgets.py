@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.demo.fetched import SMOLLM2
 from h2o_flexgen.demo.places import folders_beside
 from h2o_flexgen.options import head_budgets_of
@@ -110,3 +111,12 @@ def test_a_plan_takes_them_for_a_share_of_what_is_evicted_and_names_them_by_thei
     ):
         with pytest.raises(ValueError, match=said):
             Plan.create(**{"head_budgets": BY_HEAD, **options})
+
+
+@pytest.mark.parametrize("policy", ["h2o", "kvzip", "keydiff"])
+def test_heads_that_are_left_nothing_keep_a_slot(policy: str) -> None:
+    none = HeadBudgets("a model", "a text", (0.2,), (((0.8, 0.0), (0.0, 0.0)),))
+    most, least = Plan.create(kv_policy=policy, kv_budget=0.2, head_budgets=none).levels(tiny_spec(blocks=2))
+    assert (most.heads, least.heads) == (((0,), ()), ((1,), (0, 1)))
+    slots = [level.policy.occupancy(Batch((0,), (40,)), 10).budgets[0].slots for level in (most, least)]
+    assert slots == [40, 1]
