@@ -40,8 +40,8 @@ def option_settings(request: BatchRequest) -> Settings:
 def plan_settings(plan: Plan) -> Settings:
     kept = {each.name: getattr(plan.kv_options, each.name) for each in fields(KVOptions)}
     shared = {"shared_prefixes": plan.shares_prefixes}  # whatever keeps them from being shared, a flag or the schedule
-    known = plan.as_json()
-    files = {name: known[name] for name in (HEAD_BUDGETS, PROBE)}
+    read = {HEAD_BUDGETS: plan.head_budgets, PROBE: plan.probe}  # whose names say nothing about the answers
+    files = {name: None if each is None else each.checksum for name, each in read.items()}
     return {**{name: getattr(plan, name) for name in OF_PLAN}, **shared, **kept, **files}
 
 

@@ -23,8 +23,8 @@ TOLERANCE = 0.01  # between a budget and the mean of its shares
 
 @dataclass(frozen=True)
 class HeadBudgets:
-    model: str  # the model's name, for people
-    source: str  # what they were measured on, for people
+    model: str = field(compare=False)  # the model's name, for people
+    source: str = field(compare=False)  # what they were measured on, for people
     budgets: tuple[float, ...]  # of the whole model, ascending
     shares: tuple[ByHead, ...]  # at each of them
     file: str = field(default="", compare=False)  # that they were read from, for people
