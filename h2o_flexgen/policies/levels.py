@@ -21,6 +21,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 
 MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log.md)
 NEARLY_ALL = 0.9  # heads that would keep more than this keep all
+LEAST_SHARE = 1e-6  # of heads that nothing is left to: budgets are above 0, and every head has a slot
 FINENESS = 100  # shares are told apart to a hundredth; less than half of one counts as that
 
 
@@ -55,7 +56,9 @@ def _heads(of_layer: Sequence[float], share: float) -> tuple[int, ...]:
 
 
 def _keeping(policy: KVPolicy, share: float) -> KVPolicy:
-    return Full() if share == 1 else replace(policy, options=replace(policy.options, kv_budget=share), least_slots=1)
+    if share == 1:
+        return Full()
+    return replace(policy, options=replace(policy.options, kv_budget=max(share, LEAST_SHARE)), least_slots=1)
 
 
 def _with_whole(shares: ByHead) -> ByHead:
