@@ -303,7 +303,7 @@ def test_bad_input_is_one_line_before_anything_is_opened(
     ("flags", "problem"),
     [
         (("--window", 4096), "--window is 4096, but"),
-        (("--text", "{short}"), "tokens, but a window takes 48; give a longer text or a shorter --window"),
+        (("--text", "{short}"), "tokens, but a window takes 48; give a longer text or a smaller --window"),
         (
             ("--policies", "streaming", "--kv-sizes", 4),
             "of which 4 are sinks; give it recent ones as well (this is streaming at 4;",

@@ -53,9 +53,9 @@ def read_probe(path: str | os.PathLike[str]) -> Probe:
 def _stacked(tensors: Mapping[str, Mapping[str, Any]]) -> tuple[Floats, Floats]:
     if other := next((name for name in tensors if not NAME.fullmatch(name)), None):
         raise ValueError(f"it has {other}, and a linear probe has a weight and a bias for each layer; {OF_CALIBRATE}")
-    layers = len({NAME.sub(r"\1", name) for name in tensors})  # not the highest number, which may be any
+    layers = max(1, -(-len(tensors) // 2))  # a higher number is one whose layers before it are missing
     wanted = [form.format(layer) for form in (WEIGHT, BIAS) for layer in range(layers)]
-    if missing := next((name for name in wanted or [WEIGHT.format(0)] if name not in tensors), None):
+    if missing := next((name for name in wanted if name not in tensors), None):
         raise ValueError(f"{missing} is missing; {OF_CALIBRATE}")
     values = [_floats(name, tensors[name]) for name in wanted]
     if len({one.shape for one in values[:layers]}) > 1 or len({one.shape for one in values[layers:]}) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,9 +55,7 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 def request_of(flags: Namespace) -> CalibrateRequest:
     if flags.output is None and flags.probe is None:
         raise ValueError(f"nothing is to be written; give {OUTPUT} FILE for head budgets, or --probe FILE")
-    for file in filter(None, (flags.output, flags.probe)):
-        check_output_file(file)
-    check_picture(flags.picture, "--picture")
+    _check_files(flags)
     texts = tuple(map(Text.read, dict.fromkeys(flags.text))) if flags.text else (Text.held_out(),)
     if flags.texts < len(texts):
         raise ValueError(f"--texts {flags.texts} leaves out files of --text, which are {len(texts)}; give {len(texts)} or more")
@@ -71,6 +70,14 @@ def request_of(flags: Namespace) -> CalibrateRequest:
         picture=flags.picture and Path(flags.picture).expanduser(),
         verbose=flags.verbose,
     )
+
+
+def _check_files(flags: Namespace) -> None:
+    check_output_file(flags.output)
+    check_output_file(flags.probe, "--probe")
+    check_picture(flags.picture, "--picture")
+    if flags.output and flags.probe and os.path.realpath(flags.output) == os.path.realpath(flags.probe):
+        raise ValueError(f"{OUTPUT} and --probe are both {flags.output}, and each writes a file; give them different names")
 
 
 def make_parser(program: str = PROGRAM) -> Parser:

@@ -31,8 +31,7 @@ HEAD = ("budget", f"heads that keep {100 * NEARLY_ALL:g} % and more", f"less tha
 
 def work(request: CalibrateRequest) -> None:
     begun = time.perf_counter()
-    fit = None if request.probe is None else ProbeFit(request.number)
-    found = _calibration(request, fit)
+    found, fit = _calibration(request)
     budgets = found.head_budgets
     if request.output is not None:
         write_head_budgets(budgets, request.output)
@@ -62,7 +61,7 @@ def _probe_written(fit: ProbeFit, budgets: HeadBudgets, file: Path) -> dict[str,
     return {**probe.as_json(), "file": str(file), "found": found}
 
 
-def _calibration(request: CalibrateRequest, fit: ProbeFit | None) -> Calibration:
+def _calibration(request: CalibrateRequest) -> tuple[Calibration, ProbeFit | None]:
     name = request.model.name
     with open_llm(request.model, request.site, Plan()) as llm, Progress(0, f"calibrating {name}", late=True) as progress:
 
@@ -71,15 +70,17 @@ def _calibration(request: CalibrateRequest, fit: ProbeFit | None) -> Calibration
             progress.update("layers", done)
 
         ids = _pieces(request, llm.tokenizer)
+        fit = None if request.probe is None else ProbeFit(len(ids))
         read = f"{len(ids)} texts" if len(ids) > 1 else "1 text"
-        return calibrate(llm, ids, f"{read} of {request.tokens} tokens: {_titles(request.texts)}", on_layer, fit)
+        return calibrate(llm, ids, f"{read} of {request.tokens} tokens: {_titles(request.texts)}", on_layer, fit), fit
 
 
 def _pieces(request: CalibrateRequest, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Equally many pieces of each file; the first ones give what is left over."""
+    """Equally many pieces of each file, or all that a short one has; the first ones give what is left over."""
     each, over = divmod(request.number, len(request.texts))
     counts = [each + (place < over) for place in range(len(request.texts))]
-    return [ids for text, count in zip(request.texts, counts) for ids in windows([text], tokenizer, request.tokens, count).ids]
+    taken = (windows([text], tokenizer, request.tokens, count, "--tokens") for text, count in zip(request.texts, counts))
+    return [ids for of_text in taken for ids in of_text.ids]
 
 
 def _titles(texts: Sequence[Text]) -> str:

@@ -221,6 +221,8 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
 
 
 def _probe(flags: Namespace, policies: Collection[str]) -> Probe | None:
+    if flags.study is not None:  # it refuses such policies, and takes no probe
+        return None
     asking = next((name for name in policies if POLICIES[name].judged_by == BY_PROBE), None)
     if flags.probe is None:
         if asking is not None:
@@ -270,6 +272,7 @@ def _study(flags: Namespace, grid: Grid) -> Study | OfFacts:
     budget = _one_setting(flags, grid).percent / WHOLE_TEXT
     of_facts = OF_FACTS if flags.study == FACTS else ()
     unused = {"--tasks": flags.tasks is not None, "--kv-sizes": flags.kv_sizes is not None, "--fresh": flags.fresh}
+    unused |= {"--probe": flags.probe is not None}
     unused |= {"--head-budgets": flags.study != FACTS and grid.heads != (None,)}
     unused |= {"--window": flags.study == FACTS and flags.window is not None}
     unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}

@@ -36,19 +36,19 @@ def check_writable(file: str | None, flag: str) -> None:
         raise ValueError(f"{flag} {file} cannot be written: give a file in a folder that exists")
 
 
-def check_output_file(file: str | None) -> None:
-    check_writable(file, OUTPUT)
+def check_output_file(file: str | None, flag: str = OUTPUT) -> None:
+    check_writable(file, flag)
     given = Path(file or "").expanduser()
     try:
         is_other = given.exists() and not given.is_file()
     except OSError as error:
-        raise _unwritable(file, error) from error
+        raise _unwritable(file, error, flag) from error
     if file is not None and is_other:
-        raise ValueError(f"{OUTPUT} {file} is a device or a pipe, whose place no file takes; give a plain file")
+        raise ValueError(f"{flag} {file} is a device or a pipe, whose place no file takes; give a plain file")
 
 
-def _unwritable(file: str | None, error: OSError) -> ValueError:
-    return ValueError(f"{OUTPUT} {file} cannot be written ({error.strerror}); give another file")
+def _unwritable(file: str | None, error: OSError, flag: str = OUTPUT) -> ValueError:
+    return ValueError(f"{flag} {file} cannot be written ({error.strerror}); give another file")
 
 
 def check_picture(file: str | None, flag: str) -> None:

@@ -44,8 +44,9 @@ def start_tokens(tokenizer: Tokenizer) -> list[int]:
     return whole[:begun] if whole[begun:] == plain else []
 
 
-def windows(texts: Sequence[Text], tokenizer: Tokenizer, length: int, count: int) -> Windows:
-    """At most `count` whole windows that do not overlap, taken evenly from all texts; each begins as a text does."""
+def windows(texts: Sequence[Text], tokenizer: Tokenizer, length: int, count: int, flag: str = "--window") -> Windows:
+    """At most `count` whole windows that do not overlap, taken evenly from all texts; each begins as a text does.
+    `flag` is the one that says how long they are."""
     start = start_tokens(tokenizer)
     own = length - len(start)
     found = []
@@ -54,7 +55,7 @@ def windows(texts: Sequence[Text], tokenizer: Tokenizer, length: int, count: int
         if len(ids) < own:
             raise ValueError(
                 f"text {text.name} has {len(ids) + len(start)} tokens, but a window takes {length}; "
-                "give a longer text or a shorter --window"
+                f"give a longer text or a smaller {flag}"
             )
         found += [(*start, *ids[place : place + own]) for place in range(0, len(ids) - own + 1, own)]
     taken = min(count, len(found))

@@ -40,7 +40,7 @@ class HeadBudgets:
     @property
     def shape(self) -> tuple[int, int]:
         """Layers with KV, and KV heads of each."""
-        return len(self.shares[0]), len(self.shares[0][0]) if self.shares[0] else 0
+        return shape_of(self.shares)
 
     @cached_property
     def checksum(self) -> str:
@@ -66,6 +66,11 @@ class HeadBudgets:
         known = {0.0: _filled(self.shape, 0.0), **dict(zip(self.budgets, self.shares))}
         known.setdefault(1.0, _filled(self.shape, 1.0))
         return _between(known, budget)
+
+
+def shape_of(shares: Sequence[ByHead]) -> tuple[int, int]:
+    """Layers and heads of the shares at the first budget."""
+    return len(shares[0]), len(shares[0][0]) if shares[0] else 0
 
 
 def _check(budget: float, by_head: ByHead, shape: tuple[int, int]) -> None:

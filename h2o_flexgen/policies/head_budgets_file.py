@@ -12,7 +12,7 @@ from pathlib import Path
 from h2o_flexgen.core.documents import NotADocument, parse_json
 from h2o_flexgen.core.files import read_text, write_text
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
+from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets, shape_of
 
 FILE = "head_budgets.json"  # its name where it lies beside the model that it was measured on
 OWN = "own"  # the word for that file
@@ -51,11 +51,11 @@ def _budgets(found: object) -> HeadBudgets:
         raise ValueError(f"{missing} is missing; give a file that calibrate wrote")
     model, source = (_text(found[name], name) for name in ("model", "source"))
     shares = tuple(map(_by_head, _list(found["shares"], "shares")))
-    budgets = HeadBudgets(model, source, _numbers(found["budgets"], "budgets"), shares)
-    if (said := (found["layers"], found["kv_heads"])) != budgets.shape:
-        has = "{} layers of {} KV heads".format(*budgets.shape)
-        raise ValueError(f"layers and kv_heads are {shown(said[0])} and {shown(said[1])}, but it has {has}; measure them anew")
-    return budgets
+    said = found["layers"], found["kv_heads"]
+    if shares and said != (has := shape_of(shares)):  # before means are looked at, which are wrong where layers are missing
+        shape = "{} layers of {} KV heads".format(*has)
+        raise ValueError(f"layers and kv_heads are {shown(said[0])} and {shown(said[1])}, but it has {shape}; measure anew")
+    return HeadBudgets(model, source, _numbers(found["budgets"], "budgets"), shares)
 
 
 def _by_head(found: object) -> ByHead:

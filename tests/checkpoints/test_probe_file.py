@@ -47,6 +47,7 @@ GOOD: dict[str, Any] = {"layers.0.weight": torch.ones(2, 8), "layers.0.bias": to
     [
         ({"layers.0.0.weight": torch.ones(8, 8)}, "it has layers.0.0.weight, and a linear probe has a weight and a bias"),
         ({"layers.2.weight": torch.ones(2, 8)}, "layers.1.weight is missing"),
+        ({"layers.9999999999.weight": torch.ones(2, 8)}, "layers.1.weight is missing"),
         ({"layers.1.weight": torch.ones(2, 8)}, "layers.1.bias is missing"),
         ({f"layers.{10**12}.weight": torch.ones(2, 8)}, "layers.1.weight is missing"),
         ({"layers.1.weight": torch.ones(3, 8), "layers.1.bias": torch.ones(3)}, "its layers have different shapes"),

@@ -137,7 +137,7 @@ def test_windows_are_whole_evenly_spread_and_begin_as_texts_do(llm: LLM, text: T
 @pytest.mark.parametrize(
     ("task", "prose", "asked", "message"),
     [
-        (Perplexity, "hello", {"window": 64}, r"text a has \d+ tokens, but a window takes 64; .* a shorter --window"),
+        (Perplexity, "hello", {"window": 64}, r"text a has \d+ tokens, but a window takes 64; .* a smaller --window"),
         (Perplexity, None, {"window": 3}, "--window is 3, but .* has 1024 positions; give 4 to 1024"),
         (Agreement, None, {"window": 1025}, "--window is 1025, but .* has 1024 positions; give 4 to 1024"),
         (

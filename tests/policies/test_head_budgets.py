@@ -14,6 +14,7 @@ from h2o_flexgen.options import head_budgets_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.head_budgets_file import FILE, read_head_budgets, write_head_budgets, written
+from h2o_flexgen.policies.levels import levels_of
 from tests.planning.worlds import tiny_spec
 
 BY_HEAD = HeadBudgets("a model", "a text", (0.2, 0.5), (((0.35, 0.05), (0.1, 0.3)), ((0.9, 0.1), (0.4, 0.6))))
@@ -23,10 +24,11 @@ WRONG = {
     "half a file": ("{}", "model is missing"),
     "no source": (["source", None], "source is None, which is no text"),
     "no list": (["shares", 3], "shares are 3, which is no list"),
+    "layers missing, whatever is left": (["shares", [[[0.9, 0.9]], [[0.9, 0.1]]]], "layers and kv_heads are 2 and 2"),
     "layers missing": (["shares", [[[0.35, 0.05]], [[0.9, 0.1]]]], "layers and kv_heads are 2 and 2, but it has 1 layers"),
     "layers missing at one budget": (["shares", [BY_HEAD.shares[0], [[0.9, 0.1]]]], "at 0.5 are not 2 layers of 2 heads"),
     "heads missing": (["shares", [[[0.35, 0.05], [0.2]], BY_HEAD.shares[1]]], "at 0.2 are not 2 layers of 2 heads"),
-    "no heads at all": (["shares", [[[], []], [[], []]]], "are not 2 layers of 0 heads"),
+    "no heads at all": (["shares", [[[], []], [[], []]]], "but it has 2 layers of 0 KV heads"),
     "not a number": (["shares", [[["many", 0.05], [0.1, 0.3]], BY_HEAD.shares[1]]], "'many', which is no number"),
     "a truth": (["shares", [[[True, 0.05], [0.1, 0.3]], BY_HEAD.shares[1]]], "True, which is no number"),
     "NaN": (["shares", [[[float("nan"), 0.05], [0.1, 0.3]], BY_HEAD.shares[1]]], "nan, which is no number"),
@@ -69,6 +71,12 @@ def test_another_models_budgets_are_refused_with_their_file(tmp_path: Path) -> N
     other = HeadBudgets("a model", "a text", (0.3,), (((0.1, 0.2, 0.6),),))
     with pytest.raises(ValueError, match=f"head budgets {tmp_path / FILE} are of a model, 1 layers of 3 KV heads, but tiny"):
         read_head_budgets(in_file(tmp_path, other)).refuse_other(tiny_spec())
+
+
+def test_a_head_that_is_left_nothing_keeps_one_token() -> None:
+    budgets = HeadBudgets("a model", "a text", (0.3,), (((0.6, 0.0),) * 2,))
+    least = levels_of(Plan.create(kv_policy="h2o", kv_budget=0.3).policy, budgets, tiny_spec())[-1]
+    assert least.heads == ((1,),) * 2 and least.policy.occupancy(Batch((0,), (40,)), 4).budgets[0].slots == 1
 
 
 def test_shares_alone_make_the_checksum(tmp_path: Path) -> None:

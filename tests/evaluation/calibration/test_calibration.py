@@ -100,7 +100,8 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
     requests.write_text("Once upon a time there was a garden with a gate\n", encoding="utf-8")
     job = ("-i", requests, "-o", tmp_path / "out.jsonl", "--gen-len", 4, "--kv-policy", "h2o")
     assert command(batch.main, *job, "--head-budgets", file).status == 0
-    assert "head_budgets was {" in command(batch.main, *job, "--resume").error
+    refused = command(batch.main, *job, "--resume").error
+    assert "head_budgets was " in refused and budgets.checksum in refused
 
     asked = ("--policies", "full,h2o", "--budgets", "50", "--tasks", "perplexity", "--window", 48, "--examples", 1)
     cells = command(evaluate.main, *asked, "--text", text_file, "--head-budgets", f"equal,{file}").json
@@ -113,6 +114,9 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
     [
         (["--output", "no/such/folder/x.json"], "--output no/such/folder/x.json cannot be written"),
         (["--output", "x.json", "--text", "a.txt", "b.txt", "--texts", "1"], "--texts 1 leaves out files of --text"),
+        (["--output", "x.json", "--probe", "./x.json"], "--output and --probe are both x.json, and each writes a file"),
+        (["--probe", "no/such/folder/x.json"], "--probe no/such/folder/x.json cannot be written"),
+        (["--output", "x.json", "--text", "a.txt"], "give a longer text or a smaller --tokens"),
         (["--output", "x.json", "--texts", "0"], "argument --texts: '0' is not allowed"),
         ([], "nothing is to be written; give --output FILE for head budgets, or --probe FILE"),
     ],
@@ -176,3 +180,11 @@ def test_a_probe_is_what_other_commands_rank_tokens_by(command: Any, tiny_llama:
     asked = ("--kv-policy", "kvzap", "--kv-budget", 0.3, "--probe", file)
     ran = command(run.main, *asked, "--prompt-len", 40, "--gen-len", 4, "--num-prompts", 1)
     assert ran.json["plan"]["probe"] == named and any(line.startswith("probe ") and probe.checksum in line for line in ran.out)
+
+
+def test_a_probe_is_fitted_to_all_pieces_where_texts_have_fewer_than_asked_for(
+    command: Any, text_file: Path, tmp_path: Path
+) -> None:
+    asked = ("--text", text_file, "--tokens", 40, "--texts", 1000, "--probe", tmp_path / "probe.safetensors")
+    assert command(calibrate.main, *asked).status == 0
+    assert not read_probe(tmp_path / "probe.safetensors").source.startswith("1000 ")
