@@ -2,7 +2,7 @@
 
     python benchmarks/eviction.py                        # OPT-1.3B shapes in bf16, 512 + 512 tokens, weights on disk: an hour
     python benchmarks/eviction.py --equal-rows 32 --percent 100 0 100 0 100 0 --cpu-mem 14GB --gen-len 64     # ten minutes
-    python benchmarks/eviction.py --model smollm2 --percent 100 0 100 0 100 0 --cpu-mem 850MB --gen-len 64 --budgets 0.2 \\
+    python benchmarks/eviction.py --model smollm2 --percent 100 0 100 0 100 0 --cpu-mem 800MB --gen-len 64 --budgets 0.2 \\
         --policies h2o kvzip --head-budgets equal own --quality results.json     # a real model: its speed and what it recalls
 
 A model whose file is on this machine is run with its own weights, any other with random ones. With --quality, which takes the
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import product
 from math import isfinite
@@ -187,12 +187,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
     variant = variants(args)[args.one]
-    rows = args.equal_rows or largest(lambda count: fits(args, count), MOST_ROWS)
-    while rows and not args.equal_rows and not fits(args, rows):  # the process may have grown a little while searching
-        rows -= 1
-    if not rows:
-        raise SystemExit(f"error: not even one row fits {args.cpu_mem} under {variant.name}; give more with --cpu-mem")
-    with opened(args, rows) as llm:
+    with opened(args) as llm:
+        rows = args.equal_rows or largest(lambda count: fits(llm, args, count), MOST_ROWS)
+        if not rows:
+            raise SystemExit(f"error: not even one row fits {args.cpu_mem} under {variant.name}; give more with --cpu-mem")
+        take_rows(llm, args, rows)
         prompts = made_up_prompts(rows, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads; random weights are written to disk
         before = calibrate(llm, args)
@@ -231,21 +230,25 @@ def bytes_computed_with(planned: BlockPlan, step: int) -> int:
     return len(planned.block.batches) * spec.weight_bytes + held * spec.kv_bytes_per_head
 
 
-def opened(args: argparse.Namespace, rows: int) -> LLM:
-    count = -(-rows // args.gpu_batch_size)
-    kept = variants(args)[args.one].options()
-    shape = {"gpu_batch_size": -(-rows // count), "num_gpu_batches": count, "sep_layer": False, "slots": 3}
+def opened(args: argparse.Namespace) -> LLM:
+    kept, shape = variants(args)[args.one].options(), {"sep_layer": False, "slots": 3}
     memory = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     codecs = {"weight_codec": args.weight_codec, "kv_codec": args.kv_codec}
     return LLM(args.model, dummy_weights=is_random(args.model), percent=args.percent, **kept, **shape, **memory, **codecs)
 
 
-def fits(args: argparse.Namespace, rows: int) -> bool:
-    with opened(args, rows) as llm:
-        try:
-            llm.check(Workload.uniform(rows, args.prompt_len, args.gen_len))
-        except DoesNotFit:
-            return False
+def take_rows(llm: LLM, args: argparse.Namespace, rows: int) -> None:
+    """Has the plan compute so many rows, before anything is loaded."""
+    count = -(-rows // args.gpu_batch_size)
+    llm.adopt(replace(llm.requested, gpu_batch_size=-(-rows // count), num_gpu_batches=count))
+
+
+def fits(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
+    take_rows(llm, args, rows)
+    try:
+        llm.check(Workload.uniform(rows, args.prompt_len, args.gen_len))
+    except DoesNotFit:
+        return False
     return True
 
 
