@@ -2,6 +2,12 @@
 
     python benchmarks/eviction.py                        # OPT-1.3B shapes in bf16, 512 + 512 tokens, weights on disk: an hour
     python benchmarks/eviction.py --equal-rows 32 --percent 100 0 100 0 100 0 --cpu-mem 14GB --gen-len 64     # ten minutes
+    python benchmarks/eviction.py --model smollm2 --percent 100 0 100 0 100 0 --cpu-mem 800MB --gen-len 64 --budgets 0.2 \\
+        --policies h2o kvzip --head-budgets equal own --quality results.json     # a real model: its speed and what it recalls
+
+A model whose file is on this machine is run with its own weights, any other with random ones. With --quality, which takes the
+results.json of `evaluate --tasks recall --output FOLDER`, each line says what the model recalls under the same policy, budget
+and head budgets.
 
 The planner finds the largest block of every budget that fits the memory; that block is then run. Each run has a process of its
 own. Ceilings are measured in each: the rates of the disk, of matrix products, of reading memory. The last line is one JSON
@@ -15,29 +21,80 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import product
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+from benchmarks.comparison.command import commit
+from benchmarks.portable import portable
+from benchmarks.recalled import NOT_MEASURED, Asked, Recalled
+from h2o_flexgen.checkpoints.hub import WHOLE_MODELS
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.demo.fetched import FETCHED_MODELS
+from h2o_flexgen.demo.places import local_place
+from h2o_flexgen.evaluation.model_identity import model_identity
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.options import head_budgets_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.workload_plan import DoesNotFit
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.head_budgets_file import OWN
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.made_up import made_up_prompts
 
 FULL = 1.0
+EQUAL = "equal"
 AIM = 3.0  # times the tokens per second at 20 %
 MOST_ROWS = 4096
+QUALITY_COLUMNS = ("rows", "tokens/s", "decode tokens/s", "decode of ceiling", "recall visible", "recall hidden")
 WORKLOAD = ("percent", "prompt_len", "gen_len", "gpu_batch_size", "dtype", "weight_codec", "kv_codec", "equal_rows")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line: a policy, what it keeps, and how heads share that out."""
+
+    kept: float
+    policy: str = Full.name
+    heads: str = EQUAL  # a word of --head-budgets
+
+    @property
+    def name(self) -> str:
+        shared = {EQUAL: "", OWN: ", own head budgets"}.get(self.heads, f", head budgets {Path(self.heads).name}")
+        return Full.name if self.kept == FULL else f"{self.policy} {self.kept:.0%}{shared}"
+
+    def options(self) -> dict[str, object]:
+        heads = {} if self.heads == EQUAL else {"head_budgets": self.heads}
+        return {} if self.kept == FULL else {"kv_policy": self.policy, "kv_budget": self.kept, **heads}
+
+    def checksum(self, model: str) -> str | None:
+        return None if self.heads == EQUAL else head_budgets_of(self.heads, model).checksum
+
+    def asked(self, args: argparse.Namespace) -> Asked:
+        kept = f"{100 * self.kept:g} %"
+        return Asked(self.policy, kept, args.weight_codec, args.kv_codec, self.checksum(args.model))
+
+
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """The full cache first: all others are held against it."""
+    shares = [share for share in args.budgets if share != FULL]
+    return [Variant(FULL), *(Variant(*each) for each in product(shares, args.policies, args.head_budgets))]
 
 
 def main() -> int:
@@ -45,28 +102,54 @@ def main() -> int:
     if args.one is not None:
         print(json.dumps(run_one(args)))
         return 0
-    kept = [FULL, *(share for share in args.budgets if share != FULL)]
-    result: dict[str, Any] = {
-        "benchmark": "eviction",
-        "command": "python benchmarks/eviction.py " + " ".join(sys.argv[1:]),
-        "model": args.model,
-        "title": f"{args.model} shapes in {args.dtype}, {args.prompt_len} + {args.gen_len} tokens, `--percent "
-        + " ".join(f"{share:g}" for share in args.percent)
-        + ("`: the largest block that fits " + args.cpu_mem if args.equal_rows is None else f"`: {args.equal_rows} rows")
-        + written_down(args),
-        "workload": {key: getattr(args, key) for key in WORKLOAD},
-        "policy": args.policy,
-        "budget_host_bytes": parse_bytes(args.cpu_mem),
-        "ceiling": "bytes of a step over the rate of disk or memory, or flops over that of matrix products, all measured",
-        "aim": f"{AIM:g} times the tokens per second at 20 %",
-    }
-    result["lines"] = repeated(args, kept)
+    try:
+        quality = recalled(args)
+        wanted = {variant: variant.asked(args) for variant in variants(args)}
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    result = {**described(args), "lines": repeated(args, [*wanted])}
+    for line, (variant, asked) in zip(result["lines"], wanted.items(), strict=True):
+        line.update(name=variant.name, policy=variant.policy, head_budgets=asked.head_budgets)
+        line.update({} if quality is None else {"recall": quality.cell(asked)})
     print_table(result)
-    result.update(for_readme(result))
+    result.update(for_readme(result), **({} if quality is None else beside_quality(result, quality)))
     if args.output:
         write_text(args.output, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return 0
+
+
+def described(args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured, and against what."""
+    model, shapes = portable([args.model])[0], " shapes" if is_random(args.model) else ""
+    return {
+        "benchmark": "eviction",
+        "command": "python benchmarks/eviction.py " + " ".join(portable(sys.argv[1:])),
+        "model": model,
+        "title": f"{model}{shapes} in {args.dtype}, {args.prompt_len} + {args.gen_len} tokens, `--percent "
+        + " ".join(f"{share:g}" for share in args.percent)
+        + ("`: the largest block that fits " + args.cpu_mem if args.equal_rows is None else f"`: {args.equal_rows} rows")
+        + written_down(args),
+        "workload": {key: getattr(args, key) for key in WORKLOAD},
+        "policies": args.policies,
+        "head_budgets": portable(args.head_budgets),
+        "budget_host_bytes": parse_bytes(args.cpu_mem),
+        "ceiling": "bytes of a step over the rate of disk or memory, or flops over that of matrix products, all measured",
+        "aim": f"{AIM:g} times the tokens per second at 20 %",
+    }
+
+
+def is_random(model: str) -> bool:
+    """Whether nothing but the model's shapes is known here."""
+    place = local_place(model)
+    return not (model in FETCHED_MODELS or place.is_file() or any((place / name).is_file() for name in WHOLE_MODELS))
+
+
+def recalled(args: argparse.Namespace) -> Recalled | None:
+    if args.quality is None:
+        return None
+    with LLM(args.model, dummy_weights=is_random(args.model), dtype=args.dtype, offload_dir=args.offload_dir) as llm:
+        return Recalled.of(Path(args.quality), model_identity(llm))
 
 
 def written_down(args: argparse.Namespace) -> str:
@@ -77,8 +160,10 @@ def written_down(args: argparse.Namespace) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="facebook/opt-1.3b", help="a model whose shapes are known; weights are random")
-    add("--policy", default="h2o")
+    add("--model", default="facebook/opt-1.3b", help="a model on this machine, or one whose shapes are known")
+    add("--policies", "--policy", nargs="+", default=["h2o"])
+    shared = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
+    add("--head-budgets", nargs="+", default=[EQUAL], metavar=f"{EQUAL}|{OWN}|FILE", help=f"{shared}; several are compared")
     add("--budgets", type=float, nargs="+", default=[0.5, 0.2, 0.1], help="shares of prompt and generation that are kept")
     add("--cpu-mem", default="3GB", help="what the process may hold")
     add("--percent", type=float, nargs=6, default=[0, 0, 0, 100, 0, 100])
@@ -91,8 +176,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--weight-codec", default=Plan.weight_codec, help="how weights are written down, like group4")
     add("--kv-codec", default=Plan.kv_codec)
     add("--offload-dir", default=str(default_offload_folder()))
+    add("--quality", metavar="RESULTS", help="results.json of `evaluate --tasks recall`, whose recall stands beside the speed")
     add("--output", help="also write the JSON document here")
-    add("--one", type=float, help=argparse.SUPPRESS)  # internal: a process that runs one share
+    add("--one", type=int, help=argparse.SUPPRESS)  # internal: a process that runs one variant, by its place
     return parser.parse_args(argv)
 
 
@@ -100,12 +186,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
-    rows = args.equal_rows or largest(lambda count: fits(args, count), MOST_ROWS)
-    while rows and not args.equal_rows and not fits(args, rows):  # the process may have grown a little while searching
-        rows -= 1
-    if not rows:
-        raise SystemExit(f"error: not even one row fits {args.cpu_mem} at {args.one:.0%}; give more with --cpu-mem")
-    with opened(args, rows) as llm:
+    variant = variants(args)[args.one]
+    with opened(args) as llm:
+        rows = args.equal_rows or largest(lambda count: fits(llm, args, count), MOST_ROWS)
+        if not rows:
+            raise SystemExit(f"error: not even one row fits {args.cpu_mem} under {variant.name}; give more with --cpu-mem")
+        take_rows(llm, args, rows)
         prompts = made_up_prompts(rows, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads; random weights are written to disk
         before = calibrate(llm, args)
@@ -120,7 +206,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         lane = max(bounds, key=lambda name: bounds[name])
         step = statistics.median(stats.step_seconds)
         return {
-            "kept": args.one,
+            "kept": variant.kept,
             "rows": rows,
             "prefill_seconds": stats.prefill_seconds,
             "decode_seconds": stats.decode_seconds,
@@ -131,7 +217,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_second": stats.generated_tokens / stats.total_seconds,
             "decode_tokens_per_second": (stats.generated_tokens - rows) / stats.decode_seconds,
             "peak_host_bytes": stats.peak_bytes["host"],
-            "disk_gb_per_s": machine.disk_read_per_s / 1e9,
+            "disk_gb_per_s": machine.disk_read_per_s / 1e9 if isfinite(machine.disk_read_per_s) else None,
             "machine": describe_machine(llm.device),
         }
 
@@ -144,21 +230,25 @@ def bytes_computed_with(planned: BlockPlan, step: int) -> int:
     return len(planned.block.batches) * spec.weight_bytes + held * spec.kv_bytes_per_head
 
 
-def opened(args: argparse.Namespace, rows: int) -> LLM:
-    count = -(-rows // args.gpu_batch_size)
-    kept = {} if args.one == FULL else {"kv_policy": args.policy, "kv_budget": args.one}
-    shape = {"gpu_batch_size": -(-rows // count), "num_gpu_batches": count, "sep_layer": False, "slots": 3}
+def opened(args: argparse.Namespace) -> LLM:
+    kept, shape = variants(args)[args.one].options(), {"sep_layer": False, "slots": 3}
     memory = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     codecs = {"weight_codec": args.weight_codec, "kv_codec": args.kv_codec}
-    return LLM(args.model, dummy_weights=True, percent=args.percent, **kept, **shape, **memory, **codecs)
+    return LLM(args.model, dummy_weights=is_random(args.model), percent=args.percent, **kept, **shape, **memory, **codecs)
 
 
-def fits(args: argparse.Namespace, rows: int) -> bool:
-    with opened(args, rows) as llm:
-        try:
-            llm.check(Workload.uniform(rows, args.prompt_len, args.gen_len))
-        except DoesNotFit:
-            return False
+def take_rows(llm: LLM, args: argparse.Namespace, rows: int) -> None:
+    """Has the plan compute so many rows, before anything is loaded."""
+    count = -(-rows // args.gpu_batch_size)
+    llm.adopt(replace(llm.requested, gpu_batch_size=-(-rows // count), num_gpu_batches=count))
+
+
+def fits(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
+    take_rows(llm, args, rows)
+    try:
+        llm.check(Workload.uniform(rows, args.prompt_len, args.gen_len))
+    except DoesNotFit:
+        return False
     return True
 
 
@@ -171,14 +261,10 @@ def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
 # -- all of them -----------------------------------------------------------------------------------------------------------
 
 
-def repeated(args: argparse.Namespace, kept: Sequence[float]) -> list[dict[str, Any]]:
-    """Medians, one line for each kept share; shares take turns, because machines drift."""
-    runs = [run_in_process(share) for _ in range(args.repeats) for share in kept]
-    lines = []
-    for share in kept:
-        own = [run for run in runs if run["kept"] == share]
-        numbers = [key for key, value in own[0].items() if isinstance(value, (int, float))]
-        lines.append({**own[0], **{key: statistics.median(run[key] for run in own) for key in numbers}, "runs": own})
+def repeated(args: argparse.Namespace, wanted: Sequence[Variant]) -> list[dict[str, Any]]:
+    """Medians, one line for each variant; they take turns, because machines drift."""
+    rounds = [[run_in_process(place, variant) for place, variant in enumerate(wanted)] for _ in range(args.repeats)]
+    lines = [medians(own) for own in zip(*rounds, strict=True)]
     for line in lines:
         line["times_full"] = line["tokens_per_second"] / lines[0]["tokens_per_second"]
         line["decode_times_full"] = line["decode_tokens_per_second"] / lines[0]["decode_tokens_per_second"]
@@ -186,11 +272,16 @@ def repeated(args: argparse.Namespace, kept: Sequence[float]) -> list[dict[str, 
     return lines
 
 
-def run_in_process(share: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", str(share)]
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    numbers = [key for key, value in runs[0].items() if isinstance(value, (int, float))]
+    return {**runs[0], **{key: statistics.median(run[key] for run in runs) for key in numbers}, "runs": runs}
+
+
+def run_in_process(place: int, variant: Variant) -> dict[str, Any]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", str(place)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     run: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"{share:.0%}: {run['rows']} rows, {run['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
+    print(f"{variant.name}: {run['rows']} rows, {run['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
     return run
 
 
@@ -199,14 +290,14 @@ def for_readme(result: Mapping[str, Any]) -> dict[str, Any]:
     lines, workload = result["lines"], result["workload"]
     seconds = workload["equal_rows"] is not None
     rows = "; ".join(f"{line['rows']} rows, {line['tokens_per_second']:.1f} ({line['times_full']:.2f} times)" for line in lines)
-    steps = "; ".join(f"{name_of(line, result)} {line['step_over_full']:.2f}" for line in lines)
+    steps = "; ".join(f"{line['name']} {line['step_over_full']:.2f}" for line in lines)
     return {
         "machine": lines[0]["machine"],
         "unit": "seconds per decode step" if seconds else "tokens/s in decode",
         "higher_is_better": not seconds,
         "rows": [
             {
-                "name": name_of(line, result),
+                "name": line["name"],
                 "measured": line["step_seconds"] if seconds else line["decode_tokens_per_second"],
                 "ceiling": line["bound_seconds"] if seconds else line["rows"] / line["bound_seconds"],
             }
@@ -216,19 +307,39 @@ def for_readme(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def name_of(line: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    return "full" if line["kept"] == FULL else f"{result['policy']} {line['kept']:.0%}"
+def beside_quality(result: Mapping[str, Any], quality: Recalled) -> dict[str, Any]:
+    """The result as a table in which speed and recall stand side by side."""
+    return {
+        "benchmark": "eviction and quality",
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "quality": quality.command,
+        "columns": ["", *QUALITY_COLUMNS],
+        "cells": [[line["name"], *quality_cells(line)] for line in result["lines"]],
+        "notes": "Behind ±: the standard error. Recall is the share of questions that were answered rightly, measured by "
+        f"`{quality.command}`; {NOT_MEASURED} stands for what that did not measure.",
+    }
+
+
+def quality_cells(line: Mapping[str, Any]) -> Iterator[str]:
+    yield str(line["rows"])
+    yield from (f"{line[rate]:.0f}" for rate in ("tokens_per_second", "decode_tokens_per_second"))
+    yield f"{line['share_of_ceiling']:.0%}"
+    yield from line["recall"]
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    print(f"\n{result['title']}, {result['workload']}, {result['policy']}\nmachine: {result['lines'][0]['machine']}")
+    print(f"\n{result['title']}, {result['workload']}\nmachine: {result['lines'][0]['machine']}")
     print(f"ceiling: {result['ceiling']}\naim: {result['aim']}")
-    print("\n kept  rows prefill s  step s bound s (lane)     tokens/s  times full  in decode  peak GB")
+    width = max(len(line["name"]) for line in result["lines"])
+    head = "rows prefill s  step s bound s (lane)     tokens/s  times full  in decode  peak GB"
+    print(f"\n{'':{width}} {head}" + ("  recall visible, hidden" if "recall" in result["lines"][0] else ""))
     for line in result["lines"]:
         print(
-            f"{line['kept']:5.0%} {line['rows']:5} {line['prefill_seconds']:9.1f} {line['step_seconds']:7.2f} "
+            f"{line['name']:{width}} {line['rows']:4} {line['prefill_seconds']:9.1f} {line['step_seconds']:7.2f} "
             f"{line['bound_seconds']:7.2f} ({line['busiest_lane']:7}) {line['tokens_per_second']:10.1f} "
             f"{line['times_full']:11.2f} {line['decode_times_full']:10.2f} {line['peak_host_bytes'] / 1e9:8.2f}"
+            + "".join(f"  {figure}" for figure in line.get("recall", ()))
         )
 
 
