@@ -6,15 +6,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 
-from h2o_flexgen.checkpoints.probe_file import own_probe, read_probe
+from h2o_flexgen.checkpoints import probe_file
+from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.demo.places import folders_beside
+from h2o_flexgen.demo.places import file_beside
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies import head_budgets_file
 from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.head_budgets_file import OWN, own_file, read_head_budgets
+from h2o_flexgen.policies.head_budgets_file import OWN, read_head_budgets
 from h2o_flexgen.sampling.elsewhere import OPTIONS, refuse_unknown
 
 HEAD_BUDGETS, PROBE = "head_budgets", "probe"  # options of plans that may be named by a file
@@ -52,7 +54,7 @@ def probe_of(given: object, model: str) -> Probe:
     if isinstance(given, Probe):
         return given
     if given == OWN:
-        return read_probe(own_probe(model, folders_beside(model)))
+        return read_probe(file_beside(model, probe_file.FILE, "is no probe", "--probe"))
     if isinstance(given, (str, os.PathLike)):
         return read_probe(given)
     raise ValueError(f"probe is a {type(given).__name__}; give a Probe, the path of a file, or {OWN!r}")
@@ -63,7 +65,7 @@ def head_budgets_of(given: object, model: str) -> HeadBudgets:
     if isinstance(given, HeadBudgets):
         return given
     if given == OWN:
-        return read_head_budgets(own_file(model, folders_beside(model)))
+        return read_head_budgets(file_beside(model, head_budgets_file.FILE, "are no head budgets", "--output"))
     if isinstance(given, (str, os.PathLike)):
         return read_head_budgets(given)
     raise ValueError(f"head_budgets is a {type(given).__name__}; give HeadBudgets, the path of a file, or {OWN!r}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +72,3 @@ def _floats(name: str, tensor: Mapping[str, Any]) -> Floats:
     else:
         values = np.frombuffer(data, np.float32 if dtype == "F32" else np.float16).astype(np.float32)
     return np.asarray(values.reshape(shape), np.float32)
-
-
-def own_probe(model: str, folders: Iterable[Path]) -> Path:
-    """The file that lies in one of the folders of a model."""
-    folders = tuple(folders)
-    found = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
-    if found is None:
-        places = f"in {' or '.join(map(str, folders))}" if folders else "on the hub"
-        fit = f"python -m h2o_flexgen.calibrate --model {model} --probe {FILE}"
-        raise ValueError(f"there is no probe of {model} {places}; fit one ({fit}) and name the file")
-    return found

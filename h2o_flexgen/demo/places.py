@@ -21,3 +21,15 @@ def folders_beside(model: str) -> tuple[Path, ...]:
     own = place if place.is_dir() else place.parent if place.is_file() else None
     known = (fetched.folder for fetched in FETCHED_MODELS.values() if model == fetched.name or place.name == fetched.file)
     return tuple(filter(None, (own, *known)))
+
+
+def file_beside(model: str, file: str, lacking: str, flag: str) -> Path:
+    """The file of this name that belongs to a model. The error says what is `lacking` without it, and which flag of `calibrate`
+    writes one."""
+    folders = folders_beside(model)
+    found = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    if found is None:
+        places = f"in {' or '.join(map(str, folders))}" if folders else "on the hub"
+        command = f"python -m h2o_flexgen.calibrate --model {model} {flag} {file}"
+        raise ValueError(f"there {lacking} of {model} {places}; make the file ({command}) and name it")
+    return found

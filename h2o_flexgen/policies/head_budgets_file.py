@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -88,15 +88,4 @@ def _list(found: object, what: str) -> Sequence[object]:
 def _text(found: object, what: str) -> str:
     if not isinstance(found, str):
         raise ValueError(f"{what} is {shown(found)}, which is no text; give a file that calibrate wrote")
-    return found
-
-
-def own_file(model: str, folders: Iterable[Path]) -> Path:
-    """The file that lies in one of the folders of a model."""
-    folders = tuple(folders)
-    found = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
-    if found is None:
-        places = f"in {' or '.join(map(str, folders))}" if folders else "on the hub"
-        measure = f"python -m h2o_flexgen.calibrate --model {model} --output {FILE}"
-        raise ValueError(f"there are no head budgets of {model} {places}; measure them ({measure}) and name the file")
     return found

@@ -79,7 +79,7 @@ def test_a_probe_of_another_shape_is_refused_with_its_file(tmp_path: Path) -> No
 
 
 def test_the_own_probe_lies_beside_the_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"there is no probe of {tmp_path} in {tmp_path}; fit one .*calibrate"):
+    with pytest.raises(ValueError, match=f"there is no probe of {tmp_path} in {tmp_path}; make the file .*calibrate"):
         probe_of("own", str(tmp_path))
     write_probe(PROBE, tmp_path / FILE)
     assert probe_of("own", str(tmp_path)) == probe_of(tmp_path / FILE, "any") == probe_of(PROBE, "any") == PROBE

@@ -93,7 +93,7 @@ def test_the_own_file_lies_in_the_models_folder_or_beside_its_gguf_file(tmp_path
 
 
 def test_what_is_not_there_is_said_with_how_to_measure_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"there are no head budgets of {tmp_path} in {tmp_path}; measure them .*calibrate"):
+    with pytest.raises(ValueError, match=f"there are no head budgets of {tmp_path} in {tmp_path}; make the file .*calibrate"):
         head_budgets_of("own", str(tmp_path))
     with pytest.raises(ValueError, match="there are no head budgets of facebook/opt-30b on the hub"):
         head_budgets_of("own", "facebook/opt-30b")

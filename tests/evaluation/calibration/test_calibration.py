@@ -21,7 +21,7 @@ from h2o_flexgen.evaluation.calibration.calibration import calibrate as calibrat
 from h2o_flexgen.evaluation.calibration.repeated import LayerRead, RepeatedText
 from h2o_flexgen.evaluation.study.reading import read_texts
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.policies.head_budgets_file import FILE, own_file, read_head_budgets
+from h2o_flexgen.policies.head_budgets_file import FILE, read_head_budgets
 from tests.commands import Result, called
 from tests.contract import Checkpoints, distinct_prompts
 
@@ -157,7 +157,7 @@ def test_a_picture_of_the_heads_is_drawn(command: Any, text_file: Path, tmp_path
 
 
 def test_the_file_of_the_package_can_be_read() -> None:
-    budgets = read_head_budgets(own_file(SMOLLM2.name, folders_beside(SMOLLM2.name)[-1:]))
+    budgets = read_head_budgets(folders_beside(SMOLLM2.name)[-1] / FILE)
     assert budgets.budgets == BUDGETS and budgets.shape == (30, 3) and budgets.model == SMOLLM2.name
 
 
