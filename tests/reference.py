@@ -42,7 +42,14 @@ def reference_generate(
 
 
 def _attend(
-    slots: LayerKV, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
+    slots: LayerKV,
+    positions: Tensor,
+    capacity: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Rotation | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
     """Padding stands behind a row's text, in slots that its own queries never look at and later tokens take over."""
     if rotation is not None:

@@ -28,6 +28,7 @@ KIND, MLPS = "llama-mha", 2
 class SideBySide(Llama):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         super().__init__(config, dtype, True, name)
+        self._activation = ops.activation(config.hidden_act)
         embed, *middle, head = self.spec.layers
 
         def parts(index: int) -> tuple[LayerSpec, LayerSpec]:

@@ -18,7 +18,7 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import Case, Checkpoints, generate_with, hold_contract
-from tests.resident import _caches, _through_layers
+from tests.resident import _caches, _levels, _through_layers
 
 KVZIP = (("kv_policy", "kvzip"), ("heavy", 4), ("recent", 3))
 LONGEST = 127  # tokens of a prompt, of a model of 128 positions: every token of its echo is a part
@@ -34,9 +34,10 @@ def test_scores_are_the_highest_attention_that_transformers_gives_a_prompt_when_
     policy, cpu = Plan.create(kv_policy="kvzip", kv_budget=1.0).policy, torch.device("cpu")
     occupancy = policy.occupancy(Batch((0,), (40,)), 1)
     now = KVStep.of(occupancy.at(0), occupancy.capacity, cpu, echoes_within=model.spec.max_positions)
-    caches = _caches(model, policy, 1, occupancy.capacity, False, cpu, PLAIN)
-    _through_layers(model, weights, caches, now, torch.tensor([prompt * 2]))
-    for cache, shares in zip(caches.values(), attentions(checkpoints, kind, prompt * 2), strict=True):
+    caches = _caches(model, _levels(model, policy), 1, [occupancy.capacity], False, cpu, PLAIN)
+    _through_layers(model, weights, caches, [now], torch.tensor([prompt * 2]))
+    for layer, shares in zip(caches.values(), attentions(checkpoints, kind, prompt * 2), strict=True):
+        ((_, _, cache),) = layer.caches
         assert cache._scores is not None and cache._scores.scores is not None
         grouped = shares[:, 40:, :40].view(model.spec.kv_heads, -1, 40, 40)
         torch.testing.assert_close(cache._scores.scores[0], grouped.amax((1, 2)), atol=1e-5, rtol=1e-4)
