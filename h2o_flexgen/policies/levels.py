@@ -6,7 +6,7 @@ levels: every further one costs each layer that has heads of it another attentio
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -75,9 +75,9 @@ def _with_whole(shares: ByHead) -> ByHead:
 def _rounded(shares: ByHead) -> ByHead:
     """The same with a few different values, as near as possible and with the same mean."""
     counted = Counter(round(share * FINENESS) for share in chain.from_iterable(shares))
-    sums = Counter[int]()
+    sums: defaultdict[int, float] = defaultdict(float)
     for share in chain.from_iterable(shares):
-        sums[round(share * FINENESS)] += share  # type: ignore[assignment]
+        sums[round(share * FINENESS)] += share
     bins = sorted(counted)
     level_of: dict[int, float] = {}
     for start, end in pairwise(_bounds(bins, counted)):
