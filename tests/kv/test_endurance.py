@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,9 +27,12 @@ SMALLEST = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_hea
 
 
 def child(code: str, *arguments: object) -> Any:
-    """In a process of its own, whose peak of memory is its own."""
+    """In a process of its own, whose peak of memory is its own. Of large blocks that were freed glibc would keep some (for what
+    takes 112 MB, 80 to 180 were measured); with a fixed threshold it gives them all back, and what is left is the engine's."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -66,7 +70,8 @@ def test_peak_memory_falls_as_the_budget_predicts(tmp_path: Path) -> None:
     less, all_of_it = child(PEAK, tmp_path, json.dumps([(500, 64, 20, each) for each in kept]))
     measured, predicted = (all_of_it[name] - less[name] for name in ("grown", "needed"))
     assert predicted > 50e6
-    assert measured == pytest.approx(predicted, rel=0.35)
+    assert measured == pytest.approx(predicted, rel=0.15)
+    assert all(each["grown"] < each["needed"] for each in (less, all_of_it))
 
 
 def endless(llm: LLM, tokens: int) -> tuple[list[float], list[int], list[int]]:
