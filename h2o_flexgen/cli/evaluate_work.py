@@ -19,6 +19,7 @@ from h2o_flexgen.cli.open_llm import make_llm, open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.cli.watch import EvaluationWatch
+from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.cells import Cell, Cells
 from h2o_flexgen.evaluation.figures import Figure
@@ -119,8 +120,8 @@ def _study(request: EvaluateRequest, asked: Study | OfFacts) -> None:
 
         found = _found(llm, asked, on_layer)
         if output is not None:
-            (output / STUDY_RESULT).write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
-            (output / STUDY_TABLES).write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
+            write_text(output / STUDY_RESULT, json.dumps(found.as_json(), indent=1) + "\n")
+            write_text(output / STUDY_TABLES, "\n".join(found.lines()) + "\n")
         if output is not None and find_spec("matplotlib") is not None:
             progress.stage("pictures")
             _draw_study(found, output)
@@ -221,8 +222,8 @@ def _versions() -> dict[str, str]:
 
 
 def write_report(report: Report, folder: Path) -> None:
-    (folder / RESULTS).write_text(json.dumps(report.as_json(everything=True), indent=1) + "\n", encoding="utf-8")
-    (folder / TABLE).write_text(report.page(), encoding="utf-8")
+    write_text(folder / RESULTS, json.dumps(report.as_json(everything=True), indent=1) + "\n")
+    write_text(folder / TABLE, report.page())
     if find_spec("matplotlib") is None:
         print(f"no {PICTURE}: it needs matplotlib; install it, or the extra [plot]", file=sys.stderr)
         return

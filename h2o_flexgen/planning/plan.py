@@ -123,7 +123,7 @@ class Plan:
         is_asked = self.policy.judge == PROBE
         if self.probe is None:
             if is_asked:
-                raise ValueError(f"kv_policy {self.kv_policy!r} ranks tokens by a probe; give the file of one")
+                raise ValueError(f"kv_policy {self.kv_policy!r} ranks tokens by a probe; give its file as probe, or 'own'")
             return
         if not isinstance(self.probe, Probe):
             raise ValueError(f"probe is a {type(self.probe).__name__}; give a Probe: read_probe reads a file, and so does LLM")

@@ -129,7 +129,14 @@ class KVPolicy(ABC):
         return StepSlots(True, (0,), (tokens,), (0,), (tokens,), (budget,))
 
     def _checked(self, prompt_len: int, gen_len: int) -> Budget:
-        budget, row = self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len)
+        try:
+            return self._valid(self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len))
+        except ValueError as error:
+            if not self.least_slots:
+                raise
+            raise ValueError(f"by head budgets some heads keep {self.options.kv_budget or 0:.3g} of a text: {error}") from error
+
+    def _valid(self, budget: Budget, row: str) -> Budget:
         budget = replace(budget, slots=max(budget.slots, self.least_slots))
         if budget.slots < 1:
             raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
