@@ -20,7 +20,7 @@ from tests import test_shared_prefixes as prefixes
 from tests import test_stream as stream
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
+from tests.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
 from tests.pairwise import covering
 from tests.test_contract import MIXES, TIERS
 
@@ -34,7 +34,7 @@ PLANS = {
     "sep_layer": (True, False),
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
-    "policy": (POLICIES[0], POLICIES[2], POLICIES[3], POLICIES[9]),
+    "policy": (POLICIES[0], POLICIES[2], POLICIES[3], POLICIES[9], BY_HEAD[0]),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1], WEIGHTS[4]),
     "kv_codec": (PLAIN, "group4"),
@@ -65,7 +65,7 @@ RUNNING = {
     "num_gpu_batches": (1, 2),
     "slots": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
-    "policy": (POLICIES[0], POLICIES[1], POLICIES[6]),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[6], BY_HEAD[0]),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute", "kv_codec"): ((*WEIGHTS[0], PLAIN), (*WEIGHTS[1], "group4")),
     "attend_on": (DEVICE, HOST),
