@@ -113,7 +113,7 @@ class Gathering:
         `least`: what seats are planned for, if nobody needs more. `turns` are shared by models that do not fit together."""
         self._llm, self._seconds, self._at_once, self._seed = llm, seconds, rows, seed
         self._least, self._turns, self._on_tick = least or Lengths(), turns or Turns(), on_tick
-        self._reading = Lock()  # tokenizers change while they read
+        self.reading = Lock()  # tokenizers change while they read
         self._changed = Condition()
         self._waiting: deque[_Guest] = deque()  # who has no place in the queue of the seats
         self._arrivals: Arrivals | None = None
@@ -125,7 +125,7 @@ class Gathering:
 
     def read(self, prompt: object, params: SamplingParams) -> Request:
         """Reads a prompt, in whatever form `generate` takes it. What this model cannot do is refused."""
-        with self._reading:
+        with self.reading:
             (read,) = self._llm.read([prompt], params)
         return Request(read, params)
 
