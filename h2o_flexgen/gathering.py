@@ -28,6 +28,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.threads import starting
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.prompts import read_prompts
 
 SECONDS = 0.1  # that a block waits for others behind its first request, until all its seats are taken
 THREAD = "computing"
@@ -73,6 +74,15 @@ class Turns:
                 llm.weigh()
             self._loaded = llm
             yield
+
+
+@contextmanager
+def _said_of_one() -> Iterator[None]:
+    """A context in which errors leave out the number of a prompt, as nobody has given one."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("prompt 0 ", "the prompt ")) from error
 
 
 @dataclass(eq=False)
@@ -125,9 +135,11 @@ class Gathering:
 
     def read(self, prompt: object, params: SamplingParams) -> Request:
         """Reads a prompt, in whatever form `generate` takes it. What this model cannot do is refused."""
-        with self.reading:
-            (read,) = self._llm.read([prompt], params)
-        return Request(read, params)
+        with self.reading, _said_of_one():
+            (read,) = read_prompts([prompt], self._llm.tokenizer)
+        request = Request(read, params)
+        self._size(request)
+        return request
 
     def ask(self, request: Request, on_piece: OnPiece | None = None) -> Future[Completion]:
         """Puts a request that was read behind all others. `on_piece` hears of its tokens, in the thread that computes; an error
@@ -145,11 +157,8 @@ class Gathering:
         return guest.future
 
     def _size(self, request: Request) -> Size:
-        number = 0 if request.index is None else request.index
-        try:
-            return RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size(number, request)
-        except ValueError as error:  # a number that nobody gave says nothing to anybody
-            raise ValueError(str(error).replace(f"prompt {number} ", "the prompt ")) from error
+        with _said_of_one():
+            return RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size(0, request)
 
     def _begin(self) -> None:
         if self._thread is None:

@@ -18,6 +18,7 @@ from h2o_flexgen.gathering import THREAD, Gathering, Lengths, Turns
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.prompts import Prompt
 from tests.contract import Case, Checkpoints
 from tests.tiny import POSITIONS
 
@@ -84,11 +85,16 @@ def test_seats_are_planned_for_round_lengths_that_have_positions(lengths: tuple[
 
 def test_what_the_model_cannot_do_is_refused_at_once(llm: LLM) -> None:
     with Gathering(llm) as gathering:
-        for prompt, tokens, said in (((), 1, "is empty"), (range(1, 100), 90, "positions"), ((999,), 1, "999")):
+        for prompt, tokens, said in (
+            ((), 1, "^the prompt is empty"),
+            (range(1, 100), 90, "^the prompt has 99 tokens"),
+            ((999,), 1, "999"),
+        ):
             with pytest.raises(ValueError, match=said):
                 asked(gathering, prompt, tokens)
+        unread = Request(Prompt(None, tuple(range(1, 100))), SamplingParams(max_tokens=90))
         with pytest.raises(ValueError, match=r"^the prompt has 99 tokens"):
-            gathering.ask(Request(llm.read([[*range(1, 100)]], SamplingParams(max_tokens=1))[0], SamplingParams(max_tokens=90)))
+            gathering.ask(unread)
         assert len(asked(gathering, (1, 2)).result().token_ids) == 4
 
 
