@@ -326,11 +326,8 @@ def test_a_run_of_several_models_and_kinds_of_requests(model: Path, llm: LLM, tm
             assert [found["text"] for _, found in results] == [one.text for one in wanted]
         if "language" in entry:
             assert len(results) > 3, "no text was longer than the context"
-            (per_window,) = (one["sum"] for one in stats if one["name"] == {"name": "num_bytes", "split": "test"})
-            assert per_window * len(results) == sum(len(one["instance"]["input"]["text"].encode()) for one in texts_of(state))
+            assert any(one["name"]["name"] == "perplexity" for one in stats)
+            for request, found in results:
+                assert request["prompt"].removeprefix(START) == "".join(one["text"] for one in found["tokens"])
+                assert len(found["tokens"]) == len(llm.tokenizer.encode_more(request["prompt"])) <= tiny.POSITIONS
     assert not list(offload.rglob("*")), "the process left files behind"
-
-
-def texts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """One state of each text, of which there is one for each window."""
-    return [*{one["instance"]["id"]: one for one in state["request_states"]}.values()]
