@@ -55,9 +55,9 @@ def test_the_files_say_what_was_asked(model: Path, tmp_path: Path, capsys: pytes
 
 def test_models_of_other_names_stay_and_one_of_the_same_is_replaced(model: Path, tmp_path: Path) -> None:
     written(tmp_path, model, *PLACES)
-    written(tmp_path, model, *PLACES, "--kv-policy", "window", "--kv-budget", "0.5")
+    written(tmp_path, model, *PLACES, "--kv-policy", "local", "--kv-budget", "0.5")
     found = written(tmp_path, model, *PLACES, "--seed", "7")
-    names = ["h2o_flexgen/tiny-neox-window-0.5", "h2o_flexgen/tiny-neox"]
+    names = ["h2o_flexgen/tiny-neox-local-0.5", "h2o_flexgen/tiny-neox"]
     assert all([one["name"] for one in entries] == names for entries in found.values())
     assert found["model_deployments.yaml"][1]["client_spec"]["args"]["seed"] == 7
 
