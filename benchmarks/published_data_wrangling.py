@@ -4,9 +4,10 @@ loop, and then in this engine's schedule, with the examples before every questio
     python benchmarks/published_data_wrangling.py
     python benchmarks/published_data_wrangling.py --output benchmarks/results/published-data-wrangling.json
 
-Nothing is run: every priced figure is a PROJECTION from configs/machines/t4-gcp.yaml. Figures are tokens of input and output per
-second, as FlexGen counts them: every prompt is as long as the longest, and every answer goes on to its limit. Its table counts
-whole blocks only (188 of the 189 rows of Fodors-Zagats in batches of 2), and so do prices.
+Nothing is run: every priced figure is a PROJECTION from configs/machines/t4-gcp.yaml. Figures are tokens of input and output
+per second, as FlexGen counts them: every prompt is as long as the longest, and every answer goes on to its limit. Its table
+counts whole blocks only (188 of the 189 rows of Fodors-Zagats in batches of 2), and so do prices. Its row of OPT-6.7B for
+DBLP-GoogleScholar was computed with the 1274 tokens of DBLP-ACM's prompts; it stands here as it was published.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
+from benchmarks.comparison.command import commit
 from benchmarks.published import (
     BESIDE_KV_UNPINNED,
     HALF_ON_DISK,
+    IN_TURN,
     MACHINE,
     MOSTLY_HOST,
     ON_DEVICE,
     OURS,
     THEIRS,
+    TOLERANCE,
+    UNPINNED_KV,
     Published,
     spec_of,
 )
@@ -39,7 +45,6 @@ from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
@@ -104,6 +109,16 @@ OF_PLANS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     MIDDLE: (TENTH, {}),
     LARGE: (HALF_ON_DISK, BESIDE_KV_UNPINNED),
 }
+SLOWER = "it is slower than the table's other rows of as long prompts, and neither the table nor the scripts say why"
+# rows that the price misses by more than the tolerance: how far the ratio may go, and what is known of it
+OUTSIDE: Mapping[tuple[str, str], tuple[float, str]] = {
+    (SMALL, "iTunes-Amazon"): (1.4, SLOWER),
+    (MIDDLE, "iTunes-Amazon"): (1.4, SLOWER),
+    (MIDDLE, "Beer"): (1.25, UNPINNED_KV),
+    (MIDDLE, "DBLP-GoogleScholar"): (1.45, SLOWER),
+    (LARGE, "DBLP-GoogleScholar"): (1.4, SLOWER),
+    (LARGE, "Restaurant"): (0.7, IN_TURN),
+}
 SHORT = ("Restaurant", "Buy", "Hospital")  # OPT-30B had twice as much of its weights on the GPU for these
 
 
@@ -113,7 +128,8 @@ def rows() -> Iterator[Published]:
         for name, (batches, _, figure) in figures.items():
             percent, options = OF_PLANS[model]
             percent = MOSTLY_HOST if model == MIDDLE and name in SHORT else percent
-            yield Published(SOURCE, name, model, batches, percent, SHAPES[name][1:], figure, options)
+            outside = OUTSIDE.get((model, name))
+            yield Published(SOURCE, name, model, batches, percent, SHAPES[name][1:], figure, options, outside=outside)
 
 
 def blocks_of(row: Published) -> int:
@@ -161,36 +177,65 @@ def priced(row: Published, machine: Machine) -> dict[str, Any]:
         "published": row.tokens_per_second,
         "priced": theirs,
         "ratio": theirs / row.tokens_per_second,
+        "missed": "" if row.outside is None else row.outside[1],
         "projected_apart": apart,
         "projected_shared": shared,
         "projected_times": shared / apart,
     }
 
 
-def document(machine: Machine) -> dict[str, Any]:
-    found = [priced(row, machine) for row in rows()]
+COLUMNS = (
+    "model, data set", "prompt + generated", "batches", "FlexGen published", "priced, its loop", "ratio", "this engine, apart",
+    "this engine, shared", "times",
+)  # fmt: skip
+
+
+def document(machine: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "benchmark": "published data wrangling",
         "title": "PROJECTED, nothing was run: FlexGen's table of data wrangling on a T4; tokens of input and output per second",
-        "machine": machine.name,
+        "machine": f"none; {machine}, from what was published of one",
         "command": "python benchmarks/published_data_wrangling.py --output benchmarks/results/published-data-wrangling.json",
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "unit": "tokens/s",
+        "ceiling": "none was measured",
         "source": SOURCE,
         "assumed": {"share of a prompt that is its own": OWN_SHARE},
         "simulated": True,
-        "rows": found,
+        "columns": list(COLUMNS),
+        "cells": [cells_of(row) for row in found],
+        "notes": notes_of(found),
+        "rows": list(found),
     }
 
 
-def print_table(found: Sequence[Mapping[str, Any]]) -> None:
-    print("| model | data set | prompt + generated | batches | published | priced | ratio | ours, apart | shared | times |")
-    print("|" + "---|" * 10)
-    for row in found:
-        size, count = row["batches"]
-        print(
-            f"| {row['model']} | {row['data_set']} | {row['prompt_tokens']} + {row['generated_tokens']} | {size} x {count} | "
-            f"{row['published']:.4g} | {row['priced']:.4g} | {row['ratio']:.2f} | {row['projected_apart']:.4g} | "
-            f"{row['projected_shared']:.4g} | {row['projected_times']:.1f} |"
-        )
+def cells_of(row: Mapping[str, Any]) -> list[str]:
+    size, count = row["batches"]
+    mark = " *" if row["missed"] else ""
+    return [
+        f"{row['model']}, {row['data_set']}",
+        f"{row['prompt_tokens']} + {row['generated_tokens']}",
+        f"{size} x {count}",
+        f"{row['published']:.4g}",
+        f"{row['priced']:.4g}",
+        f"{row['ratio']:.2f}{mark}",
+        f"{row['projected_apart']:.4g}",
+        f"{row['projected_shared']:.4g}",
+        f"{row['projected_times']:.1f}",
+    ]
+
+
+def notes_of(found: Sequence[Mapping[str, Any]]) -> str:
+    near = sum(not row["missed"] for row in found)
+    missed = "; ".join(f"{row['model']}, {row['data_set']}: {row['missed']}" for row in found if row["missed"])
+    return (
+        f"Only the published figures were measured, by FlexGen. {near} of {len(found)} prices of its own loop are within "
+        f"{TOLERANCE:.0%} of them (* is not: {missed}). Beside them this engine's schedule under the same plan, where rows "
+        "make room for the next, with the examples read for each row and read once. Assumed: "
+        f"{1 - OWN_SHARE:.0%} of every prompt are examples that all rows share, as in the shape of Amazon-Google. Every row "
+        "counts as its prompt and its answer, whatever is computed of it."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,9 +243,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", default=str(MACHINE), help="a machine file")
     parser.add_argument("--output", help="also write a JSON document here")
     args = parser.parse_args(argv)
-    result = document(Machine.load(args.machine))
-    print(f"{result['title']}\n")
-    print_table(result["rows"])
+    machine = Machine.load(args.machine)
+    result = document(machine.name, [priced(row, machine) for row in rows()])
+    print(f"{result['title']}\n\n{result['notes']}\n\n| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    for cells in result["cells"]:
+        print("| " + " | ".join(cells) + " |")
     if args.output:
         write_text(args.output, json.dumps(result, indent=1) + "\n")
     return 0
