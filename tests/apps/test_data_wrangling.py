@@ -186,6 +186,14 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(command: Any, tm
     assert said in command(*BEER, *flags).error and [*tmp_path.glob("out*")] == []
 
 
+def test_files_that_are_others_stay(command: Any, out: Path) -> None:
+    prompts, result = out.with_name("out.requests.jsonl"), out.with_name("out.result.json")
+    assert "is a file of this job; give another file" in command(*BEER, "-k", 1, "--metrics", result).error
+    prompts.write_text("precious\n")
+    assert "has other things than prompts of such a job" in command(*BEER, "-k", 1).error
+    assert prompts.read_text() == "precious\n" and not out.exists()
+
+
 # -- going on --------------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from h2o_flexgen.apps.data_wrangling.examples import Examples
 from h2o_flexgen.apps.data_wrangling.questions import Question
 
 STOP = "\n"  # an answer is one line
+BEGINNING = b'{"custom_id": "'  # of every request
 
 
 @dataclass(frozen=True)

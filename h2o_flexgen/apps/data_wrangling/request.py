@@ -12,7 +12,7 @@ from pathlib import Path
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DOWNLOAD, MATCHES, SPLITS, TASKS, DataSet, Task, names_of
 from h2o_flexgen.apps.data_wrangling.examples import COUNT, FILE, Examples, by_hand, drawn
 from h2o_flexgen.apps.data_wrangling.folder import DATA_DIR, DATA_SET, Folder
-from h2o_flexgen.apps.data_wrangling.prompts import STOP, Asked, asked, requests_of
+from h2o_flexgen.apps.data_wrangling.prompts import BEGINNING, STOP, Asked, asked, requests_of
 from h2o_flexgen.apps.data_wrangling.questions import Questions, Serialising
 from h2o_flexgen.apps.data_wrangling.wording import FULL_STOP
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchRequest, Opening, add_engine, add_job
@@ -149,7 +149,12 @@ def _job(flags: Namespace, requests: str, gen_len: int, made_of: Mapping[str, ob
     """The batch job that answers the prompts, whose file is written beside its output."""
     file = _beside(flags.output_file, REQUESTS)
     opening = Opening.of(Namespace(**{**vars(flags), "input_file": str(file)}))
-    if opening.begun is not None and not opening.resuming.anyway:
+    result, metrics = _beside(flags.output_file, RESULT), opening.files.metrics
+    if metrics is not None and metrics in (file.resolve(), result.resolve()):
+        raise ValueError(f"--metrics {flags.metrics} is a file of this job; give another file")
+    if opening.begun is None:
+        _refuse_foreign(file)
+    elif not opening.resuming.anyway:
         _refuse_other(opening.begun, made_of, file, requests)
     _write(file, requests)
     defaults = Options(SamplingParams(max_tokens=gen_len, stop=STOP))
@@ -159,6 +164,15 @@ def _job(flags: Namespace, requests: str, gen_len: int, made_of: Mapping[str, ob
 def _beside(output: str, ending: str) -> Path:
     path = Path(output).expanduser()
     return path.with_name(path.name.removesuffix(JSON_LINES) + ending)
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Refuses to write over a file that is not of such a job."""
+    if not file.exists():
+        return
+    with file.open("rb") as opened:
+        if not opened.readline().startswith(BEGINNING):
+            raise ValueError(f"{file} is there already, and has other things than prompts of such a job; give another {OUTPUT}")
 
 
 def _refuse_other(begun: Manifest, made_of: Mapping[str, object], file: Path, requests: str) -> None:
