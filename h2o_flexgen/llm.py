@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.auto_plan import AutoPlan
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
 from h2o_flexgen.engine.generate import Prepared, Running
@@ -195,6 +197,34 @@ class LLM(ModelUnderPlan):
             yield from stream.completions(ended, ticker)
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
         self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
+
+    def arrivals(self, prompt_len: int, gen_len: int, *, rows: int | None = None, on_stage: OnStage | None = None) -> Arrivals:
+        """Plans the seats of a block for requests that are not known yet, with prompts of `prompt_len` tokens and completions
+        of `gen_len` at most. `rows`: who has a seat at once, if a plan is to be found for them (default: as the plan says)."""
+        at_once = self.plan.block_size if rows is None else rows
+        workload = Workload.running([Need(prompt_len, gen_len)] * (at_once * ROWS_PER_SEAT))
+        planned = self._planned_for(workload, True, on_stage)
+        planned.refuse_what_does_not_fit(self.budgets)
+        return Arrivals(planned, self._row_maker)
+
+    def generate_arriving(
+        self,
+        arrivals: Arrivals,
+        *,
+        seed: int | None = None,
+        on_stage: OnStage | None = None,
+        on_tick: OnTick | None = None,
+        on_shrink: OnShrink | None = None,
+    ) -> Iterator[Arrival]:
+        """Runs a block for all who wait and for whoever comes meanwhile, until nobody is left. Yields requests as they are
+        over. Each row says what it says alone, as in `generate_stream`."""
+        planned, ticker = arrivals.planned, Ticker(on_tick)
+        picker = Picker(Sampler(seed), arrivals.on_token, None, planned.scored_at_once)
+        running = Running(self._ready(on_stage), picker, on_shrink=on_shrink, ticker=ticker)
+        with closing(running.seated(planned, arrivals)) as ended:
+            for arrival in arrivals.over(ended):
+                ticker.requests_done += 1
+                yield arrival
 
     def plan_job(self, job: Job) -> WorkloadPlan:
         """Plans a job as `generate_stream` runs it; refuses what does not fit, before anything is loaded."""

@@ -48,6 +48,8 @@ class SeatedRows(BatchRows):
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
         super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back)
+        if not self._rows:
+            self.last_step = 0  # nobody came
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         return self._next_parts(0)

@@ -16,7 +16,7 @@ from h2o_flexgen.engine.job import Job, Request, Requests, Size, prefix_finder, 
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
 from h2o_flexgen.engine.tick import Ticker
-from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.engine.waiting import WaitingJob
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.text.prompts import Prompt, read_prompts
 from h2o_flexgen.text.tokenizer import Tokenizer
@@ -70,8 +70,8 @@ class Stream:
     def asks_of_prompts(self) -> bool:
         return any(size.scores for size in self._job.sizes)
 
-    def waiting(self) -> Waiting:
-        return Waiting(self.row)
+    def waiting(self) -> WaitingJob:
+        return WaitingJob(self.row)
 
     def row(self, place: int) -> RowState:
         """Makes the row at this place of the workload, and with it all others of its request."""

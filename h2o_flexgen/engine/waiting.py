@@ -1,8 +1,9 @@
-"""Waiting: the rows of a job that have no seat yet. A row is made when its turn comes, and is forgotten when it has ended, so
-that a job may be longer than memory."""
+"""Waiting: the rows that have no seat yet in a running block. Of a job, a row is made when its turn comes, and is forgotten
+when it has ended, so that a job may be longer than memory."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 from h2o_flexgen.core.prefixes import SharedPrefix
@@ -14,17 +15,39 @@ from h2o_flexgen.planning.queues import Queues
 MakeRow = Callable[[int], RowState]  # from its place in the workload
 
 
-class Waiting:
+class Waiting(ABC):
+    """The rows of a block in which rows come and go, as far as they have not ended."""
+
+    @abstractmethod
+    def seat_in(self, planned: BlockPlan) -> None:
+        """Puts all rows that have not ended into the queues of this block."""
+
+    @abstractmethod
+    def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
+        """The places of all rows that have not ended, in order; nobody has a seat any more."""
+
+    @abstractmethod
+    def end(self, row: RowState) -> None:
+        """Takes the seat of a row that has ended."""
+
+    @abstractmethod
+    def need(self, row: RowState) -> Need:
+        """What a row that has a seat may need."""
+
+    @abstractmethod
+    def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
+        """The rows that join a batch now; `seated`: what each of those who have a seat shares with others."""
+
+
+class WaitingJob(Waiting):
     def __init__(self, make: MakeRow) -> None:
         self._make = make
         self._begun: dict[int, RowState] = {}  # rows that were seated and have not ended
 
     def seat_in(self, planned: BlockPlan) -> None:
-        """Puts all rows that have not ended into the queues of this block."""
         self._queues = Queues(planned)
 
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
-        """All rows that have not ended, in order; nobody has a seat any more."""
         finished = {place for place, row in self._begun.items() if row.finished}
         self._begun = {place: row for place, row in self._begun.items() if place not in finished}
         for row in self._begun.values():
@@ -42,7 +65,6 @@ class Waiting:
         return self._queues.needs[row.row]
 
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
-        """The rows that join a batch now; `seated`: what each of those who have a seat shares with others."""
         return [self._row(place) for place in self._queues.take(batch, len(seated), seated)]
 
     def _row(self, place: int) -> RowState:

@@ -11,7 +11,7 @@ from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import BlockSize, Workload
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.engine.waiting import WaitingJob
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
@@ -21,7 +21,7 @@ from tests.planning.worlds import tiny_spec
 
 def waiting_for(
     needs: Sequence[Need], batch_size: int, batches: int, prefixes: Sequence[SharedPrefix | None] = ()
-) -> tuple[Waiting, BlockPlan, list[int]]:
+) -> tuple[WaitingJob, BlockPlan, list[int]]:
     made: list[int] = []
 
     def row(place: int) -> RowState:
@@ -31,7 +31,7 @@ def waiting_for(
 
     plan = Plan(gpu_batch_size=batch_size, num_gpu_batches=batches)
     planned = BlockPlans.of(tiny_spec(), plan, Workload.running(needs, prefixes), Site()).first
-    waiting = Waiting(row)
+    waiting = WaitingJob(row)
     waiting.seat_in(planned)
     return waiting, planned, made
 

@@ -1,0 +1,205 @@
+"""Arrivals: requests that come while a block runs, from any thread. First come, first served: whoever finds a free seat joins
+at the next pass over the weights.
+
+The block is planned before anybody comes, for the longest prompt and the most tokens that are admitted, and runs until nobody
+is left. A batch that nobody wanted at its turn stays empty until then. If so many wait that they would fill it, nobody joins
+for a while: the block ends with its rows, and the next one has all seats.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from threading import Condition
+from typing import NamedTuple
+
+from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.seats import Need
+from h2o_flexgen.engine.job import Request, prompt_of
+from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_state import RowState, completion_of
+from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import one_params
+
+ROWS_PER_SEAT = 16  # that a block is planned for: so long may it go on before it has to end and begin anew
+GIVEN_UP = "abort"  # why a row ends that nobody waits for any more
+OnPiece = Callable[[RowState, int, "str | None"], object]  # row, its newest token, its new text
+
+
+class Load(NamedTuple):
+    """How many rows wait, and how many of the seats are taken."""
+
+    waiting: int
+    seated: int
+    seats: int
+
+
+class Arrival:
+    """A request that has come: its rows, one for each completion."""
+
+    def __init__(self, rows: Sequence[RowState], on_piece: OnPiece | None) -> None:
+        self.rows = rows
+        self.on_piece = on_piece
+        self.is_given_up = False
+
+    @property
+    def is_over(self) -> bool:
+        return all(row.finished for row in self.rows)
+
+    @property
+    def completion(self) -> Completion:
+        return completion_of(self.rows)
+
+
+class TooLong(ValueError):
+    """An error: the seats have no room for this prompt, or for so many tokens."""
+
+
+class Closed(ValueError):
+    """An error: nobody is admitted any more."""
+
+
+class Arrivals(Waiting):
+    def __init__(self, planned: WorkloadPlan, maker: RowMaker) -> None:
+        """`planned`: a workload of rows that come and go, each of them as long as any row may be."""
+        self.planned = planned
+        self.longest_prompt, self.most_tokens = planned.workload.prompt_lens[0], planned.workload.gen_len
+        self._maker = maker
+        self._numbers, self._places = count(), count()
+        self._changed = Condition()
+        self._queue: deque[RowState] = deque()
+        self._seated: dict[int, RowState] = {}
+        self._of_row: dict[int, Arrival] = {}  # of all rows that have not ended
+        self._is_closed = False
+        self.seat_in(planned.blocks.first)
+
+    # -- those who come, in any thread -------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, on_piece: OnPiece | None = None) -> Arrival:
+        """Puts a request, whose prompt is read, at the end of the queue; without max_tokens it gets as many as there may be.
+        `on_piece` hears of every token, in the thread that computes."""
+        number = next(self._numbers) if request.index is None else request.index
+        rows = self._maker.rows_of(number, self._bounded(number, request), on_piece is not None, 0)
+        arrival = Arrival(rows, on_piece)
+        with self._changed:
+            if self._is_closed:
+                raise Closed("no more requests are taken")
+            for row in rows:
+                row.row = next(self._places)
+                self._of_row[row.row] = arrival
+            self._queue += rows
+            self._changed.notify_all()
+        return arrival
+
+    def _bounded(self, number: int, request: Request) -> Request:
+        prompt_len, params = len(prompt_of(request).ids), one_params(request.params)
+        if prompt_len > self.longest_prompt:
+            raise TooLong(f"the prompt has {prompt_len} tokens, and no more than {self.longest_prompt} are taken")
+        if params.max_tokens is None:
+            params = params.up_to(min(self.most_tokens, self._maker.size(number, request).gen_len))
+        elif params.max_tokens > self.most_tokens:
+            raise TooLong(f"max_tokens is {params.max_tokens}, and no more than {self.most_tokens} are generated")
+        return replace(request, params=params)
+
+    def give_up(self, arrival: Arrival) -> None:
+        """Nobody waits for this one any more: its rows leave the queue, and those with a seat end at their next token."""
+        with self._changed:
+            arrival.is_given_up = True
+            for row in arrival.rows:
+                if row in self._queue:
+                    self._queue.remove(row)
+                    del self._of_row[row.row]
+                    row.stop(GIVEN_UP)
+
+    def close(self) -> None:
+        """Admits nobody any more. Those who were admitted go on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # -- whoever serves them -----------------------------------------------------------------------------------------------
+
+    @property
+    def load(self) -> Load:
+        with self._changed:
+            return Load(len(self._queue), len(self._seated), sum(self._sizes))
+
+    def gather(self, seconds: float) -> bool:
+        """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds.
+        Returns whether anybody waits: if not, nobody will ever come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            self._changed.wait_for(lambda: len(self._queue) >= sum(self._sizes) or self._is_closed, seconds)
+            return bool(self._queue)
+
+    def abandon(self) -> list[Arrival]:
+        """Forgets all who wait or have a seat, since nothing can be computed for them, and says who they are."""
+        with self._changed:
+            left = [*dict.fromkeys(self._of_row.values())]
+            self._queue.clear()
+            self._seated.clear()
+            self._of_row.clear()
+            return left
+
+    def on_token(self, row: int, token: int, text: str | None) -> None:
+        """Tells whoever listens to this row, and ends it if nobody waits for it."""
+        arrival, state = self._of_row[row], self._seated[row]
+        if arrival.on_piece is not None and not arrival.is_given_up:
+            arrival.on_piece(state, token, text)
+        if arrival.is_given_up:
+            state.stop(GIVEN_UP)
+
+    def over(self, ended: Iterable[RowState]) -> Iterator[Arrival]:
+        """Those of whom the last row has ended."""
+        for row in ended:
+            with self._changed:
+                arrival = self._of_row.pop(row.row, None)
+            if arrival is not None and arrival.is_over:
+                yield arrival
+
+    # -- the block that runs -----------------------------------------------------------------------------------------------
+
+    def seat_in(self, planned: BlockPlan) -> None:
+        self._sizes = [batch.size for batch in planned.block.batches]
+        self._passes_left = [planned.block.gen_len] * len(self._sizes)
+        self._empty: set[int] = set()  # batches that nobody wanted
+
+    def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
+        """The first places of the workload, as many as rows have lost their seats: all places are alike. These rows come
+        first."""
+        with self._changed:
+            left = [row for row in self._seated.values() if not row.finished]
+            self._seated.clear()
+            for row in left:
+                row.start_anew()
+            self._queue.extendleft(reversed(left))
+        return range(len(left))
+
+    def end(self, row: RowState) -> None:
+        with self._changed:
+            del self._seated[row.row]
+
+    def need(self, row: RowState) -> Need:
+        return Need(row.prompt_len, row.max_tokens)
+
+    def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
+        """The first in the queue, longest prompts first. Called at each pass of a batch, until nobody is left in it."""
+        with self._changed:
+            self._passes_left[batch] -= 1
+            taken = [self._queue.popleft() for _ in range(self._admitted(batch, len(seated)))]
+            self._seated |= {row.row: row for row in taken}
+            if not seated and not taken:
+                self._empty.add(batch)
+        return sorted(taken, key=lambda row: -row.prompt_len)
+
+    def _admitted(self, batch: int, seated: int) -> int:
+        """How many of those who wait may join now."""
+        free = min(self._sizes[batch] - seated, len(self._queue))
+        would_fill_another = any(len(self._queue) - free >= self._sizes[one] for one in self._empty)
+        is_ending = self._passes_left[batch] < self.most_tokens
+        return 0 if would_fill_another or is_ending else free

@@ -1,0 +1,199 @@
+"""Requests that come while a block runs: whoever comes when, each row says what the resident loop says of it alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, Closed, TooLong
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.text.prompts import Prompt
+from tests.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints
+from tests.engine.test_shrink import OF_TORCH, fail_at
+from tests.pairwise import on_devices
+from tests.test_stream import GROWTH, LENGTHS, MIXES, nothing_runs_on, same
+
+__all__ = ["nothing_runs_on"]
+
+LONGEST, MOST = max(LENGTHS), max(GROWTH)
+FOUR = SamplingParams(max_tokens=4)
+CHOICES = {
+    "kind": ("opt", "llama-gqa"),
+    "percent": MIXES,
+    "gpu_batch_size": (1, 2, 3),
+    "num_gpu_batches": (1, 2),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[4], BY_HEAD[0]),
+    "prefill_tokens": (1024, 12),
+    ("weight_codec", "compute"): WEIGHTS[:2],
+    "kv_codec": (PLAIN, "group4"),
+}
+
+
+class Guests:
+    """Whoever comes: the first few at once, and each other one when so many tokens were heard of."""
+
+    def __init__(self, case: Case, arrivals: Arrivals, at_once: int, every: int) -> None:
+        self.case, self.arrivals, self.every = case, arrivals, every
+        self.heard: dict[int, list[int]] = {}
+        self.come: list[Arrival] = []
+        for _ in range(at_once):
+            self.one_comes()
+
+    def one_comes(self) -> None:
+        place = len(self.come)
+        if place < len(self.case.prompts):
+            request = Request(Prompt(None, tuple(self.case.prompts[place])), SamplingParams(max_tokens=GROWTH[place]))
+            self.come.append(self.arrivals.offer(request, self.hear))
+
+    def hear(self, row: RowState, token: int, text: str | None) -> None:
+        self.heard.setdefault(row.row, []).append(token)
+        if sum(map(len, self.heard.values())) % self.every == 0:
+            self.one_comes()
+
+    def all_served(self, llm: LLM, **options: Any) -> list[Arrival]:
+        over = []
+        while len(self.come) < len(self.case.prompts) or len(over) < len(self.come):
+            over += llm.generate_arriving(self.arrivals, **options)
+            self.one_comes()
+        return over
+
+
+def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path, at_once: int = 2, every: int = 3) -> None:
+    with case.open(checkpoints, offload) as llm:
+        guests = Guests(case, llm.arrivals(LONGEST, MOST), at_once, every)
+        assert len(guests.all_served(llm)) == len(case.prompts)
+        assert guests.arrivals.load == (0, 0, case.gpu_batch_size * case.num_gpu_batches)
+        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+    for place, arrival in enumerate(guests.come):
+        alone = checkpoints.resident_logits(replace(case, gen_len=GROWTH[place]), (place,))
+        assert list(arrival.completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {place}: {case}"
+        assert guests.heard[place] == list(arrival.completion.token_ids)
+
+
+@pytest.mark.parametrize("values", on_devices(CHOICES))
+def test_each_row_says_what_the_resident_loop_says_of_it_alone(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    hold_contract(Case(lengths=LENGTHS[:8], **values), checkpoints, offload)
+
+
+def served(case: Case, checkpoints: Checkpoints, offload: Path, at_once: int, every: int = 1) -> tuple[list[Tick], Guests]:
+    ticks = list[Tick]()
+    with case.open(checkpoints, offload) as llm:
+        guests = Guests(case, llm.arrivals(LONGEST, MOST), at_once, every)
+        guests.all_served(llm, on_tick=ticks.append)
+    return ticks, guests
+
+
+def test_whoever_comes_takes_a_seat_at_the_next_pass(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", lengths=LENGTHS, gpu_batch_size=4)
+    ticks, _ = served(case, checkpoints, offload, at_once=1)
+    assert sum(GROWTH) / 4 <= len(ticks) < sum(GROWTH) / 4 * 1.5, "seats stayed empty although others waited"
+
+
+def test_a_batch_that_nobody_wanted_is_filled_again_when_so_many_wait(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", lengths=LENGTHS, gpu_batch_size=2, num_gpu_batches=2)
+    ticks, guests = served(case, checkpoints, offload, at_once=1)
+    begun_anew = [tick.number for tick in ticks if tick.alive > 2]
+    assert begun_anew, "one batch served them all"
+    assert guests.arrivals.load.waiting == 0
+
+
+def test_a_block_ends_before_its_passes_do_and_the_next_goes_on(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS, gpu_batch_size=1)
+    with case.open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(LONGEST, MOST, rows=1)
+        few = replace(arrivals.planned.workload, prompt_lens=(LONGEST,) * 3, gen_lens=(MOST,) * 3)
+        arrivals = Arrivals(replace(arrivals.planned, workload=few), llm._row_maker)
+        guests = Guests(case, arrivals, len(LENGTHS), 1)
+        blocks = 0
+        while any(not arrival.is_over for arrival in guests.come):
+            blocks += bool(list(llm.generate_arriving(arrivals)))
+    assert blocks >= sum(GROWTH) / (3 * MOST + 1)
+
+
+def test_who_gives_up_leaves_the_queue_or_the_seat(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS[:4], gpu_batch_size=1)
+    with case.open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(LONGEST, MOST)
+        come: list[Arrival] = []
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            if row.num_generated == 2:
+                arrivals.give_up(come[0])
+                arrivals.give_up(come[2])
+
+        params = SamplingParams(max_tokens=5)
+        come += [arrivals.offer(Request(Prompt(None, tuple(one)), params), hear) for one in case.prompts]
+        over = list(llm.generate_arriving(arrivals))
+    assert [arrival.completion.finish_reason for arrival in come] == [GIVEN_UP, "length", GIVEN_UP, "length"]
+    assert [len(arrival.rows[0].token_ids) for arrival in come] == [2, 5, 0, 5]
+    assert over == [come[0], come[1], come[3]]
+
+
+def test_several_completions_and_log_probabilities_are_those_of_generate(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("qwen3", lengths=LENGTHS[:3], gpu_batch_size=3)
+    params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=5, logprobs=2, prompt_logprobs=1)
+    with case.open(checkpoints, offload) as llm:
+        wanted = llm.generate(case.prompts, params)
+        arrivals = llm.arrivals(LONGEST, MOST)
+        come = [arrivals.offer(Request(Prompt(None, tuple(one)), params)) for one in case.prompts]
+        assert list(llm.generate_arriving(arrivals)) and all(one.is_over for one in come)
+    assert same([one.completion for one in come], wanted)
+
+
+def test_where_memory_runs_out_the_block_goes_on_smaller_and_nothing_is_lost(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(monkeypatch, Op.COMPUTE, step=3, most_rows=2, error=lambda: RuntimeError(OF_TORCH))
+    case, shrinks = Case("opt", lengths=LENGTHS[:8], gpu_batch_size=4, num_gpu_batches=1), list[Shrink]()
+    with case.open(checkpoints, offload) as llm:
+        guests = Guests(case, llm.arrivals(LONGEST, MOST), 6, 2)
+        guests.all_served(llm, on_shrink=shrinks.append)
+    assert [shrink.size.batch_size for shrink in shrinks] == [2]
+    for place, arrival in enumerate(guests.come):
+        alone = checkpoints.resident_logits(replace(case, gen_len=GROWTH[place]), (place,))
+        assert list(arrival.completion.token_ids) == [int(step[0].argmax()) for step in alone]
+
+
+def test_what_has_no_room_is_refused_and_after_closing_everything(checkpoints: Checkpoints, offload: Path) -> None:
+    with Case("opt").open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(6, 4)
+        for prompt, params, said in (
+            (range(1, 8), FOUR, "the prompt has 7 tokens, and no more than 6 are taken"),
+            ((1, 2), SamplingParams(max_tokens=5), "max_tokens is 5, and no more than 4 are generated"),
+        ):
+            with pytest.raises(TooLong, match=said):
+                arrivals.offer(Request(Prompt(None, tuple(prompt)), params))
+        unbounded = arrivals.offer(Request(Prompt(None, (1, 2)), SamplingParams(max_tokens=None, ignore_eos=True)))
+        arrivals.close()
+        with pytest.raises(Closed):
+            arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
+        assert arrivals.gather(0.0) and list(llm.generate_arriving(arrivals)) == [unbounded]
+        assert len(unbounded.completion.token_ids) == 4 and not arrivals.gather(0.0)
+
+
+def test_who_is_abandoned_is_named_and_forgotten(checkpoints: Checkpoints, offload: Path) -> None:
+    with Case("opt", gpu_batch_size=1, num_gpu_batches=1).open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(6, 4)
+
+        def fail(row: RowState, token: int, text: str | None) -> None:
+            raise RuntimeError("the listener fails")
+
+        come = [arrivals.offer(Request(Prompt(None, (1, 2)), FOUR), fail) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="the listener fails"):
+            list(llm.generate_arriving(arrivals))
+        assert arrivals.load == (1, 1, 1)
+        assert arrivals.abandon() == come and arrivals.load == (0, 0, 1)
+        after = arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
+        assert list(llm.generate_arriving(arrivals)) == [after]
