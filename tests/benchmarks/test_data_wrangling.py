@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import data_wrangling as measured
 from benchmarks import published_data_wrangling as published
+from benchmarks.published import MACHINE
 from h2o_flexgen.planning.machine import Machine
 from tests.scripts.loading import PROJECT
 
@@ -43,7 +44,7 @@ def test_prices_are_within_the_tolerance_or_it_is_said_how_far_off() -> None:
 
 
 def test_a_row_is_priced_as_it_was_kept_and_sharing_pays() -> None:
-    machine = Machine.load(published.MACHINE)
+    machine = Machine.load(MACHINE)
     row, one = next((row, one) for row, one in zip(ROWS, RESULTS["rows"]) if row.name == "Restaurant")
     assert published.as_published(row, machine) == pytest.approx(one["priced"], rel=0.05)
     few = replace(row, batches=(8, 1))
