@@ -222,6 +222,7 @@ def test_more_rows_may_be_asked_for_and_nothing_else_changed(command: Any, out: 
     grown = command(*BEER, "-k", 2, "--resume").json
     assert (grown["rows"], grown["speed"]["rows"]) == (ROWS, ROWS - 3)
     before = out.with_name("out.requests.jsonl").read_bytes()
+    assert "this job asks about 7 rows, and 2 are fewer;" in command(*BEER, "-k", 2, "--num-run", 2, "--resume").error
     for changed, said in (
         (("-k", 1), "examples was 2 and is 1"),
         (("-k", 2, "--seed", 3), "examples_seed was 0 and is 3"),

@@ -176,12 +176,15 @@ def _refuse_foreign(file: Path) -> None:
 
 
 def _refuse_other(begun: Manifest, made_of: Mapping[str, object], file: Path, requests: str) -> None:
-    """Refuses prompts that are no longer those that the job was begun with; only more or fewer rows may be asked for."""
+    """Refuses prompts that are no longer those that the job was begun with; only more rows may be asked for."""
     otherwise = f"give them as they were, or another {OUTPUT}; {ANYWAY} goes on"
     if differences := list(begun.differences(made_of)):
         raise ValueError(f"this job was begun with other options: {'; '.join(differences)}; {otherwise}")
-    before = file.read_text(encoding="utf-8") if file.is_file() else ""
-    for number, (old, new) in enumerate(zip(before.splitlines(), requests.splitlines()), start=1):
+    before = (file.read_text(encoding="utf-8") if file.is_file() else "").splitlines()
+    now = requests.splitlines()
+    if len(now) < len(before):
+        raise ValueError(f"this job asks about {len(before)} rows, and {len(now)} are fewer; {otherwise}")
+    for number, (old, new) in enumerate(zip(before, now), start=1):
         if old != new:
             raise ValueError(f"tables have changed since the job was begun: line {number} of {file} is other now; {otherwise}")
 
