@@ -183,7 +183,8 @@ def _refuse_other(begun: Manifest, made_of: Mapping[str, object], file: Path, re
     before = (file.read_text(encoding="utf-8") if file.is_file() else "").splitlines()
     now = requests.splitlines()
     if len(now) < len(before):
-        raise ValueError(f"this job asks about {len(before)} rows, and {len(now)} are fewer; {otherwise}")
+        least = f"give --num-run {len(before)} or more, or another {OUTPUT}"
+        raise ValueError(f"this job asks about {len(before)} rows, and {len(now)} are fewer; {least}")
     for number, (old, new) in enumerate(zip(before, now), start=1):
         if old != new:
             raise ValueError(f"tables have changed since the job was begun: line {number} of {file} is other now; {otherwise}")
