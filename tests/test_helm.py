@@ -156,7 +156,7 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_the_model(start: str, tok
 def test_a_chat_is_written_down_by_the_models_template(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make(chat=True)
     template = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
-    monkeypatch.setattr(client._model.llm.tokenizer.of_transformers, "chat_template", template)
+    monkeypatch.setattr(client._model.llm.get_tokenizer(), "chat_template", template)
     of_prompt = client.make_request(greedy("Hi", echo_prompt=True)).completions
     said = [{"role": "user", "content": "Hi"}]
     of_messages = client.make_request(greedy("", messages=said, echo_prompt=True)).completions

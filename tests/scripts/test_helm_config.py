@@ -42,7 +42,7 @@ def test_the_files_say_what_was_asked(model: Path, tmp_path: Path, capsys: pytes
     assert {one["name"] for one in (metadata, deployment, tokenizer)} == {name}
     assert (deployment["model_name"], deployment["tokenizer_name"]) == (name, name)
     assert f"--models-to-run {name} " in capsys.readouterr().out
-    places = {"model": str(model), "percent": [0, 100, 0, 100, 0, 100], "device": "cpu"}
+    places: dict[str, Any] = {"model": str(model), "percent": [0, 100, 0, 100, 0, 100], "device": "cpu"}
     kept = {"kv_policy": "h2o", "kv_budget": 0.25, "weight_codec": "group4", "gpu_batch_size": 3, "gather": 0.5}
     assert deployment["client_spec"] == {"class_name": "h2o_flexgen.helm.Client", "args": {**places, **kept, "chat": True}}
     assert tokenizer["tokenizer_spec"] == {"class_name": "h2o_flexgen.helm.Tokenizer", "args": {**places, **kept}}
