@@ -26,7 +26,9 @@ def as_line(record: Record) -> bytes:
 def refusal(custom_id: str, reason: str, status: int = BAD_REQUEST) -> Record:
     """The record of a request that cannot be run, or whose run has failed."""
     kind = f"{KINDS[status].removesuffix('_error')}_error"
-    return _record(custom_id, _response(custom_id, status, error_body(reason, kind)), {"code": KINDS[status], "message": reason})
+    return _record(
+        custom_id, _response(custom_id, status, error_body(reason, kind)), {"code": KINDS[status], "message": reason}
+    )
 
 
 def is_refusal(record: Record) -> bool:
