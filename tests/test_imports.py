@@ -52,6 +52,8 @@ ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
 DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
+DOORS += ("serve.py",)
+HTTP = ("starlette", "uvicorn", "h11")
 WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning", "jobs")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
@@ -193,6 +195,13 @@ def test_jobs_know_of_the_engine_only_what_a_job_is(imported: Mapping[Path, set[
     assert all(below(name, f"{ROOT}.engine.job") for name in of_engine), of_engine
 
 
+def test_only_the_server_knows_what_it_listens_with(imported: Mapping[Path, set[str]]) -> None:
+    places = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
+    others = [path for path, place in places.items() if not place.startswith("serving/") and place != "cli/serve_work.py"]
+    assert importing(imported, others, *HTTP, f"{ROOT}.serving") == []
+    assert importing(imported, files_in("serving"), *HTTP) != []
+
+
 def test_cuda_is_spelled_only_where_devices_are_handled(trees: Mapping[Path, ast.Module]) -> None:
     places = {path: path.relative_to(PACKAGE).as_posix() for path in FILES if "cuda" in path.read_text("utf-8").lower()}
     others = {
@@ -218,7 +227,9 @@ def test_no_import_of_the_package_waits_but_those_that_have_to(trees: Mapping[Pa
     assert found == LAZY
 
 
-@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "lm_eval", "cli.main"])
+@pytest.mark.parametrize(
+    "door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "serve", "lm_eval", "cli.main"]
+)
 def test_doors_open_without_torch(door: str) -> None:
     code = f"import sys, {ROOT}.{door} as door\nprint('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)

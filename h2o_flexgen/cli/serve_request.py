@@ -68,7 +68,7 @@ EPILOG = f"""\
 
 @dataclass(frozen=True)
 class ListenRequest:
-    """Where the server is found, and by whom."""
+    """The address of the server, and who may ask."""
 
     host: str
     port: int  # 0: one that is free

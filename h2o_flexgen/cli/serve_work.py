@@ -125,7 +125,7 @@ class Server:
         self._request, self._llm, self._arrivals, self.counts = request, llm, arrivals, counts
         self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
         terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
-        self._desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk)
+        self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk)
 
     def service(self, readers: Executor) -> Service:
         llm, request = self._llm, self._request
@@ -134,18 +134,18 @@ class Server:
         )
         answers = Answers(request.name, llm.tokenizer)
         of_prompts, of_chats = usual_options(self._arrivals.most_tokens)
-        return Service(self._desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))
+        return Service(self.desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))
 
     def run(self, app: ASGIApp, opened: socket) -> None:
         """Serves until a signal comes and everybody who was admitted has an answer."""
         interrupts = Interrupts(self._end)
-        with interrupts.heard(), listening(app, opened, self._limits, self._desk.close):
+        with interrupts.heard(), listening(app, opened, self._limits, self.desk.close):
             interrupts.listen()
             say(self._welcome(place_of(opened)))
             try:
-                self._desk.run()
+                self.desk.run()
             finally:
-                self._desk.hand_back()  # nobody is left, unless it was ended at once
+                self.desk.hand_back()  # nobody is left, unless it was ended at once
         print(json.dumps(self.counts.totals()), flush=True)
 
     def _welcome(self, place: Place) -> Iterator[str]:
@@ -157,7 +157,7 @@ class Server:
         yield f"serving   {self._request.name} at {place.url}/v1: {seats} seats, {room}"
 
     def _end(self) -> None:
-        self._desk.close()
+        self.desk.close()
         note(ENDING)
 
     def _broken(self, error: Exception) -> str:

@@ -14,7 +14,7 @@ LEAST = 8  # characters: a shorter one is soon guessed
 
 @dataclass(frozen=True)
 class Keys:
-    """Without any, everybody may ask."""
+    """The keys of a server; everybody may ask if there are none."""
 
     known: tuple[bytes, ...] = field(default=(), repr=False)
 

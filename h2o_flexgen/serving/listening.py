@@ -24,7 +24,7 @@ MOST_HEAD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Place:
-    """Where the server is found."""
+    """The address of the server."""
 
     host: str
     port: int  # 0: one that is free
@@ -125,7 +125,7 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 
 
 def _forget_who_does_not_read(opened: socket.socket, seconds: float) -> None:
-    """Has the system end connections whose client takes nothing of what was sent, for so long. Those that are accepted inherit
+    """Tells the system to end connections whose client takes nothing of what was sent, for so long. Accepted ones inherit
     it."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
