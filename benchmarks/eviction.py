@@ -3,7 +3,7 @@
     python benchmarks/eviction.py                        # OPT-1.3B shapes in bf16, 512 + 512 tokens, weights on disk: an hour
     python benchmarks/eviction.py --equal-rows 32 --percent 100 0 100 0 100 0 --cpu-mem 14GB --gen-len 64     # ten minutes
     python benchmarks/eviction.py --model smollm2 --percent 100 0 100 0 100 0 --cpu-mem 800MB --gen-len 64 --budgets 0.2 \\
-        --policies h2o kvzip --head-budgets equal own --quality results.json     # a real model: its speed and what it recalls
+        --policies h2o kvzap --probe own --head-budgets equal own --quality results.json    # a real model: speed and recall
 
 A model whose file is on this machine is run with its own weights, any other with random ones. With --quality, which takes the
 results.json of `evaluate --tasks recall --output FOLDER`, each line says what the model recalls under the same policy, budget
@@ -45,7 +45,7 @@ from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.evaluation.model_identity import model_identity
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.options import head_budgets_of
+from h2o_flexgen.options import head_budgets_of, probe_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -53,6 +53,8 @@ from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets_file import OWN
+from h2o_flexgen.policies.policy import PROBE
+from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from h2o_flexgen.sampling.params import SamplingParams
@@ -73,6 +75,7 @@ class Variant:
     kept: float
     policy: str = Full.name
     heads: str = EQUAL  # a word of --head-budgets
+    probe: str | None = None  # for a policy that asks one
 
     @property
     def name(self) -> str:
@@ -81,20 +84,21 @@ class Variant:
 
     def options(self) -> dict[str, object]:
         heads = {} if self.heads == EQUAL else {"head_budgets": self.heads}
-        return {} if self.kept == FULL else {"kv_policy": self.policy, "kv_budget": self.kept, **heads}
-
-    def checksum(self, model: str) -> str | None:
-        return None if self.heads == EQUAL else head_budgets_of(self.heads, model).checksum
+        probe = {} if self.probe is None else {"probe": self.probe}
+        return {} if self.kept == FULL else {"kv_policy": self.policy, "kv_budget": self.kept, **heads, **probe}
 
     def asked(self, args: argparse.Namespace) -> Asked:
-        kept = f"{100 * self.kept:g} %"
-        return Asked(self.policy, kept, args.weight_codec, args.kv_codec, self.checksum(args.model))
+        heads = None if self.heads == EQUAL else head_budgets_of(self.heads, args.model).checksum
+        probe = None if self.probe is None else probe_of(self.probe, args.model).checksum
+        return Asked(self.policy, f"{100 * self.kept:g} %", args.weight_codec, args.kv_codec, heads, probe)
 
 
 def variants(args: argparse.Namespace) -> list[Variant]:
     """The full cache first: all others are held against it."""
     shares = [share for share in args.budgets if share != FULL]
-    return [Variant(FULL), *(Variant(*each) for each in product(shares, args.policies, args.head_budgets))]
+    probes = {name: args.probe if POLICIES[name].judged_by == PROBE else None for name in args.policies}
+    each = product(shares, args.policies, args.head_budgets)
+    return [Variant(FULL), *(Variant(share, name, heads, probes[name]) for share, name, heads in each)]
 
 
 def main() -> int:
@@ -164,6 +168,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--policies", "--policy", nargs="+", default=["h2o"])
     shared = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
     add("--head-budgets", nargs="+", default=[EQUAL], metavar=f"{EQUAL}|{OWN}|FILE", help=f"{shared}; several are compared")
+    add("--probe", metavar=f"{OWN}|FILE", help="kvzap: what tokens are worth is said by this file")
     add("--budgets", type=float, nargs="+", default=[0.5, 0.2, 0.1], help="shares of prompt and generation that are kept")
     add("--cpu-mem", default="3GB", help="what the process may hold")
     add("--percent", type=float, nargs=6, default=[0, 0, 0, 100, 0, 100])

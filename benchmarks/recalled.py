@@ -26,6 +26,7 @@ class Asked:
     weight_codec: str
     kv_codec: str
     head_budgets: str | None  # their checksum; None: all heads keep equally much
+    probe: str | None  # its checksum; None: the policy asks none
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,9 @@ class Recalled:
 
 def _is_plain(cell: Mapping[str, Any]) -> bool:
     """Whether nothing but the policy and what it keeps was asked for."""
-    return cell.get("compute", EXACT) == EXACT and set(cell["options"]) <= {"kv_budget"} and cell.get("probe") is None
+    return cell.get("compute", EXACT) == EXACT and set(cell["options"]) <= {"kv_budget"}
 
 
 def _asked(cell: Mapping[str, Any]) -> Asked:
-    heads = cell.get("head_budgets")
-    checksum = None if heads is None else heads["checksum"]
-    return Asked(cell["policy"], cell["kept"], cell["weight_codec"], cell["kv_codec"], checksum)
+    heads, probe = (None if cell.get(name) is None else cell[name]["checksum"] for name in ("head_budgets", "probe"))
+    return Asked(cell["policy"], cell["kept"], cell["weight_codec"], cell["kv_codec"], heads, probe)

@@ -54,6 +54,15 @@ FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files
 DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
 DOORS += ("serve.py",)
 HTTP = ("starlette", "uvicorn", "h11")
+# Files of an application that speak to people: its doors, its flags, its work and its report. All others know no command line.
+OF_APPS = (
+    "apps/data_wrangling/__main__.py",
+    "apps/data_wrangling/request.py",
+    "apps/data_wrangling/work.py",
+    "apps/data_wrangling/report.py",
+    "apps/made_up_tables.py",
+)
+APPS = ("apps.data_wrangling.__main__", "apps.made_up_tables")  # their doors
 WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning", "jobs")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
@@ -166,7 +175,7 @@ def importing(imported: Mapping[Path, set[str]], files: Iterable[Path], *package
 
 def test_only_doors_know_the_command_line(imported: Mapping[Path, set[str]]) -> None:
     places = {path: path.relative_to(PACKAGE) for path in FILES}
-    others = [path for path, place in places.items() if "cli" not in place.parts and place.as_posix() not in DOORS]
+    others = [path for path, place in places.items() if "cli" not in place.parts and place.as_posix() not in (*DOORS, *OF_APPS)]
     assert importing(imported, others, f"{ROOT}.cli") == []
 
 
@@ -202,6 +211,18 @@ def test_only_the_server_knows_what_it_listens_with(imported: Mapping[Path, set[
     assert importing(imported, files_in("serving"), *HTTP) != []
 
 
+def test_applications_are_built_on_by_nobody(imported: Mapping[Path, set[str]]) -> None:
+    others = [path for path in FILES if path not in files_in("apps")]
+    assert importing(imported, others, f"{ROOT}.apps") == []
+
+
+def test_what_an_application_asks_and_judges_needs_no_engine(imported: Mapping[Path, set[str]]) -> None:
+    inner = [path for path in files_in("apps") if path.relative_to(PACKAGE).as_posix() not in OF_APPS]
+    named = [(path, name) for path in inner for name in imported[path]]
+    allowed = (*sys.stdlib_module_names, f"{ROOT}.apps", f"{ROOT}.core")
+    assert [f"{module_name(path)} -> {name}" for path, name in named if not below(name, *allowed) and name != ROOT] == []
+
+
 def test_cuda_is_spelled_only_where_devices_are_handled(trees: Mapping[Path, ast.Module]) -> None:
     places = {path: path.relative_to(PACKAGE).as_posix() for path in FILES if "cuda" in path.read_text("utf-8").lower()}
     others = {
@@ -228,7 +249,7 @@ def test_no_import_of_the_package_waits_but_those_that_have_to(trees: Mapping[Pa
 
 
 @pytest.mark.parametrize(
-    "door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "serve", "lm_eval", "cli.main"]
+    "door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "serve", "lm_eval", "cli.main", *APPS]
 )
 def test_doors_open_without_torch(door: str) -> None:
     code = f"import sys, {ROOT}.{door} as door\nprint('torch' in sys.modules)"

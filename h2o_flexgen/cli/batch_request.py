@@ -46,7 +46,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.jobs.check import CheckedFile, check_file
 from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.input_file import InputFile
-from h2o_flexgen.jobs.manifest import Manifest, manifest_file
+from h2o_flexgen.jobs.manifest import Manifest, Settings, manifest_file
 from h2o_flexgen.jobs.output import waiting_file
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.machine import Machine
@@ -121,6 +121,7 @@ class BatchRequest:
     dry_run: bool
     verbose: int
     arguments: Mapping[str, object]  # as they were given, for the manifest
+    made_of: Settings = field(default_factory=dict)  # what the input was made of, for the manifest
     others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
     @property
@@ -134,36 +135,65 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 
 def request_of(flags: Namespace) -> BatchRequest:
-    """The request. The input is read, and visible mistakes are refused, before torch is imported."""
-    plan = plan_of(flags)
-    if flags.percent != AUTO:
-        refuse_search_options(flags, f"say --percent {AUTO}")
-    defaults = Options(sampling_of(flags), token_ids=flags.return_token_ids)
-    machine, model = named_machine(flags), model_of(flags)
-    asked = asked_of(flags, plan) if flags.percent == AUTO else plan
-    ray = _ray(flags, asked)
-    resuming = Resuming(flags.resume or flags.resume_anyway or flags.retry_errors, flags.resume_anyway, flags.retry_errors)
     file = InputFile.of(flags.input_file)
-    files = _files(flags, file)
-    begun = _begun(files, resuming)
-    return BatchRequest(
-        model=model.without_weights() if flags.dry_run else model,
-        site=site_of(flags),
-        plan=asked,
-        machine=machine,
-        checked=_checked(file, defaults, begun, resuming, flags.skip_invalid),
-        defaults=defaults,
-        style=flags.style,
-        seed=flags.seed,
-        files=files,
-        begun=begun,
-        resuming=resuming,
-        ordered=flags.ordered,
-        ray=ray,
-        dry_run=flags.dry_run,
-        verbose=flags.verbose,
-        arguments={name: value for name, value in vars(flags).items() if value is not None},
-    )
+    defaults = Options(sampling_of(flags), token_ids=flags.return_token_ids)
+    return Opening.of(flags).request(file, defaults, flags.style, flags.skip_invalid)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A request but for its input, which a command may still have to write."""
+
+    flags: Namespace
+    plan: Plan | Asked
+    machine: Machine | None
+    ray: RayRequest | None
+    files: JobFiles
+    begun: Manifest | None
+    resuming: Resuming
+
+    @classmethod
+    def of(cls, flags: Namespace) -> Opening:
+        """Visible mistakes are refused before torch is imported, and before anything is written."""
+        plan = plan_of(flags)
+        if flags.percent != AUTO:
+            refuse_search_options(flags, f"say --percent {AUTO}")
+        machine = named_machine(flags)
+        asked = asked_of(flags, plan) if flags.percent == AUTO else plan
+        ray = _ray(flags, asked)
+        resuming = Resuming(flags.resume or flags.resume_anyway or flags.retry_errors, flags.resume_anyway, flags.retry_errors)
+        files = _files(flags)
+        return cls(flags, asked, machine, ray, files, _begun(files, resuming), resuming)
+
+    def request(
+        self,
+        file: InputFile,
+        defaults: Options,
+        style: str = AUTO,
+        skip_invalid: bool = False,
+        made_of: Settings | None = None,
+    ) -> BatchRequest:
+        """The request, with its input checked line by line."""
+        flags, model = self.flags, model_of(self.flags)
+        return BatchRequest(
+            model=model.without_weights() if flags.dry_run else model,
+            site=site_of(flags),
+            plan=self.plan,
+            machine=self.machine,
+            checked=_checked(file, defaults, self.begun, self.resuming, skip_invalid),
+            defaults=defaults,
+            style=style,
+            seed=flags.seed,
+            files=self.files,
+            begun=self.begun,
+            resuming=self.resuming,
+            ordered=flags.ordered,
+            ray=self.ray,
+            dry_run=flags.dry_run,
+            verbose=flags.verbose,
+            arguments={name: value for name, value in vars(flags).items() if value is not None},
+            made_of=made_of or {},
+        )
 
 
 # -- workers ---------------------------------------------------------------------------------------------------------------
@@ -199,7 +229,7 @@ def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
-def _files(flags: Namespace, file: InputFile) -> JobFiles:
+def _files(flags: Namespace) -> JobFiles:
     """The files that are written. None of them is the input, nor another of them, whatever links lead there."""
     named = {OUTPUT: flags.output_file, "--metrics": flags.metrics}
     for flag, name in named.items():
@@ -272,7 +302,29 @@ def _checked(file: InputFile, defaults: Options, begun: Manifest | None, resumin
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} -i in.jsonl -o out.jsonl [--model NAME] [--percent W W KV KV A A] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
-    _add_job(parser.group("job"))
+    group = parser.group("job")
+    group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON lines if it is called .jsonl, or texts")
+    add_job(group)
+    group.truth("--skip-invalid", text="record bad lines as errors and run the others (default: nothing runs)")
+    add_engine(parser)
+    _add_defaults(parser)
+    return parser
+
+
+def add_job(group: Group) -> None:
+    """Adds where records go, and how a job goes on."""
+    records = "a record per request; beside it FILE.manifest.json (without .jsonl) says what the job is"
+    group.add("-o", OUTPUT, metavar="FILE", required=True, help=records)
+    group.truth("--ordered", text="records in the order of the input (default: as requests finish)")
+    group.truth(RESUME, text="go on with the job in the output: only requests without a record are run; a new job begins")
+    group.truth(RETRY, text=f"{RESUME}, and run requests again whose record is an error")
+    group.truth(ANYWAY, text=f"{RESUME} with another model, input or other options than the job was begun with")
+    group.value("--metrics", "FILE", "append how far the job is, every few seconds: a line of JSON each")
+    group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
+
+
+def add_engine(parser: Parser) -> None:
+    """Adds the model, who runs it, under which plan, and what is kept of the KV."""
     parser.add_model()
     parser.add_tokenizer()
     workers = parser.group("workers")
@@ -281,21 +333,6 @@ def make_parser(program: str = PROGRAM) -> Parser:
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")
     parser.add_kv()
-    _add_defaults(parser)
-    return parser
-
-
-def _add_job(group: Group) -> None:
-    group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON lines if it is called .jsonl, or texts")
-    records = "a record per request; beside it FILE.manifest.json (without .jsonl) says what the job is"
-    group.add("-o", OUTPUT, metavar="FILE", required=True, help=records)
-    group.truth("--ordered", text="records in the order of the input (default: as requests finish)")
-    group.truth(RESUME, text="go on with the job in the output: only requests without a record are run; a new job begins")
-    group.truth(RETRY, text=f"{RESUME}, and run requests again whose record is an error")
-    group.truth(ANYWAY, text=f"{RESUME} with another model, input or other options than the job was begun with")
-    group.truth("--skip-invalid", text="record bad lines as errors and run the others (default: nothing runs)")
-    group.value("--metrics", "FILE", "append how far the job is, every few seconds: a line of JSON each")
-    group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
 
 
 def _add_workers(group: Group) -> None:

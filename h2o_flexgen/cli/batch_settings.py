@@ -30,11 +30,11 @@ def model_settings(llm: LLM) -> tuple[Settings, Settings]:
 
 
 def option_settings(request: BatchRequest) -> Settings:
-    """The options that lines leave open, and the order of records."""
+    """The options that lines leave open, the order of records, and what the input was made of."""
     params, named = request.defaults.params, [each.name for each in fields(SamplingParams)]
     sampling = {name: getattr(params, name) for name in named if name not in ("seed", "prompt_logprobs")}
     beside = {"style": request.style, "return_token_ids": request.defaults.token_ids, "ordered": request.ordered}
-    return {**sampling, **beside}
+    return {**sampling, **beside, **request.made_of}
 
 
 def plan_settings(plan: Plan) -> Settings:

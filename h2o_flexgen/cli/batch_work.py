@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.batch_apart import JobApart, dealt_requests
@@ -22,6 +23,7 @@ from h2o_flexgen.cli.batch_settings import (
     refuse_other_seed,
     versions,
 )
+from h2o_flexgen.cli.batch_watch import Figures
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport, together_lines
@@ -35,7 +37,7 @@ from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.index import SOUND
-from h2o_flexgen.jobs.job import FileJob, Reading
+from h2o_flexgen.jobs.job import FileJob, Reading, Sizes
 from h2o_flexgen.jobs.manifest import Manifest, Settings
 from h2o_flexgen.jobs.output import OrderedOutput, Output
 from h2o_flexgen.jobs.records import RecordMaker
@@ -43,6 +45,7 @@ from h2o_flexgen.jobs.recovery import Finished, OutputReader
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.text.dialogue import choose_style
@@ -51,6 +54,15 @@ SOME_FAILED = 1  # exit status of a job that has come to its end with errors amo
 
 
 def work(request: BatchRequest) -> None:
+    ended = run(request)
+    if ended is None:
+        return
+    print(json.dumps(ended.as_json()), flush=True)
+    ended.exit_if_failed()
+
+
+def run(request: BatchRequest) -> Ended | None:
+    """Runs a job to its end. One that is only to be looked at has none."""
     with ExitStack() as stack:
         stack.enter_context(closing(request.checked.index))
         llm = stack.enter_context(open_together(request.model, request.site, request.first_plan))
@@ -59,16 +71,36 @@ def work(request: BatchRequest) -> None:
         prepared.refuse_other()
         if request.dry_run:
             prepared.for_requests(Finished.nothing(request.checked.index)).show_plan()
-            return
+            return None
         output = stack.enter_context(prepared.open_output())
-        job = prepared.for_requests(output.finished)
-        failed = job.run(output)
-    if failed:
-        told = (
-            f"{failed} of {len(request.checked.index)} requests failed: their records in {request.files.output} have an error"
-        )
-        print(f"{told}; {RETRY} runs them again", file=sys.stderr)
-        raise SystemExit(SOME_FAILED)
+        return prepared.for_requests(output.finished).run(output)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that came to its end, and what its last run did."""
+
+    output: Path
+    requests: int
+    failed: int
+    seed: int
+    ran: Sizes  # of the requests of the last run
+    figures: Figures | None  # None: nothing was left to be run
+    machine: Mapping[str, object]
+
+    @property
+    def result(self) -> Settings:
+        counts = {"requests": self.requests, "requests_failed": self.failed}
+        return counts if self.figures is None else {**counts, **self.figures.as_json()}
+
+    def as_json(self) -> dict[str, object]:
+        return {**self.result, "output": str(self.output), "seed": self.seed}
+
+    def exit_if_failed(self) -> None:
+        if self.failed:
+            told = f"{self.failed} of {self.requests} requests failed: their records in {self.output} have an error"
+            print(f"{told}; {RETRY} runs them again", file=sys.stderr)
+            raise SystemExit(SOME_FAILED)
 
 
 @dataclass(frozen=True)
@@ -201,8 +233,8 @@ class BatchJob:
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def run(self, output: Output) -> int:
-        """Runs what is left; returns how many requests of the whole job have failed."""
+    def run(self, output: Output) -> Ended:
+        """Runs what is left."""
         if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
             self.tell(self.plan_lines())
@@ -216,13 +248,11 @@ class BatchJob:
         )
         run.record_refused()
         figures = run.to_the_end() if len(self.left.sizes) else None
-        finished = output.finished
-        counts = {"requests": len(self.left.index), "requests_failed": finished.num_failed}
-        result = counts if figures is None else {**counts, **figures.as_json()}
-        replace(manifest, result=result).write(self.request.files.manifest)
+        finished, machine = output.finished, describe_machine(self.llm.device)
+        ended = Ended(output.path, len(self.left.index), finished.num_failed, manifest.seed, self.left.sizes, figures, machine)
+        replace(manifest, result=ended.result).write(self.request.files.manifest)
         self.tell(end_lines(finished, output.path, figures))
-        print(json.dumps({**result, "output": str(output.path), "seed": manifest.seed}), flush=True)
-        return finished.num_failed
+        return ended
 
     def _elsewhere(self, seed: int) -> Elsewhere | None:
         """Who runs requests, if not this process."""

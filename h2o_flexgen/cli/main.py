@@ -27,14 +27,19 @@ COMMANDS = {
 
 
 def door(
-    name: str, own: str, parse: Callable[[Sequence[str], str], Namespace], request_of: Callable[[Namespace], object]
+    name: str,
+    own: str,
+    parse: Callable[[Sequence[str], str], Namespace],
+    request_of: Callable[[Namespace], object],
+    worker: str | None = None,
 ) -> Callable[..., int]:
-    """The `main` of a command, which is called `own` where it is no word behind another one."""
+    """The `main` of a command, which is called `own` where it is no word behind another one. The module `worker`, by its name
+    below the package, does the work; without one that is `cli/<name>_work`."""
 
     def work(flags: Namespace) -> None:
         request = request_of(flags)
         with working_half("failures").told_in_one_line():
-            working_half(f"{name}_work").work(request)
+            (working_half(f"{name}_work") if worker is None else _below_package(worker)).work(request)
 
     def main(argv: Sequence[str] | None = None, program: str = own) -> int:
         words = sys.argv[1:] if argv is None else argv
@@ -45,7 +50,11 @@ def door(
 
 def working_half(name: str) -> ModuleType:
     """The module that does the work. It is imported only here, because it imports torch, which takes a while."""
-    return import_module(f"h2o_flexgen.cli.{name}")
+    return _below_package(f"cli.{name}")
+
+
+def _below_package(name: str) -> ModuleType:
+    return import_module(f"h2o_flexgen.{name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

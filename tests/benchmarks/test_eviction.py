@@ -116,6 +116,7 @@ def results_of(model: str, file: Path, weights: str | None = None) -> Path:
         cell("h2o", "50 %", 0.1, kv_codec="group4"),
         cell("h2o", "50 %", 0.2, options={"kv_budget": 0.5, "sinks": 4}),
         cell("h2o", "50 %", 0.3, head_budgets={"checksum": "other"}),
+        cell("h2o", "50 %", 0.4, probe={"checksum": "other"}),
     ]
     command = ["python", "-m", "h2o_flexgen.evaluate", "--output", str(file.parent)]
     identity = identity if weights is None else {**identity, "weights": weights}

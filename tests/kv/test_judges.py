@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.judges.key_difference import KeyDifference
-from h2o_flexgen.kv.judges.lag import Lag
-from h2o_flexgen.kv.judges.together import UNJUDGED, Together
+from h2o_flexgen.kv.judges.lag import UNMEASURED, Lag
+from h2o_flexgen.kv.judges.together import Together
 from tests.policies.oracle import Head
 
 SINKS, DIM = 3, 6
@@ -28,7 +28,7 @@ def test_worth_is_that_of_the_definition_however_long_the_text(policy: str, judg
     head.kept = [*range(tokens)]
     head.keys, head.values = (dict(enumerate(each[0].double().numpy())) for each in (keys, values))
     known, found = np.array([*head._compared().values()]), judge.of_row(keys, values)[0].double().numpy()
-    assert (np.isinf(known) == (found == UNJUDGED)).all()
+    assert (np.isinf(known) == (found == UNMEASURED)).all()
     np.testing.assert_allclose(found[np.isfinite(known)], known[np.isfinite(known)], atol=1e-6, rtol=1e-4)
 
 

@@ -80,7 +80,7 @@ class Head:
             weight, bias = self.probe
             self.worth |= dict(zip(new, (x @ weight + bias).tolist()))
         if self.policy in ("keydiff", "lagkv"):
-            self.worth |= dict.fromkeys(new, np.inf) if decodes else self._compared()
+            self.worth |= dict.fromkeys(new, -np.inf) if decodes else self._compared()
         return self._attended(q, new, decodes)
 
     def _compared(self) -> dict[int, float]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.judges.together import UNJUDGED, Together
+from h2o_flexgen.kv.judges.together import Together
 
 SHORTEST, LONGEST = 4, 128  # tokens of a part
-TWENTIETH = 20  # the share of a text that a part is between these: the newest two parts are not judged
+TWENTIETH = 20  # the share of a text that a part is between these
+UNMEASURED = torch.finfo(torch.float32).max  # behind the newest two parts comes none to measure them by: they stay
 
 
 class Lag(Together):
@@ -19,7 +20,7 @@ class Lag(Together):
         self._sinks = sinks
 
     def of_row(self, keys: Tensor, values: Tensor) -> Tensor:
-        worth = torch.full(keys.shape[:2], UNJUDGED, dtype=torch.float32, device=keys.device)
+        worth = torch.full(keys.shape[:2], UNMEASURED, dtype=torch.float32, device=keys.device)
         tokens = keys.shape[1] - self._sinks
         length = min(LONGEST, max(SHORTEST, tokens // TWENTIETH))
         parts = tokens // length

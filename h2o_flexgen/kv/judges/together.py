@@ -1,5 +1,6 @@
 """Together: compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add tokens that
-no such pass has judged yet: comparing would need all keys of all layers at every step.
+no such pass has judged yet: comparing would need all keys of all layers at every step. They are the first to go once nothing
+protects them, or else a long answer would push out all that was judged (docs/log.md).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.kv.judges.judge import Held, Judge, Written
 
-UNJUDGED = torch.finfo(torch.float32).max  # above all that is judged, but below infinity, which those rank by who must stay
+UNJUDGED = torch.finfo(torch.float32).min  # below all that is judged, but above minus infinity, by which no token ranks
 Self = TypeVar("Self", bound="Together")
 
 

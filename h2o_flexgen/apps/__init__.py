@@ -1,0 +1,1 @@
+"""Applications on top of the engine, each a command of its own."""

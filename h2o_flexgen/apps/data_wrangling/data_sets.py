@@ -1,0 +1,161 @@
+"""The tasks, and the data sets of each: where the published download has them, their columns, and how rows are asked about.
+
+Folders, columns, instructions and questions are facts of the benchmark, as fm_data_tasks and FlexGen's data_wrangle have them
+(constants.py in both); a misspelt instruction is misspelt there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from h2o_flexgen.core.hints import did_you_mean, shown
+
+DOWNLOAD = "https://fm-data-tasks.s3.us-west-1.amazonaws.com/datasets.tar.gz"
+MATCH, IMPUTE, DETECT = "entity_match", "impute", "detect_errors"
+EXACT, BEGINS = "exact", "begins"
+MATCHES = {EXACT: "it is the answer", BEGINS: "it begins with the answer, as a word"}
+SPLITS = {"train": "train.csv", "valid": "valid.csv", "test": "test.csv"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question. `match` is how the original compares an answer with what was expected."""
+
+    name: str
+    folder: str  # in the download
+    tables: tuple[str, ...]  # beside those of the splits
+    of_splits: tuple[str, ...]  # columns that the tables of splits need
+    is_yes_or_no: bool
+    match: str
+
+
+TASKS: Mapping[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            MATCH,
+            "entity_matching/structured",
+            ("tableA.csv", "tableB.csv"),
+            ("ltable_id", "rtable_id", "label"),
+            True,
+            EXACT,
+        ),
+        Task(IMPUTE, "data_imputation", (), (), False, EXACT),
+        Task(DETECT, "error_detection", ("table.csv",), ("row_id", "col_name", "is_clean"), True, BEGINS),
+    )
+}
+
+
+@dataclass(frozen=True)
+class DataSet:
+    name: str
+    task: Task
+    columns: tuple[str, ...]  # of the tables, but for the id
+    instruction: str
+    question: str  # behind a row
+    entity: str = "Product"  # what a row is, where two of them are matched
+    dropped: frozenset[str] = frozenset()  # columns that rows are not described by
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    imputed: str | None = None  # the column that is asked for
+    examples_by: str | None = None  # the column by which examples that were chosen by hand differ
+    gen_len: int = 3  # tokens of an answer, at most
+    missing: str = "nan"  # what is written where a table has nothing
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Columns without which it is another data set."""
+        if self.imputed is not None:
+            return (self.imputed,)
+        return self.columns if self.task.name == MATCH else ()
+
+
+SAME_PRODUCT = "Are Product A and Product B the same? Yes or No?"
+SAME_SONG = "Are Song A and Song B the same? Yes or No?"
+ASKED_PRODUCT = " Are Product A and Product B the same?"
+PAPERS = ("title", "authors", "venue", "year")
+BEERS = {"Beer_Name": "name", "Brew_Factory_Name": "factory", "Style": "style", "ABV": "ABV"}
+SONGS = {
+    "Song_Name": "name", "Artist_Name": "artist name", "Album_Name": "album name", "Genre": "genre", "Price": "price",
+    "CopyRight": "CopyRight", "Time": "time", "Released": "released",
+}  # fmt: skip
+HOSPITAL = (
+    "ProviderNumber", "HospitalName", "Address1", "Address2", "Address3", "City", "State", "ZipCode", "CountyName",
+    "PhoneNumber", "HospitalType", "HospitalOwner", "EmergencyService", "Condition", "MeasureCode", "MeasureName", "Score",
+    "Sample", "Stateavg",
+)  # fmt: skip
+
+
+def _matching(
+    name: str, columns: tuple[str, ...], instruction: str = SAME_PRODUCT, question: str = ASKED_PRODUCT, **facts: object
+) -> DataSet:
+    return DataSet(name, TASKS[MATCH], columns, instruction, question, missing="", **facts)  # type: ignore[arg-type]
+
+
+DATA_SETS: Mapping[str, DataSet] = {
+    one.name: one
+    for one in (
+        _matching("Fodors-Zagats", ("name", "addr", "city", "phone", "type", "class")),
+        _matching("Beer", tuple(BEERS), dropped=frozenset({"Style", "ABV"}), renamed=BEERS),
+        _matching(
+            "iTunes-Amazon",
+            tuple(SONGS),
+            SAME_SONG,
+            " Same Song?",
+            entity="Song",
+            dropped=frozenset({"CopyRight"}),
+            renamed=SONGS,
+        ),
+        _matching(
+            "Walmart-Amazon",
+            ("title", "category", "brand", "modelno", "price"),
+            question=" Are A and B the Same?",
+            dropped=frozenset({"category", "price", "brand"}),
+        ),
+        _matching("Amazon-Google", ("title", "manufacturer", "price"), examples_by="manufacturer_A"),
+        _matching("DBLP-ACM", PAPERS, examples_by="venue_A"),
+        _matching("DBLP-GoogleScholar", PAPERS, examples_by="venue_A"),
+        DataSet(
+            "Restaurant",
+            TASKS[IMPUTE],
+            ("name", "addr", "phone", "type", "city"),
+            "What is the city? san fransisco, new york, denver?",
+            " What is the city?",
+            imputed="city",
+            gen_len=5,
+        ),
+        DataSet(
+            "Buy",
+            TASKS[IMPUTE],
+            ("name", "description", "manufacturer"),
+            "Who is the manufacturer? apple, sony, lg electronics?",
+            " Who is the manufacturer?",
+            imputed="manufacturer",
+            gen_len=10,
+        ),
+        DataSet(
+            "Hospital",
+            TASKS[DETECT],
+            HOSPITAL,
+            "Is there a x spelling error? Yes or No?",
+            "?",
+            examples_by="col_name",
+        ),
+    )
+}
+
+
+def names_of(task: Task) -> list[str]:
+    return [one.name for one in DATA_SETS.values() if one.task is task]
+
+
+def data_set_of(task: Task, name: str, said: str) -> DataSet:
+    """The data set of this name; `said` is where the name comes from."""
+    known = names_of(task)
+    if name in known:
+        return DATA_SETS[name]
+    if name in DATA_SETS:
+        other = DATA_SETS[name].task.name
+        raise ValueError(f"{said} {shown(name)} is one of {other}, and --task is {task.name}; known: {', '.join(known)}")
+    hint = did_you_mean(name, known)
+    raise ValueError(f"{said} {shown(name)} is no data set of {task.name}; known: {', '.join(known)}{hint}")

@@ -1,0 +1,140 @@
+"""Questions about the rows of a split: how each is asked, and what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from h2o_flexgen.apps.data_wrangling.data_sets import DETECT, IMPUTE, MATCH, DataSet
+from h2o_flexgen.apps.data_wrangling.folder import Folder
+from h2o_flexgen.apps.data_wrangling.tables import Row, Table
+from h2o_flexgen.apps.data_wrangling.wording import FULL_STOP, NO, YES, Wording, columns_of
+from h2o_flexgen.core.hints import shown
+
+TRUE, FALSE = "1", "0"
+BOTH = (TRUE, FALSE)
+NOTHING_THERE = "nan"  # what examples by hand are kept under for rows with nothing in their column
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of a split. `by` is what its examples depend on, where they depend on anything."""
+
+    line: int  # in the file of the split
+    text: str
+    expected: str
+    by: str | None = None
+
+
+@dataclass(frozen=True)
+class Serialising:
+    """How a person wants rows written; None for what the benchmark has."""
+
+    columns: tuple[str, ...] | None = None
+    separator: str = FULL_STOP
+    missing: str | None = None
+    numbers_of_pandas: bool = True
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of any split of a data set. Tables that splits share are read once."""
+
+    folder: Folder
+    serialising: Serialising
+    tables: tuple[Table, ...]
+    wording: Wording | None  # None: each split is a table with columns of its own
+
+    @classmethod
+    def of(cls, folder: Folder, serialising: Serialising) -> Questions:
+        data_set = folder.data_set
+        tables = tuple(_table(folder, serialising, name, ("id", *data_set.needed)) for name in _with_ids(data_set))
+        tables += tuple(_table(folder, serialising, name, ()) for name in _without_ids(data_set))
+        for table in tables:
+            _check_chosen(table, serialising)
+        return cls(folder, serialising, tables, _wording(data_set, tables[0], serialising) if tables else None)
+
+    def split(self, name: str) -> list[Question]:
+        task = self.folder.data_set.task
+        needed = (*task.of_splits, *(self.folder.data_set.needed if task.name == IMPUTE else ()))
+        table = Table.read(self.folder.split(name), needed)
+        return list(READERS[task.name](self, table))
+
+    # -- a reader for each task --------------------------------------------------------------------------------------------
+
+    def pairs(self, labels: Table) -> Iterator[Question]:
+        assert self.wording is not None
+        first, second = (table.by_id("id") for table in self.tables)
+        by = self.folder.data_set.examples_by
+        for label in labels.rows:
+            a = self._row(labels, label, "ltable_id", self.tables[0], first)
+            b = self._row(labels, label, "rtable_id", self.tables[1], second)
+            is_same = labels.number(label, "label", BOTH) == TRUE
+            key = None if by is None else a.values[by.removesuffix("_A")] or NOTHING_THERE
+            yield Question(label.line, self.wording.pair(a, b), YES if is_same else NO, key)
+
+    def _row(self, labels: Table, label: Row, column: str, table: Table, rows: Mapping[str, Row]) -> Row:
+        value = label.values[column]
+        row = None if value is None else rows.get(value.strip())
+        if row is None:
+            raise ValueError(f"{labels.where(label, column)}: {table.path} has no row with the id {shown(value)}")
+        return row
+
+    def gaps(self, table: Table) -> Iterator[Question]:
+        _check_chosen(table, self.serialising)
+        table = table.with_numbers_of_pandas() if self.serialising.numbers_of_pandas else table
+        data_set = self.folder.data_set
+        assert data_set.imputed is not None
+        wording = _wording(data_set, table, self.serialising)
+        for row in table.rows:
+            expected = row.values[data_set.imputed]
+            if expected is None:
+                raise ValueError(f"{table.where(row, data_set.imputed)}: nothing stands there, so no answer would be right")
+            yield Question(row.line, wording.gap(row), expected.strip())
+
+    def errors(self, labels: Table) -> Iterator[Question]:
+        assert self.wording is not None
+        (table,) = self.tables
+        for label in labels.rows:
+            number, column = label.values["row_id"], (label.values["col_name"] or "").strip()
+            if number is None or not number.strip().isdigit() or int(number) >= len(table.rows):
+                most = f"{table.path} has rows 0 to {len(table.rows) - 1}"
+                raise ValueError(f"{labels.where(label, 'row_id')}: {shown(number)} is no row; {most}")
+            if column not in table.columns:
+                raise ValueError(f"{labels.where(label, 'col_name')}: {table.path} has no column {shown(column)}")
+            text = self.wording.spelling(table.rows[int(number)], column)
+            is_clean = labels.number(label, "is_clean", BOTH) == TRUE
+            yield Question(label.line, text, NO if is_clean else YES, column)
+
+
+READERS: Mapping[str, Callable[[Questions, Table], Iterator[Question]]] = {
+    MATCH: Questions.pairs,
+    IMPUTE: Questions.gaps,
+    DETECT: Questions.errors,
+}
+
+
+def _with_ids(data_set: DataSet) -> tuple[str, ...]:
+    return data_set.task.tables if data_set.task.name == MATCH else ()
+
+
+def _without_ids(data_set: DataSet) -> tuple[str, ...]:
+    return () if data_set.task.name == MATCH else data_set.task.tables
+
+
+def _table(folder: Folder, serialising: Serialising, name: str, needed: tuple[str, ...]) -> Table:
+    table = Table.read(folder.file(name), needed)
+    return table.with_numbers_of_pandas() if serialising.numbers_of_pandas else table
+
+
+def _check_chosen(table: Table, serialising: Serialising) -> None:
+    for name in serialising.columns or ():
+        if name not in table.columns:
+            raise ValueError(f"--columns has {shown(name)}, and line 1 of {table.path} has {', '.join(table.columns)}")
+
+
+def _wording(data_set: DataSet, table: Table, asked: Serialising) -> Wording:
+    columns = columns_of(data_set, table.columns, asked.columns)
+    if not columns:
+        raise ValueError(f"no column of {table.path} is left to describe its rows by; give others with --columns")
+    return Wording(data_set, columns, asked.separator, data_set.missing if asked.missing is None else asked.missing)
