@@ -202,6 +202,10 @@ class ModelUnderPlan:
         """The files that weights are read from in every step; none before they are loaded."""
         return self._engine.weight_files if self._engine is not None else ()
 
+    def load(self, on_stage: OnStage | None = None) -> None:
+        """Loads the weights now, which the first generation would do otherwise."""
+        self._ready(on_stage)
+
     def load_shared(self, shared: SharedWeights, on_stage: OnStage | None = None) -> Engine:
         """Loads the weights, those of host memory into what several processes share."""
         self._shared = shared

@@ -197,3 +197,49 @@ def test_who_is_abandoned_is_named_and_forgotten(checkpoints: Checkpoints, offlo
         assert arrivals.abandon() == come and arrivals.load == (0, 0, 1)
         after = arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
         assert list(llm.generate_arriving(arrivals)) == [after]
+
+
+def test_who_breaks_a_block_is_forgotten_alone_and_the_others_go_on(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS[:4], gpu_batch_size=2, num_gpu_batches=1)
+    with case.open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(LONGEST, MOST)
+        heard: dict[int, list[int]] = {}
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            heard.setdefault(row.index, []).append(token)
+            if row.index == 1 and row.num_generated == 2:
+                raise RuntimeError("the second breaks")
+
+        prompts = [Prompt(None, tuple(one)) for one in case.prompts]
+        come = [arrivals.offer(Request(one, FOUR, place), hear) for place, one in enumerate(prompts)]
+        with pytest.raises(RuntimeError, match="the second breaks"):
+            list(llm.generate_arriving(arrivals))
+        assert arrivals.requests == (2, 2) and arrivals.drop(1) == [come[1]]
+        assert arrivals.requests == (0, 3) and arrivals.load.waiting == 3
+        assert list(llm.generate_arriving(arrivals)) == [come[0], come[2], come[3]] and arrivals.drop(1) == []
+    for place in (0, 2, 3):
+        alone = [int(step[0].argmax()) for step in checkpoints.resident_logits(replace(case, gen_len=4), (place,))]
+        assert list(come[place].completion.token_ids) == heard[place] == alone
+
+
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1], BY_HEAD[0]])
+def test_the_keys_and_values_that_rows_hold_are_told(policy: Any, checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", gpu_batch_size=2, num_gpu_batches=1, policy=policy)
+    found: list[tuple[int, int]] = []
+    with case.open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(LONGEST, MOST)
+        capacity = arrivals.kv_bytes.of_seats
+        assert arrivals.kv_bytes.held == 0
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            found.append((row.num_generated, arrivals.kv_bytes.held))
+
+        arrivals.offer(Request(Prompt(None, (5, 6, 7, 8, 9, 10)), FOUR), hear)
+        list(llm.generate_arriving(arrivals))
+        of_token = len(llm.spec.kv_layers) * llm.spec.kv_heads * llm.spec.kv_bytes_per_head
+        assert arrivals.kv_bytes.held == 0 and 0 < max(held for _, held in found) <= capacity
+    if not policy:
+        assert found == [(step, of_token * (5 + step)) for step in range(1, 5)]
+        assert capacity == 2 * of_token * (LONGEST + MOST - 1)
+    elif policy == POLICIES[1]:
+        assert {held for _, held in found} == {4 * of_token}

@@ -52,6 +52,8 @@ ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm", "gathering")  # files above all rooms, the lowest first
 DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
+DOORS += ("serve.py",)
+HTTP = ("starlette", "uvicorn", "h11")
 # Files of an application that speak to people: its doors, its flags, its work and its report. All others know no command line.
 OF_APPS = (
     "apps/data_wrangling/__main__.py",
@@ -202,6 +204,13 @@ def test_jobs_know_of_the_engine_only_what_a_job_is(imported: Mapping[Path, set[
     assert all(below(name, f"{ROOT}.engine.job") for name in of_engine), of_engine
 
 
+def test_only_the_server_knows_what_it_listens_with(imported: Mapping[Path, set[str]]) -> None:
+    places = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
+    others = [path for path, place in places.items() if not place.startswith("serving/") and place != "cli/serve_work.py"]
+    assert importing(imported, others, *HTTP, f"{ROOT}.serving") == []
+    assert importing(imported, files_in("serving"), *HTTP) != []
+
+
 def test_applications_are_built_on_by_nobody(imported: Mapping[Path, set[str]]) -> None:
     others = [path for path in FILES if path not in files_in("apps")]
     assert importing(imported, others, f"{ROOT}.apps") == []
@@ -240,7 +249,7 @@ def test_no_import_of_the_package_waits_but_those_that_have_to(trees: Mapping[Pa
 
 
 @pytest.mark.parametrize(
-    "door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "lm_eval", "cli.main", *APPS]
+    "door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "serve", "lm_eval", "cli.main", *APPS]
 )
 def test_doors_open_without_torch(door: str) -> None:
     code = f"import sys, {ROOT}.{door} as door\nprint('torch' in sys.modules)"

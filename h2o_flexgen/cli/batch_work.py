@@ -29,6 +29,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.evaluation.settings import model_settings, plan_settings
 from h2o_flexgen.finding import Wish
+from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.index import SOUND
 from h2o_flexgen.jobs.job import FileJob, Reading, Sizes
 from h2o_flexgen.jobs.manifest import Manifest, Settings
@@ -235,7 +236,7 @@ class BatchJob:
             say_threads(self.request.others, self.request.site.threads)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
-        records = RecordMaker(self.request.model.name, manifest.created, self.llm.tokenizer)
+        records = RecordMaker(Answers(self.request.model.name, self.llm.tokenizer), manifest.created)
         run = JobRun(
             self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, self._elsewhere(manifest.seed)
         )

@@ -17,6 +17,7 @@ PROGRAM = "h2o-flexgen"
 COMMANDS = {
     "run": "generates text under a plan, and measures",
     "batch": "runs a file of requests, and goes on where it was interrupted",
+    "serve": "answers requests over HTTP, in the form of OpenAI's",
     "plan": "finds the fastest plan for a model on a machine",
     "profile": "measures this machine, for plans to be found",
     "chat": "talks with a model, turn by turn",

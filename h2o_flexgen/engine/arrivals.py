@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
+from h2o_flexgen.engine.held import HeldBytes, held_bytes
 from h2o_flexgen.engine.job import Request, prompt_of
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
@@ -129,6 +130,20 @@ class Arrivals(Waiting):
         with self._changed:
             return Load(len(self._queue), len(self._seated), sum(self._sizes))
 
+    @property
+    def requests(self) -> tuple[int, int]:
+        """How many requests have a row with a seat, and how many have none yet."""
+        with self._changed:
+            come = {id(arrival) for arrival in self._of_row.values()}
+            seated = {id(self._of_row[row]) for row in self._seated if row in self._of_row}
+            return len(seated), len(come - seated)
+
+    @property
+    def kv_bytes(self) -> HeldBytes:
+        """Keys and values of the rows that have a seat, and what all seats can hold."""
+        with self._changed:
+            return held_bytes(self._block, list(self._seated.values()))
+
     def gather(self, seconds: float) -> bool:
         """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds.
         Returns whether anybody waits: if not, nobody will ever come."""
@@ -145,6 +160,18 @@ class Arrivals(Waiting):
             self._seated.clear()
             self._of_row.clear()
             return left
+
+    def drop(self, index: int) -> list[Arrival]:
+        """Forgets the requests with this number, of which one has broken the block, and says who they are. All others that had
+        a seat wait again, before those who had none."""
+        self.left(())
+        with self._changed:
+            broken = {id(row): self._of_row[row.row] for row in self._queue if row.index == index}
+            lost = [*dict.fromkeys(broken.values())]
+            own = {id(row) for arrival in lost for row in arrival.rows}
+            self._queue = deque(row for row in self._queue if id(row) not in own)
+            self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival not in lost}
+            return lost
 
     def on_token(self, row: int, token: int, text: str | None) -> None:
         """Tells whoever listens to this row, and ends it if nobody waits for it."""
@@ -165,6 +192,7 @@ class Arrivals(Waiting):
     # -- the block that runs -----------------------------------------------------------------------------------------------
 
     def seat_in(self, planned: BlockPlan) -> None:
+        self._block = planned
         self._sizes = [batch.size for batch in planned.block.batches]
         self._passes_left = [planned.block.gen_len] * len(self._sizes)
         self._empty: set[int] = set()  # batches that nobody wanted

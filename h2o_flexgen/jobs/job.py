@@ -50,8 +50,13 @@ class Reading:
         try:
             request = self.request(number, line)
             return request, self.size_of(number, request)
-        except ValueError as error:  # people count lines, which the record names
-            raise ValueError(str(error).replace(f"prompt {number} ", "the prompt ")) from error
+        except ValueError as error:
+            raise ValueError(without_number(str(error), number)) from error
+
+
+def without_number(reason: str, number: int) -> str:
+    """The reason in the words of those who know a prompt by its line, or by what they have sent."""
+    return reason.replace(f"prompt {number} ", "the prompt ")
 
 
 @dataclass(frozen=True)

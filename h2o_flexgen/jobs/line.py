@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import shown
@@ -18,6 +18,7 @@ CUSTOM_ID, PROMPT, MESSAGES, BODY = "custom_id", "prompt", "messages", "body"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENVELOPE = (CUSTOM_ID, "method", "url", BODY)
 FORMS = f'a line is {{"{PROMPT}": ...}}, {{"{MESSAGES}": [...]}}, or a request in the form of OpenAI\'s batches'
+BODIES = f'a request has a "{PROMPT}", or "{MESSAGES}" for a chat'
 LONGEST_ID = 512  # characters
 RESERVED = "refused-line-"  # begins the ids of records of lines whose own id is another line's
 SURROGATE = b"\\ud"  # how half a pair of characters begins, the only way in which valid UTF-8 holds one
@@ -59,17 +60,11 @@ class LineReader:
 
     def read(self, data: bytes) -> Line:
         try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise BadLine(f"it is not UTF-8 text (byte {error.start})") from error
-        if not self.is_json:
-            return Line(None, _text(PROMPT, text), False, self.defaults)
-        try:
-            given = parse_json(text)
-            if SURROGATE in data.lower():
-                _refuse_halves(given)
+            if not self.is_json:
+                return Line(None, _text(PROMPT, _decoded(data)), False, self.defaults)
+            given = read_json(data)
         except ValueError as error:
-            raise BadLine(f"it is not JSON: {error}") from error
+            raise BadLine(str(error)) from error
         if not isinstance(given, dict):
             raise BadLine(f"it is {shown(given)}; {FORMS}")
         return self._read_object(given)
@@ -97,15 +92,43 @@ class LineReader:
             raise ValueError(f"{BODY} is {shown(body)}; it is the request, an object")
         return self._read_body(custom_id, body, url == CHAT)
 
-    def _read_body(self, custom_id: str | None, body: dict[str, object], is_chat: bool) -> Line:
-        wanted, other = (MESSAGES, PROMPT) if is_chat else (PROMPT, MESSAGES)
-        given, unwanted = body.pop(wanted, None), body.pop(other, None)
-        if unwanted is not None:
-            raise ValueError(f"{other} stands beside {wanted}" if given is not None else f"{other} is for the other url")
-        options = read_options(body, is_chat, self.defaults)
-        if given is None:
-            raise ValueError(f"{wanted} is missing; {FORMS}")
-        return Line(custom_id, read_chat(MESSAGES, given) if is_chat else _prompt(given), is_chat, options)
+    def _read_body(self, custom_id: str | None, body: Mapping[str, object], is_chat: bool) -> Line:
+        lines = read_body(body, is_chat, self.defaults)
+        if len(lines) > 1:
+            raise ValueError(f"{PROMPT} is a list of {len(lines)} prompts; write a line for each")
+        return replace(lines[0], custom_id=custom_id)
+
+
+def read_json(data: bytes) -> object:
+    """The document in these bytes; a ValueError says why there is none."""
+    text = _decoded(data)
+    try:
+        given: object = parse_json(text)
+        if SURROGATE in data.lower():
+            _refuse_halves(given)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    return given
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text (byte {error.start})") from error
+
+
+def read_body(body: Mapping[str, object], is_chat: bool, defaults: Options) -> list[Line]:
+    """The requests of a body, which are one for each of its prompts. A ValueError says what is wrong with it."""
+    wanted, other = (MESSAGES, PROMPT) if is_chat else (PROMPT, MESSAGES)
+    given = body.get(wanted)
+    if body.get(other) is not None:
+        raise ValueError(f"{other} stands beside {wanted}" if given is not None else f"{other} is for the other url")
+    options = read_options({name: value for name, value in body.items() if name not in (wanted, other)}, is_chat, defaults)
+    if given is None:
+        raise ValueError(f"{wanted} is missing; {BODIES}")
+    prompts = [read_chat(MESSAGES, given)] if is_chat else _prompts(given)
+    return [Line(None, prompt, is_chat, options) for prompt in prompts]
 
 
 def _custom_id(given: object) -> str | None:
@@ -118,12 +141,13 @@ def _custom_id(given: object) -> str | None:
     return given
 
 
+def _prompts(given: object) -> list[str | tuple[int, ...]]:
+    """A text or token ids, or a list of such."""
+    several = given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
+    return [_prompt(one) for one in several]
+
+
 def _prompt(given: object) -> str | tuple[int, ...]:
-    """A text or token ids, also as the only item of a list."""
-    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
-        if len(given) > 1:
-            raise ValueError(f"{PROMPT} is a list of {len(given)} prompts; write a line for each")
-        given = given[0]
     if isinstance(given, str):
         return _text(PROMPT, given)
     ids = token_ids(PROMPT, given)
@@ -134,7 +158,7 @@ def _prompt(given: object) -> str | tuple[int, ...]:
 
 def _text(name: str, given: str) -> str:
     if not given.strip():
-        raise BadLine(f"{name} is empty; it needs at least one token")
+        raise ValueError(f"{name} is empty; it needs at least one token")
     return given
 
 

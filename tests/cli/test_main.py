@@ -11,6 +11,8 @@ from h2o_flexgen.cli.main import COMMANDS, main
 
 ONE_PROGRAM = [pytest.param(name, f"h2o-flexgen {name}", id=name) for name in COMMANDS]
 
+ALL = "run, batch, serve, plan, profile, chat, calibrate, evaluate"
+
 
 @pytest.mark.parametrize(("name", "program"), ONE_PROGRAM)
 def test_a_command_has_the_same_help_under_both_names(name: str, program: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,8 +33,8 @@ def test_the_versions_are_told_at_every_door(words: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "a command is missing; give one of run, batch, plan, profile, chat, calibrate, evaluate"),
-        (["plam"], "unknown command 'plam'; known: run, batch, plan, profile, chat, calibrate, evaluate; did you mean plan?"),
+        ([], f"a command is missing; give one of {ALL}"),
+        (["plam"], f"unknown command 'plam'; known: {ALL}; did you mean plan?"),
         (["--models"], "unknown flag --models; --help names those that there are"),
         (["run", "--gen-len", "0"], "argument --gen-len: '0' is not allowed; give a whole number from 1 to 10000000"),
     ],

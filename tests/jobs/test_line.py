@@ -59,7 +59,7 @@ def test_prompts_are_read_by_the_tokenizer_and_chats_by_their_style() -> None:
         (b'{"a": 1, "a": 2}', "'a' stands there twice", None),
         (b"[" * 100_000, "brackets are nested too deeply", None),
         ([1, 2], "it is [1, 2]; a line is", None),
-        ({"custom_id": "a"}, "prompt is missing; a line is", "a"),
+        ({"custom_id": "a"}, "prompt is missing; a request has", "a"),
         ({"custom_id": 3, "prompt": "x"}, "custom_id is 3; allowed is a text of 1 to 512 characters", None),
         ({"custom_id": "", "prompt": "x"}, "custom_id is ''", None),
         ({"custom_id": "refused-line-1", "prompt": "x"}, "give another one", None),

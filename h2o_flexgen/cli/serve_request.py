@@ -1,0 +1,191 @@
+"""The serve command's flags, and the request made of them. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from h2o_flexgen.cli.flags import (
+    SEED,
+    TOKENS,
+    TRACEBACK,
+    Group,
+    Parser,
+    add_compute,
+    add_placement,
+    add_sizes,
+    memory_size,
+    number,
+    whole,
+)
+from h2o_flexgen.cli.requests import (
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    site_of,
+)
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.hints import not_installed, shown
+from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.text.dialogue import STYLES
+
+PROGRAM = "python -m h2o_flexgen.serve"
+WHERE_FOUND = f"where --percent is {AUTO}"
+KEYS = "--api-key-file"
+STACK = ("starlette", "uvicorn")  # what the extra brings
+HOST, PORT = "127.0.0.1", 8000
+GATHER = "0.1s"
+ROWS, WAITING = 32, 1024
+PROMPT_LEN, GEN_LEN = 1024, 256
+MOST_BODY = "4MB"
+MOST_PORT = (1 << 16) - 1
+NOISE = {"model": "facebook/opt-125m", "dummy_weights": True}
+UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
+
+DESCRIPTION = """\
+Answer requests over HTTP, in the form of OpenAI's: chats and completions, streamed or whole. Requests that come together are
+computed in one block, and later ones join it where a seat is free.
+Without --model: the small one that travels with the package."""
+
+EPILOG = f"""\
+  {PROGRAM} --model facebook/opt-1.3b --prompt-len 1024 --gen-len 256
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{{"prompt": "The ferry"}}'
+"""
+
+
+@dataclass(frozen=True)
+class ListenRequest:
+    """The address of the server, and who may ask."""
+
+    host: str
+    port: int  # 0: one that is free
+    key_file: Path | None  # None: everybody may ask
+    most_body_bytes: int
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """Everything that is asked of a server."""
+
+    model: ModelRequest
+    site: SiteRequest
+    plan: Plan | Asked  # the plan itself, or what is asked of one that is to be found
+    machine: Machine | None  # the named one; None stands for this one
+    listen: ListenRequest
+    name: str  # by which clients know the model
+    prompt_len: int | None  # of the longest prompt; None: as the model has room
+    gen_len: int | None  # tokens of the longest completion
+    rows: int  # that a plan is found for
+    gather_seconds: float
+    most_waiting: int
+    style: str
+    seed: int | None
+    verbose: int
+    others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that the model is opened under."""
+        return self.plan.first_plan if isinstance(self.plan, Asked) else self.plan
+
+
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
+    return make_parser(program).parse_or_demo(argv, {"model": DEMO}, NOISE)
+
+
+def request_of(flags: Namespace) -> ServeRequest:
+    if any(find_spec(package) is None for package in STACK):
+        raise ValueError(not_installed("What a server listens with", "serve"))
+    plan = plan_of(flags)
+    if flags.percent != AUTO:
+        refuse_search_options(flags, f"say --percent {AUTO}")
+    machine, model = named_machine(flags), model_of(flags)
+    return ServeRequest(
+        model=model,
+        site=site_of(flags),
+        plan=asked_of(flags, plan) if flags.percent == AUTO else plan,
+        machine=machine,
+        listen=_listen(flags),
+        name=flags.served_model_name or model.name,
+        prompt_len=flags.prompt_len,
+        gen_len=flags.gen_len,
+        rows=flags.rows,
+        gather_seconds=flags.gather,
+        most_waiting=flags.queue,
+        style=flags.style,
+        seed=flags.seed,
+        verbose=flags.verbose,
+    )
+
+
+def _listen(flags: Namespace) -> ListenRequest:
+    key_file = None if flags.api_key_file is None else Path(flags.api_key_file).expanduser()
+    return ListenRequest(flags.host, flags.port, key_file, parse_bytes(flags.max_body))
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------------
+
+
+def seconds(text: str) -> float:
+    """The type of a time: a number of seconds, or one with its unit."""
+    unit = next((unit for unit in UNITS if text.endswith(unit) and text[: -len(unit)][-1:].isdigit()), "")
+    try:
+        return number(0, 3600)(text[: len(text) - len(unit)]) * UNITS.get(unit, 1.0)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{shown(text)} is not allowed; give a time like 2s, 100ms or 0") from None
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    usage = f"{program} [--model NAME] [--port N] [--percent W W KV KV A A] [options]"
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    _add_listening(parser.group("listening"))
+    _add_requests(parser.group("requests"))
+    parser.add_model()
+    parser.add_tokenizer()
+    _add_plan(parser.group("plan"))
+    parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")
+    parser.add_kv()
+    return parser
+
+
+def _add_listening(group: Group) -> None:
+    group.value("--host", "ADDRESS", "where to listen; other machines reach 0.0.0.0, and this one alone", default=HOST)
+    group.value("--port", "N", "0: one that is free", whole(0, MOST_PORT), PORT)
+    group.value(KEYS, "FILE", "keys, one a line, of which a request has to show one (default: everybody may ask)")
+    group.value("--max-body", "SIZE", "of a request; larger ones are refused", memory_size, MOST_BODY)
+    group.value("--served-model-name", "NAME", "by which clients know the model (default: as --model says)")
+    group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
+
+
+def _add_requests(group: Group) -> None:
+    shorter = "less where the model has fewer positions"
+    group.value("--prompt-len", "TOKENS", f"of the longest prompt that is taken (default: {PROMPT_LEN}, {shorter})", TOKENS)
+    group.value("--gen-len", "TOKENS", f"of the longest completion (default: {GEN_LEN}, {shorter})", TOKENS)
+    group.value("--gather", "TIME", "how long the first request of a block waits for others, like 2s", seconds, GATHER)
+    group.value(
+        "--queue", "N", "completions that may wait for a seat; then clients are turned away", whole(1, MOST_PROMPTS), WAITING
+    )
+    group.value("--rows", "N", f"completions that are computed at once, at most, {WHERE_FOUND}", whole(1, MOST_PROMPTS), ROWS)
+    styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
+    group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
+    drawn = "of requests that bring none, which draw by it and by when they came (default: another one each time)"
+    group.value("--seed", "N", drawn, SEED)
+
+
+def _add_plan(group: Group) -> None:
+    add_placement(group, may_be_found=True)
+    add_compute(group)
+    add_sizes(group, WHERE_FOUND)

@@ -1,0 +1,182 @@
+"""The work of the serve command: finds a plan for the seats, loads the weights, listens, and computes until it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from socket import socket
+
+from starlette.types import ASGIApp
+
+from h2o_flexgen.cli.asked_problem import machine_to_run_on
+from h2o_flexgen.cli.failures import one_line
+from h2o_flexgen.cli.flags import TRACEBACK
+from h2o_flexgen.cli.interrupts import Interrupts
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.run_work import WITH_ROOM
+from h2o_flexgen.cli.serve_request import GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
+from h2o_flexgen.cli.slow import kernel_reasons, say_slow
+from h2o_flexgen.cli.watch import Opening, say_threads
+from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.arrivals import Arrivals
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.finding import Wish
+from h2o_flexgen.jobs.answers import Answers
+from h2o_flexgen.jobs.fields import Options
+from h2o_flexgen.jobs.job import Reading, without_number
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.positions import check_positions
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.serving.app import make_app
+from h2o_flexgen.serving.bodies import Limits
+from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.keys import Keys
+from h2o_flexgen.serving.listening import Place, bound, is_loopback, listening, place_of
+from h2o_flexgen.serving.service import Service
+from h2o_flexgen.text.dialogue import choose_style
+
+TEMPERATURE, MAX_TOKENS = 1.0, 16  # of OpenAI, where a request does not say
+ENDING = "ending: whoever was admitted is served first; another signal ends at once"
+
+
+def work(request: ServeRequest) -> None:
+    with ExitStack() as stack:
+        keys = Keys() if request.listen.key_file is None else Keys.read(request.listen.key_file, KEYS)
+        opened = stack.enter_context(bound(Place(request.listen.host, request.listen.port)))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        server = Preparing(request, llm).server()
+        readers = stack.enter_context(ThreadPoolExecutor(1, "reading"))
+        server.run(make_app(server.service(readers), server.counts, keys), opened)
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """A request with its model open."""
+
+    request: ServeRequest
+    llm: LLM
+
+    def server(self) -> Server:
+        """Plans the seats, and loads the weights; refuses what does not fit."""
+        room = self._room()
+        self._find_plan(room)
+        arrivals = self.llm.arrivals(room.prompt_len, room.gen_len)
+        self._announce(arrivals)
+        with Progress(0, f"loading {self.llm.name}", late=True) as progress:
+            self.llm.load(Opening(progress).stage)
+        return Server(self.request, self.llm, arrivals, Counts())
+
+    def _room(self) -> Need:
+        """The longest prompt and completion."""
+        asked, spec = self.request, self.llm.spec
+        most = spec.max_positions + 1
+        gen_len = asked.gen_len or max(1, min(GEN_LEN, most // 4, most - (asked.prompt_len or 1)))
+        room = Need(asked.prompt_len or max(1, min(PROMPT_LEN, most - gen_len)), gen_len)
+        try:
+            check_positions(spec, self.llm.plan, 0, room.prompt_len, room.gen_len)
+        except ValueError as error:
+            raise ValueError(f"--prompt-len and --gen-len: {without_number(str(error), 0)}") from error
+        return room
+
+    def _find_plan(self, room: Need) -> None:
+        """Finds a plan if none was given."""
+        request = self.request
+        if isinstance(request.plan, Plan):
+            return
+        workload = Workload.running([room] * request.rows)
+        wish = Wish(request.plan, self.llm, workload, room.prompt_len, room.gen_len)
+        wish.refuse_impossible()
+        with_room = wish.plan_with_room() if request.machine is None else None
+        if with_room is not None:
+            self.llm.adopt(with_room)
+            self._tell([f"plan      {WITH_ROOM}"])
+            return
+        machine = machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
+        self._tell(wish.find(machine).lines())
+
+    def _announce(self, arrivals: Arrivals) -> None:
+        report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
+        self._tell(report.lines())
+        say_slow(kernel_reasons(report.arithmetic))
+        say_threads(self.request.others, self.request.site.threads)
+
+    def _tell(self, lines: Iterable[str]) -> None:
+        if self.request.verbose:
+            say(lines)
+
+
+class Server:
+    """A model that is loaded, and the desk that serves it."""
+
+    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: Counts) -> None:
+        self._request, self._llm, self._arrivals, self.counts = request, llm, arrivals, counts
+        self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
+        terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
+        self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk)
+
+    def service(self, readers: Executor) -> Service:
+        llm, request = self._llm, self._request
+        reading = Reading(
+            llm.tokenizer, choose_style(request.style, llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size
+        )
+        answers = Answers(request.name, llm.tokenizer)
+        of_prompts, of_chats = usual_options(self._arrivals.most_tokens)
+        return Service(self.desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))
+
+    def run(self, app: ASGIApp, opened: socket) -> None:
+        """Serves until a signal comes and everybody who was admitted has an answer."""
+        interrupts = Interrupts(self._end)
+        with interrupts.heard(), listening(app, opened, self._limits, self.desk.close):
+            interrupts.listen()
+            say(self._welcome(place_of(opened)))
+            try:
+                self.desk.run()
+            finally:
+                self.desk.hand_back()  # nobody is left, unless it was ended at once
+        print(json.dumps(self.counts.totals()), flush=True)
+
+    def _welcome(self, place: Place) -> Iterator[str]:
+        seats, arrivals = self._arrivals.load.seats, self._arrivals
+        room = f"prompts of up to {arrivals.longest_prompt} tokens, completions of up to {arrivals.most_tokens}"
+        if not is_loopback(place):
+            guarded = "" if self._request.listen.key_file else f"; {KEYS} would have them show a key"
+            note(f"{place.host} is not this machine alone: whoever reaches port {place.port} may ask{guarded}")
+        yield f"serving   {self._request.name} at {place.url}/v1: {seats} seats, {room}"
+
+    def _end(self) -> None:
+        self.desk.close()
+        note(ENDING)
+
+    def _broken(self, error: Exception) -> str:
+        if self._request.verbose >= TRACEBACK:
+            traceback.print_exception(error)
+        line = one_line(error) or f"{type(error).__name__}: {error}"
+        note(f"a block has failed, and whoever lost by it was told: {line}")
+        return f"the computation has failed: {line}"
+
+
+def usual_options(most_tokens: int) -> tuple[Options, Options]:
+    """What completions and chats leave open, as OpenAI has it, as far as there is room."""
+    of_prompts = SamplingParams(temperature=TEMPERATURE, max_tokens=min(MAX_TOKENS, most_tokens))
+    return Options(of_prompts), Options(replace(of_prompts, max_tokens=most_tokens))
+
+
+def _shrunk(shrink: Shrink) -> None:
+    note(str(shrink))
+
+
+def note(line: str) -> None:
+    print(f"note: {line}", file=sys.stderr, flush=True)

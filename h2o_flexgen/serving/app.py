@@ -1,0 +1,121 @@
+"""The routes of the server, who may take them, and what is said where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
+from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts
+from h2o_flexgen.serving.keys import Keys
+from h2o_flexgen.serving.problems import (
+    Problem,
+    Refused,
+    broken,
+    ending,
+    other_method,
+    unknown_key,
+    unknown_model,
+    unknown_path,
+)
+from h2o_flexgen.serving.service import CLIENT_HAS_GONE, Service
+
+GUARDED = "/v1"  # whatever lies below asks for a key
+MODELS = "/v1/models"
+OWNER = "h2o_flexgen"
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(service: Service, counts: Counts, keys: Keys) -> Starlette:
+    routes = [*_state_routes(service, counts), *_model_routes(service), *_completion_routes(service)]
+    handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
+    return Starlette(
+        routes=routes,
+        exception_handlers=handlers,  # type: ignore[arg-type]
+        middleware=[Middleware(Door, counts, keys)],
+    )
+
+
+def _state_routes(service: Service, counts: Counts) -> list[Route]:
+    async def health(request: Request) -> Response:
+        return _told(ending()) if service.desk.is_closed else JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(counts.text(service.desk.now), media_type=MEDIA_TYPE)
+
+    return [Route("/health", health), Route("/metrics", metrics)]
+
+
+def _model_routes(service: Service) -> list[Route]:
+    name = service.answers.model
+    model = {"id": name, "object": "model", "created": service.began, "owned_by": OWNER}
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> Response:
+        asked = request.path_params["name"]
+        return JSONResponse(model) if asked == name else _told(unknown_model(asked, name))
+
+    return [Route(MODELS, models), Route(MODELS + "/{name:path}", one_model)]
+
+
+def _completion_routes(service: Service) -> list[Route]:
+    async def completions(request: Request) -> Response:
+        return await service.answer(request, is_chat=False)
+
+    async def chat(request: Request) -> Response:
+        return await service.answer(request, is_chat=True)
+
+    return [Route(COMPLETIONS, completions, methods=["POST"]), Route(CHAT, chat, methods=["POST"])]
+
+
+@dataclass(frozen=True)
+class Door:
+    """Lets in who has a key, and counts answers."""
+
+    app: ASGIApp
+    counts: Counts
+    keys: Keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.counts.answered(message["status"])
+            await send(message)
+
+        is_guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
+        is_known = not is_guarded or self.keys.admit(Headers(scope=scope).get("authorization"))
+        await (self.app if is_known else _told(unknown_key()))(scope, receive, counted)
+
+
+def _told(problem: Problem) -> Response:
+    return JSONResponse(problem.body, problem.status, dict(problem.headers))
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    return _told(error.problem)
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    allowed = (error.headers or {}).get("Allow")
+    path = request.url.path
+    return _told(unknown_path(request.method, path) if allowed is None else other_method(request.method, path, allowed))
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_HAS_GONE)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """The answer where the server itself has failed; the error is logged."""
+    return _told(broken(f"the server has failed: {type(error).__name__}"))

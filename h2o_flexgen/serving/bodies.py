@@ -1,0 +1,58 @@
+"""Bodies of requests: read up to a size and in a time that bound what any client can take."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from h2o_flexgen.serving.problems import Refused, no_json, too_large, too_slow
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may take of the server."""
+
+    body_bytes: int = 4_000_000
+    body_seconds: float = 60.0  # from the head of a request to the end of its body
+    head_seconds: float = 20.0  # from a connection, or from the first byte of a request, to the end of its head
+    idle_seconds: float = 75.0  # between two requests of a connection
+    unread_seconds: float = 120.0  # for which a client may leave unread what was sent
+    connections: int = 1024
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body. A larger one is read to its end, and forgotten, so that the client comes to read why it is refused; unless it
+    asks beforehand whether to send it."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != JSON:
+        raise Refused(no_json(kind))
+    said = request.headers.get("content-length", "")
+    asks_first = request.headers.get("expect", "").lower() == "100-continue"
+    if asks_first and said.isdigit() and int(said) > limits.body_bytes:
+        raise Refused(too_large(limits.body_bytes))
+    try:
+        body = await asyncio.wait_for(_read(request, limits.body_bytes), limits.body_seconds)
+    except asyncio.TimeoutError:
+        raise Refused(too_slow(limits.body_seconds)) from None
+    if body is None:
+        raise Refused(too_large(limits.body_bytes))
+    return body
+
+
+async def _read(request: Request, most: int) -> bytes | None:
+    """None: there was more."""
+    pieces, size = list[bytes](), 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > most:
+            pieces.clear()
+        else:
+            pieces.append(piece)
+    return b"".join(pieces) if size <= most else None
+
+
+__all__ = ["ClientDisconnect", "Limits", "read_body"]

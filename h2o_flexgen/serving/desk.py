@@ -1,0 +1,145 @@
+"""Desk: where requests are handed in, and the one thread that computes. It gathers requests, runs a block until nobody is left,
+and goes on whatever becomes of a block: whoever lost something by that is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.shrink import OnShrink
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.sampler import NoTokenLeft
+from h2o_flexgen.serving.counts import Counts, Now
+from h2o_flexgen.serving.problems import Problem, Refused, broken, ending, queue_full
+
+RETRY_SECONDS = 2  # when to ask again whom a full queue turned away
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Whoever waits for a request, told in the thread that computes."""
+
+    on_piece: OnPiece | None  # None: only whole completions are wanted
+    over: Callable[[Completion], object]
+    fail: Callable[[Problem], object]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How requests are taken."""
+
+    gather_seconds: float  # how long the first one waits for others
+    most_waiting: int  # rows
+    seed: int | None  # of completions that bring none
+
+
+class Desk:
+    def __init__(
+        self,
+        llm: LLM,
+        arrivals: Arrivals,
+        terms: Terms,
+        counts: Counts,
+        on_broken: Callable[[Exception], str],
+        on_shrink: OnShrink | None = None,
+    ) -> None:
+        """`on_broken` hears why a block has failed, and returns what clients are told."""
+        self._llm, self._arrivals, self._terms, self._counts = llm, arrivals, terms, counts
+        self._on_broken, self._on_shrink = on_broken, on_shrink
+        self._lock = Lock()
+        self._listeners: dict[Arrival, Listener] = {}
+        self._is_closed = False
+
+    # -- for those who ask -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody is admitted any more."""
+        return self._is_closed
+
+    def offer(self, requests: Sequence[tuple[Request, Listener]]) -> list[Arrival]:
+        """Hands in the requests of a body: all of them, or none."""
+        if self._is_closed:
+            raise Refused(ending())
+        if (waiting := self._arrivals.load.waiting) >= self._terms.most_waiting:
+            raise Refused(queue_full(waiting, RETRY_SECONDS))
+        come: list[Arrival] = []
+        try:
+            for request, listener in requests:
+                with self._lock:  # before its listener is known it cannot be over
+                    arrival = self._arrivals.offer(request, listener.on_piece)
+                    self._listeners[arrival] = listener
+                come.append(arrival)
+        except BaseException:
+            self.give_up(come)
+            raise
+        return come
+
+    def give_up(self, arrivals: Sequence[Arrival]) -> None:
+        """Nobody waits for these any more."""
+        for arrival in arrivals:
+            with self._lock:
+                is_open = self._listeners.pop(arrival, None) is not None
+            if is_open:
+                self._arrivals.give_up(arrival)
+                self._counts.ended([GIVEN_UP] * len(arrival.rows))
+
+    @property
+    def now(self) -> Now:
+        return Now(*self._arrivals.requests, *self._arrivals.load, *self._arrivals.kv_bytes)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Admits nobody any more; whoever was admitted is served to the end. It may be called by a signal's handler."""
+        self._is_closed = True
+        self._arrivals.close()
+
+    def hand_back(self) -> None:
+        """Ends it for all who were admitted, when nothing is computed any more."""
+        self.close()
+        self._tell(self._arrivals.abandon(), ending())
+
+    # -- the thread that computes ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until the desk is closed and nobody is left."""
+        while self._arrivals.gather(self._terms.gather_seconds):
+            try:
+                self._run_block()
+            except Exception as error:
+                self._survive(error)
+            finally:
+                self._counts.run_over()
+
+    def _run_block(self) -> None:
+        seed, on_tick = self._terms.seed, self._counts.tick
+        for arrival in self._llm.generate_arriving(self._arrivals, seed=seed, on_tick=on_tick, on_shrink=self._on_shrink):
+            listener = self._taken(arrival)
+            if listener is not None:
+                completion = arrival.completion
+                self._counts.ended(output.finish_reason for output in completion.outputs)
+                listener.over(completion)
+
+    def _survive(self, error: Exception) -> None:
+        """Tells those whose computation is lost. If a single request broke the block, only that one is; the others start anew
+        from their prompts, and keep what they were told."""
+        cause = error.cause if isinstance(error, TaskFailed) else error
+        lost = self._arrivals.drop(cause.row) if isinstance(cause, NoTokenLeft) else []
+        self._tell(lost or self._arrivals.abandon(), broken(self._on_broken(error)))
+
+    def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
+        for arrival in lost:
+            listener = self._taken(arrival)
+            if listener is not None:
+                self._counts.ended(["error"] * len(arrival.rows))
+                listener.fail(problem)
+
+    def _taken(self, arrival: Arrival) -> Listener | None:
+        with self._lock:
+            return self._listeners.pop(arrival, None)

@@ -1,0 +1,61 @@
+"""The serve command's flags, and the request that is made of them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.cli import serve_request
+from h2o_flexgen.cli.serve_request import ServeRequest, parse, request_of, seconds
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.plan import Plan
+from tests.refusals import one_line
+
+
+def asked(*flags: object) -> ServeRequest:
+    return request_of(parse([*map(str, flags)]))
+
+
+def test_without_flags_the_model_of_the_package_is_served_to_this_machine_alone() -> None:
+    request = asked()
+    assert request.model.name == request.name == DEMO and isinstance(request.plan, Asked)
+    assert (request.listen.host, request.listen.port, request.listen.key_file) == ("127.0.0.1", 8000, None)
+    assert (request.gather_seconds, request.listen.most_body_bytes) == (0.1, 4_000_000)
+
+
+def test_flags_say_where_and_for_whom() -> None:
+    where = ("--host", "::1", "--port", 0, "--api-key-file", "~/keys", "--max-body", "1GB", "--served-model-name", "mine")
+    request = asked(*where, "--gather", "2s", "--queue", 5, "--rows", 7, "--prompt-len", 9, "--gen-len", 3, "--seed", 4)
+    assert (request.listen.host, request.listen.port, request.name) == ("::1", 0, "mine")
+    assert request.listen.key_file == Path("~/keys").expanduser() and request.listen.most_body_bytes == 10**9
+    assert (request.gather_seconds, request.most_waiting, request.rows, request.seed) == (2.0, 5, 7, 4)
+    assert (request.prompt_len, request.gen_len) == (9, 3)
+
+
+def test_a_plan_of_ones_own_is_taken_as_it_is() -> None:
+    request = asked("--percent", 0, 50, 0, 100, 0, 100, "--gpu-batch-size", 3, "--kv-policy", "h2o")
+    assert isinstance(request.plan, Plan) and request.first_plan.gpu_batch_size == 3
+    assert "is for a search" in one_line(lambda: asked("--percent", 0, 50, 0, 100, 0, 100, "--allow-4bit"))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("2s", 2.0), ("100ms", 0.1), ("0", 0.0), ("0.5", 0.5), ("1m", 60.0), ("1.5s", 1.5)]
+)
+def test_times_have_units(text: str, found: float) -> None:
+    assert seconds(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("text", ["", "s", "2h", "-1s", "1e9s", "ms", "2 s x", "nan"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="give a time like 2s, 100ms or 0"):
+        seconds(text)
+
+
+def test_who_lacks_the_extra_is_told_how_to_get_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr(serve_request, "find_spec", lambda name: None)
+    said = "What a server listens with is not installed; it comes with the extra [serve]: pip install -e '.[serve]'"
+    assert one_line(asked) == said

@@ -1,0 +1,141 @@
+"""A server for tests: a model's desk in a thread, at a port that the system chooses. It listens no longer than its `with`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import httpx
+from openai import AsyncOpenAI, OpenAI
+
+from h2o_flexgen.cli.serve_work import usual_options
+from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.jobs.answers import Answers
+from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.serving.app import make_app
+from h2o_flexgen.serving.bodies import Limits
+from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.keys import Keys
+from h2o_flexgen.serving.listening import Place, bound, listening, place_of
+from h2o_flexgen.serving.service import Service
+from h2o_flexgen.text.dialogue import choose_style
+from tests.patience import PATIENCE_SECONDS
+
+MODEL = "tiny"
+PROMPT_LEN, GEN_LEN = 32, 48
+HERE = Place("127.0.0.1", 0)
+
+
+class EndedAtOnce(BaseException):
+    """What a signal does to the thread that computes."""
+
+
+class GatedCounts(Counts):
+    """Counts that can hold the thread that computes behind a pass, or end it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held = threading.Event()
+        self._may_go = threading.Event()
+        self._may_go.set()
+        self.ends_at_once = False
+
+    def hold(self) -> None:
+        self._may_go.clear()
+
+    def let_go(self) -> None:
+        self._may_go.set()
+
+    def tick(self, tick: Tick) -> None:
+        super().tick(tick)
+        if not self._may_go.is_set():
+            self.is_held.set()
+            assert self._may_go.wait(PATIENCE_SECONDS)
+        if self.ends_at_once:
+            raise EndedAtOnce
+
+
+@dataclass
+class Served:
+    place: Place
+    desk: Desk
+    counts: GatedCounts
+    told: list[str] = field(default_factory=list)  # why blocks have failed
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.place.url}/v1"
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=self.base_url, api_key=key, max_retries=0, timeout=PATIENCE_SECONDS)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.place.url, timeout=PATIENCE_SECONDS)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which nothing is computed behind the next pass."""
+        self.counts.hold()
+        try:
+            yield
+        finally:
+            self.counts.let_go()
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Waits until something is so."""
+        waiting = threading.Event()
+        for _ in range(round(PATIENCE_SECONDS / 0.005)):
+            if is_so():
+                return
+            waiting.wait(0.005)
+        raise AssertionError("it never came to be so")
+
+
+@contextmanager
+def served(
+    llm: LLM,
+    most_waiting: int = 1000,
+    keys: tuple[str, ...] = (),
+    limits: Limits = Limits(),  # noqa: B008  # frozen
+    seed: int | None = 5,
+    room: tuple[int, int] = (PROMPT_LEN, GEN_LEN),
+) -> Iterator[Served]:
+    counts, told = GatedCounts(), list[str]()
+
+    def broken(error: Exception) -> str:
+        told.append(str(error))
+        return f"the computation has failed: {error}"
+
+    desk = Desk(llm, llm.arrivals(*room), Terms(0.0, most_waiting, seed), counts, broken)
+    reading = Reading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
+    usual = usual_options(room[1])
+    computing = threading.Thread(target=lambda: run(desk), name="computing")
+    with ThreadPoolExecutor(1) as readers, bound(HERE) as opened:
+        service = Service(desk, reading, Answers(MODEL, llm.tokenizer), *usual, limits, readers, 17)
+        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)))
+        with listening(app, opened, limits, desk.close):
+            computing.start()
+            try:
+                yield Served(place_of(opened), desk, counts, told)
+            finally:
+                counts.let_go()
+                desk.close()
+                computing.join()
+
+
+def run(desk: Desk) -> None:
+    """Runs the desk as the command does."""
+    try:
+        with suppress(EndedAtOnce):
+            desk.run()
+    finally:
+        desk.hand_back()

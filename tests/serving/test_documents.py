@@ -1,0 +1,48 @@
+"""The examples of docs/serving.md do what they show, against a server with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.llm import LLM
+from tests.serving.served import MODEL, Served, served
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def examples(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Served]:
+    with served(llm, room=(96, 30)) as server:
+        yield server
+
+
+def for_test(example: str, server: Served) -> str:
+    changed = example.replace("http://127.0.0.1:8000", server.place.url).replace("facebook/opt-1.3b", MODEL)
+    assert changed != example
+    return changed
+
+
+@pytest.mark.parametrize("place", range(len(examples("python"))))
+def test_the_examples_in_python_run(place: int, server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(for_test(examples("python")[place], server), "docs/serving.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("place", range(len(examples("bash"))))
+def test_the_examples_for_a_shell_run(place: int, server: Served) -> None:
+    run = subprocess.run(["bash", "-c", for_test(examples("bash")[place], server)], capture_output=True, text=True, check=True)
+    events = [line.removeprefix("data: ") for line in run.stdout.splitlines() if line]
+    assert events[-1] == "[DONE]" or json.loads(events[-1])["choices"]
+    assert all("error" not in json.loads(event) for event in events if event != "[DONE]")

@@ -1,0 +1,210 @@
+"""What is refused: in OpenAI's form, with what is wrong, the value, and what to do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.serving.bodies import Limits
+from tests.serving.served import MODEL, PROMPT_LEN, Served, served
+from tests.tiny import VOCAB
+
+KEY = "a-key-of-some-length"
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Served]:
+    with served(llm) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: Served) -> Iterator[httpx.Client]:
+    with server.http() as http:
+        yield http
+
+
+def error(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"} and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    found: dict[str, Any] = answer.json()["error"]
+    assert "\n" not in found["message"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot'; allowed is 0 (greedy) or more"),
+        ({"temprature": 1}, "temprature", "unknown field 'temprature'; did you mean temperature?"),
+        ({"prompt": None}, "prompt", 'prompt is missing; a request has a "prompt"'),
+        ({"prompt": [[1], []]}, "prompt", "prompt is empty; it needs at least one token"),
+        ({"prompt": [VOCAB]}, None, f"the prompt has the token id {VOCAB}"),
+        ({"messages": []}, "messages", "messages stands beside prompt"),
+        ({"n": 200}, "n", "n is 200; allowed is 128 at most"),
+        ({"prompt": ["x"] * 30, "n": 100}, "prompt", "prompt asks for 3000 completions at once; allowed are 2048"),
+        ({"logprobs": 50}, "logprobs", "logprobs of 50 tokens are asked for; allowed are 20 at most"),
+        ({"stream": "yes"}, "stream", "stream is 'yes'; allowed is true or false"),
+        ({"stream_options": {}}, "stream_options", "stream_options is for a streamed answer"),
+        ({"stream": True, "stream_options": {"usage": True}}, None, "unknown field of stream_options 'usage'"),
+        ({"suffix": "x"}, "suffix", "suffix is 'x'; texts are only continued at their end"),
+        ({"best_of": 3}, "best_of", "best_of is 3; make n completions"),
+    ],
+)
+def test_a_wrong_field_is_named(http: httpx.Client, fields: dict[str, Any], param: str | None, said: str) -> None:
+    found = error(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **fields}), 400)
+    assert found["message"].startswith(said) and (found["type"], found["param"]) == ("invalid_request_error", param)
+
+
+def test_what_changes_no_answer_is_let_pass(http: httpx.Client) -> None:
+    ignored = {"user": "me", "store": True, "metadata": {"a": "b"}, "parallel_tool_calls": True, "reasoning_effort": "low"}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [], "response_format": {"type": "text"}}
+    assert http.post("/v1/chat/completions", json={**ignored, **chat}).status_code == 200
+
+
+def test_a_context_too_long_is_refused_with_the_numbers(http: httpx.Client, server: Served) -> None:
+    long = [5] * (PROMPT_LEN + 1)
+    found = error(http.post("/v1/completions", json={"prompt": long}), 400)
+    assert found["code"] == "context_length_exceeded"
+    assert found["message"] == f"the prompt has {PROMPT_LEN + 1} tokens, and no more than {PROMPT_LEN} are taken"
+    found = error(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 49}), 400)
+    assert found["message"] == "max_tokens is 49, and no more than 48 are generated"
+    error(http.post("/v1/completions", json={"prompt": [[5], long]}), 400)
+    assert server.desk.now.waiting == server.desk.now.running == 0, "all prompts of a body, or none"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        (b"{", "invalid_json", "the body cannot be read: it is not JSON"),
+        (b'{"prompt": "\xff"}', "invalid_json", "the body cannot be read: it is not UTF-8 text (byte 12)"),
+        (b'{"prompt": "\\ud800"}', "invalid_json", "the body cannot be read: it is not JSON: a text has half a pair"),
+        (b"[" * 100_000, "invalid_json", "the body cannot be read: it is not JSON: brackets are nested too deeply"),
+        (b'{"n": 1, "n": 2}', "invalid_json", "the body cannot be read: it is not JSON: 'n' stands there twice"),
+        (b"[1]", None, "the body is [1]; it is an object with the fields of a request"),
+        (b"", "invalid_json", "the body cannot be read"),
+    ],
+)
+def test_what_is_no_request_is_told_so(http: httpx.Client, body: bytes, code: str | None, said: str) -> None:
+    found = error(http.post("/v1/completions", content=body, headers={"content-type": "application/json; charset=utf-8"}), 400)
+    assert found["message"].startswith(said) and found["code"] == code
+
+
+def test_a_page_of_a_browser_cannot_ask_without_being_allowed(http: httpx.Client) -> None:
+    found = error(http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}), 415)
+    assert found["message"] == "the content type is 'text/plain'; send application/json"
+
+
+def test_other_models_paths_and_methods_are_refused(http: httpx.Client, server: Served) -> None:
+    found = error(http.post("/v1/completions", json={"model": "tinny", "prompt": "x"}), 404)
+    assert (found["code"], found["param"]) == ("model_not_found", "model")
+    assert found["message"] == "the model 'tinny' is not here; this server has 'tiny'; did you mean tiny?"
+    assert error(http.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
+    assert error(http.get("/v1/embeddings"), 404)["message"] == "GET '/v1/embeddings' is nothing that this server knows"
+    answer = http.get("/v1/completions")
+    assert error(answer, 405)["code"] == "method_not_supported" and "POST" in answer.headers["allow"]
+    with server.client() as client, pytest.raises(openai.NotFoundError, match="the model 'other' is not here"):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_who_has_no_key_is_told_so(llm: LLM) -> None:
+    with served(llm, keys=("another-key", KEY)) as server:
+        for wrong in ("wrong", KEY[:-1], KEY + "x"):
+            with server.client(wrong) as client, pytest.raises(openai.AuthenticationError):
+                client.models.list()
+        with server.http() as http:
+            assert error(http.get("/v1/models"), 401)["code"] == "invalid_api_key"
+            found = error(http.get("/v1/models", headers={"authorization": f"Basic {KEY}"}), 401)
+            assert found["message"].startswith("no such API key") and KEY not in found["message"]
+            assert error(http.get("/v1/nothing"), 401), "nobody hears what there is"
+            assert http.get("/health").status_code == 200
+        with server.client(KEY) as client:
+            assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+
+
+# -- what takes too much -----------------------------------------------------------------------------------------------
+
+
+def test_a_body_of_a_hundred_megabytes_is_refused_and_never_held(llm: LLM) -> None:
+    piece = b" " * (1 << 20)
+    with served(llm, limits=Limits(body_bytes=1000)) as server, server.http() as http:
+        answer = http.post("/v1/completions", content=(piece for _ in range(100)), headers={"content-type": "application/json"})
+        found = error(answer, 413)
+        assert found["message"] == "the body has more than 1.00 kB, which is the limit here; ask in parts"
+        asks_first = {"content-type": "application/json", "expect": "100-continue", "content-length": "100000000"}
+        with socket.create_connection((server.place.host, server.place.port)) as raw:
+            raw.sendall(head("POST /v1/completions", asks_first))
+            assert raw.recv(1000).startswith(b"HTTP/1.1 413"), "and it need not be sent"
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def head(line: str, headers: dict[str, str]) -> bytes:
+    named = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"{line} HTTP/1.1\r\nhost: x\r\n{named}\r\n".encode()
+
+
+def test_slow_clients_are_not_waited_for(llm: LLM) -> None:
+    with served(llm, limits=Limits(head_seconds=0.05, body_seconds=0.05)) as server:
+        where = (server.place.host, server.place.port)
+        for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nhost"):
+            with socket.create_connection(where) as raw:
+                raw.sendall(begun)
+                assert closed(raw)
+        with socket.create_connection(where) as raw:  # a connection that was used once
+            assert is_answered(raw)
+            raw.sendall(b"GET /hea")
+            assert closed(raw)
+        with socket.create_connection(where) as raw:
+            raw.sendall(head("POST /v1/completions", {"content-type": "application/json", "content-length": "9"}) + b"{")
+            told = b"".join(iter(lambda: raw.recv(1000), b""))
+            assert told.startswith(b"HTTP/1.1 408") and b"the body did not come to its end in 0.05 s" in told
+
+
+def is_answered(raw: socket.socket) -> bool:
+    raw.sendall(head("GET /health", {}))
+    told = b""
+    while not told.endswith(b'{"status":"ok"}'):
+        told += (piece := raw.recv(1000))
+        if not piece:
+            return False
+    return told.startswith(b"HTTP/1.1 200")
+
+
+def closed(raw: socket.socket) -> bool:
+    """Whether the other side ends the connection without a word."""
+    try:
+        return raw.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_are_bounded_in_number(llm: LLM) -> None:
+    with served(llm, limits=Limits(connections=2)) as server:
+        where = (server.place.host, server.place.port)
+        first, second = (socket.create_connection(where) for _ in range(2))
+        for raw in (first, second):
+            assert is_answered(raw)
+        with socket.create_connection(where) as third:
+            assert closed(third)
+        first.close()
+        assert is_answered(second)
+        second.close()
+
+
+NEGATIVE = b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n"
+
+
+@pytest.mark.parametrize("noise", [b"\0" * 300, b"GET\r\n\r\n", b"x" * (1 << 17), NEGATIVE])
+def test_what_is_no_http_ends_the_connection(server: Served, noise: bytes) -> None:
+    with socket.create_connection((server.place.host, server.place.port)) as raw:
+        raw.sendall(noise)
+        told = raw.recv(1000)
+        assert told == b"" or told.startswith(b"HTTP/1.1 400")
+    with server.http() as http:
+        assert http.get("/health").status_code == 200

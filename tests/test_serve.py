@@ -1,0 +1,182 @@
+"""The serve command, from its arguments to its end: what it says, what it refuses before it listens, and how signals end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from h2o_flexgen import serve
+from h2o_flexgen.cli import serve_work
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.desk import Desk
+from h2o_flexgen.serving.listening import Place
+from tests.commands import Result, called
+from tests.patience import PATIENCE_SECONDS
+from tests.tiny import save_tiny
+
+PLAIN = ("--dtype", "float32", "--tokenizer", "bytes", "--device", "cpu", "--port", 0, "--served-model-name", "tiny")
+GREEDY: dict[str, Any] = {"model": "tiny", "prompt": "The ferry", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    save_tiny("llama-gqa", folder)
+    return folder
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], offload: Path, tiny: Path) -> Callable[..., Result]:
+    return partial(called, serve.main, capfd, "--model", tiny, *PLAIN, "--offload-dir", offload)
+
+
+class Visitor:
+    """A client in a thread of its own, who comes when the server listens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, visit: Callable[[OpenAI], None]) -> None:
+        self.failed: list[BaseException] = []
+        self.place: Place | None = None
+        self._visit = visit
+        self._thread = threading.Thread(target=self._run)
+        welcome = serve_work.Server._welcome
+
+        def welcoming(server: serve_work.Server, place: Place) -> Iterator[str]:
+            self.place = place
+            self._thread.start()
+            return welcome(server, place)
+
+        monkeypatch.setattr(serve_work.Server, "_welcome", welcoming)
+
+    def _run(self) -> None:
+        assert self.place is not None
+        url = f"http://127.0.0.1:{self.place.port}/v1"
+        try:
+            with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS) as client:
+                self._visit(client)
+        except BaseException as error:
+            self.failed.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def has_been_there(self) -> None:
+        self._thread.join(PATIENCE_SECONDS)
+        assert self.failed == []
+        with socket.socket() as again:
+            assert self.place is not None and again.connect_ex((self.place.host, self.place.port)) != 0, "it listens on"
+
+
+def test_a_signal_ends_it_when_everybody_has_an_answer(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+
+    def visit(client: OpenAI) -> None:
+        stream = client.completions.create(**GREEDY, max_tokens=20, stream=True)
+        for chunk in stream:
+            if not heard:
+                os.kill(os.getpid(), signal.SIGTERM)
+            heard.append(chunk.choices[0])
+
+    visitor = Visitor(monkeypatch, visit)
+    result = command("--gather", "0", "--rows", 3)
+    visitor.has_been_there()
+    assert result.status == 0 and heard[-1].finish_reason == "length"
+    assert f"serving   tiny at http://127.0.0.1:{visitor.place.port}/v1: 3 seats, prompts of up to 97 tokens" in result.out[-2]
+    assert result.said == ["note: ending: whoever was admitted is served first; another signal ends at once"]
+    assert result.json["completions"] == {"length": 1} and result.json["answers"] == {"200": 1}
+    assert result.json["generated_tokens"] == 20
+
+
+def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, closing, forever = threading.Event(), threading.Event(), threading.Event()
+    tick, close = Counts.tick, Desk.close
+
+    def close_and_say(desk: Desk) -> None:
+        close(desk)
+        closing.set()
+
+    def slow(counts: Counts, one: Tick) -> None:
+        tick(counts, one)
+        if one.number == 3:
+            asked.set()
+            forever.wait(PATIENCE_SECONDS)
+
+    def visit(client: OpenAI) -> None:
+        with pytest.raises(openai.APIError, match="this server is ending"):
+            for _ in client.completions.create(**GREEDY, max_tokens=20, stream=True):
+                if asked.is_set():
+                    continue
+                assert asked.wait(PATIENCE_SECONDS)
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert closing.wait(PATIENCE_SECONDS)  # two at once would be one
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    visitor = Visitor(monkeypatch, visit)
+    monkeypatch.setattr(Counts, "tick", slow)
+    monkeypatch.setattr(Desk, "close", close_and_say)
+    result = command("--gather", "0", "--verbose", 0, "--percent", 0, 50, 0, 50, 0, 50)
+    visitor.has_been_there()
+    assert result.status == 128 + signal.SIGTERM and result.said[-1] == "terminated"
+
+
+def test_whoever_reaches_it_from_elsewhere_is_spoken_of_and_has_to_show_a_key(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def visit(client: OpenAI) -> None:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert client.with_options(api_key="a-long-key").models.list().data[0].id == "tiny"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    keys = tmp_path / "keys"
+    keys.write_text("another-key\n\na-long-key\n")
+    visitor = Visitor(monkeypatch, visit)
+    result = command("--host", "0.0.0.0", "--api-key-file", keys, "--verbose", 0)
+    visitor.has_been_there()
+    port = visitor.place.port
+    assert result.said[0] == f"note: 0.0.0.0 is not this machine alone: whoever reaches port {port} may ask"
+    assert result.status == 0 and "key" not in result.out[0]
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_opened(command: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        error = command("--port", port, "--model", "nothing/at-all").error
+    reason = f"port {port} of 127.0.0.1 cannot be had (Address already in use); give another --port, or 0 for a free one"
+    assert error == f"error: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--cpu-mem", "100MB", "--percent", 0, 100, 0, 100, 0, 100), "error: plan needs"),
+        (
+            ("--prompt-len", 120, "--gen-len", 30),
+            "error: --prompt-len and --gen-len: the prompt has 120 tokens",
+        ),
+        (("--host", "no.such.host.invalid"), "error: --host no.such.host.invalid is no address ("),
+        (("--api-key-file", "/no/such/file"), "error: --api-key-file /no/such/file"),
+        (("--api-key-file", os.devnull), f"error: --api-key-file {os.devnull} has no key; write one a line"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_it_listens(
+    command: Any, flags: tuple[object, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket.socket, "listen", lambda *_: pytest.fail("it listens"))
+    assert command(*flags).error.startswith(said)
+
+
+def test_a_short_key_is_refused(command: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-long-key\nshort\n")
+    assert "has a key of fewer than 8 characters in line 2" in command("--api-key-file", keys).error
+    assert json.dumps("short") not in command("--api-key-file", keys).error
