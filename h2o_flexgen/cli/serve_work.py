@@ -179,4 +179,4 @@ def _shrunk(shrink: Shrink) -> None:
 
 
 def note(line: str) -> None:
-    print(f"note: {line}", file=sys.stderr, flush=True)
+    print(f"note: {line}\n", end="", file=sys.stderr, flush=True)  # at once: a signal may come between two writes

@@ -28,6 +28,7 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import one_params
 
 ROWS_PER_SEAT = 16  # that a block is planned for: so long may it go on before it has to end and begin anew
+SECONDS_BETWEEN_LOOKS = 0.5  # who waits in the main thread hears of a signal that another thread has taken up
 GIVEN_UP = "abort"  # why a row ends that nobody waits for any more
 OnPiece = Callable[[RowState, int, "str | None"], object]  # row, its newest token, its new text
 
@@ -148,7 +149,8 @@ class Arrivals(Waiting):
         """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds.
         Returns whether anybody waits: if not, nobody will ever come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            while not self._changed.wait_for(lambda: self._queue or self._is_closed, SECONDS_BETWEEN_LOOKS):
+                pass
             self._changed.wait_for(lambda: len(self._queue) >= sum(self._sizes) or self._is_closed, seconds)
             return bool(self._queue)
 
