@@ -153,7 +153,7 @@ def recalled(args: argparse.Namespace) -> Recalled | None:
     if args.quality is None:
         return None
     with LLM(args.model, dummy_weights=is_random(args.model), dtype=args.dtype, offload_dir=args.offload_dir) as llm:
-        return Recalled.of(Path(args.quality), model_identity(llm))
+        return Recalled.of([Path(one) for one in args.quality], model_identity(llm))
 
 
 def written_down(args: argparse.Namespace) -> str:
@@ -181,7 +181,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--weight-codec", default=Plan.weight_codec, help="how weights are written down, like group4")
     add("--kv-codec", default=Plan.kv_codec)
     add("--offload-dir", default=str(default_offload_folder()))
-    add("--quality", metavar="RESULTS", help="results.json of `evaluate --tasks recall`, whose recall stands beside the speed")
+    add("--quality", nargs="+", metavar="RESULTS", help="results.json of `evaluate --tasks recall`, to stand beside the speed")
     add("--output", help="also write the JSON document here")
     add("--one", type=int, help=argparse.SUPPRESS)  # internal: a process that runs one variant, by its place
     return parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,24 @@ class Asked:
 @dataclass(frozen=True)
 class Recalled:
     command: str
+    questions: str  # their checksum
     cells: Mapping[Asked, Mapping[str, Any]]
 
     @classmethod
-    def of(cls, path: Path, identity: Mapping[str, object]) -> Recalled:
-        """Reads a file; refuses one of other weights or another dtype than those that are run."""
+    def of(cls, paths: Sequence[Path], identity: Mapping[str, object]) -> Recalled:
+        """Reads files of the same questions; refuses one of other weights or another dtype than those that are run."""
+        each = [cls._of(path, identity) for path in paths]
+        if len({one.questions for one in each}) > 1:
+            raise ValueError(f"{', '.join(map(str, paths))} are about different questions; give results of the same")
+        merged = {asked: cell for one in each for asked, cell in one.cells.items()}
+        return cls("; ".join(one.command for one in each), each[0].questions, merged)
+
+    @classmethod
+    def _of(cls, path: Path, identity: Mapping[str, object]) -> Recalled:
         try:
             document = parse_json(read_text(path, f"quality {path}"))
-            found, cells, command = document["identity"], document["tasks"][TASK]["cells"], document["command"]
+            found, task, command = document["identity"], document["tasks"][TASK], document["command"]
+            cells, questions = task["cells"], str(task["asked"]["examples"])
             comparable = {_asked(cell): cell for cell in cells if _is_plain(cell)}
         except (NotADocument, KeyError, TypeError) as error:
             wanted = f"evaluate --tasks {TASK} --output FOLDER"
@@ -47,7 +57,7 @@ class Recalled:
         for what in ("weights", "dtype"):
             if found.get(what) != (own := identity[what]):
                 raise ValueError(f"{path} was measured with {what} {found.get(what)}, not {own}; evaluate this model")
-        return cls(" ".join(portable(command)), comparable)
+        return cls(" ".join(portable(command)), questions, comparable)
 
     def cell(self, asked: Asked) -> list[str]:
         """The share of answers that were right, with its standard error, for each kind of question."""

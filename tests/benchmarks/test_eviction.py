@@ -106,7 +106,7 @@ def cell(policy: str, kept: str, right: float, **others: object) -> dict[str, ob
     return {"policy": policy, "kept": kept, **same, "options": {"kv_budget": 0.2}, "figures": figures, **others}
 
 
-def results_of(model: str, file: Path, weights: str | None = None) -> Path:
+def results_of(model: str, file: Path, weights: str | None = None, questions: str = "these") -> Path:
     """Results as `evaluate` writes them, of the model's own weights unless others are named."""
     with eviction.LLM(model, dummy_weights=True, dtype="float32") as llm:
         identity = eviction.model_identity(llm)
@@ -120,7 +120,11 @@ def results_of(model: str, file: Path, weights: str | None = None) -> Path:
     ]
     command = ["python", "-m", "h2o_flexgen.evaluate", "--output", str(file.parent)]
     identity = identity if weights is None else {**identity, "weights": weights}
-    document = {"command": command, "identity": identity, "tasks": {"recall": {"cells": cells}}}
+    document = {
+        "command": command,
+        "identity": identity,
+        "tasks": {"recall": {"asked": {"examples": questions}, "cells": cells}},
+    }
     file.write_text(eviction.json.dumps(document))
     return file
 
@@ -166,3 +170,13 @@ def test_quality_that_says_nothing_about_this_model_is_refused_before_anything_r
         quality.write_text(text)
     with pytest.raises(SystemExit, match=f"^error: {quality} .*{said}.*"):
         run_with(monkeypatch, "--model", model, "--dtype", "float32", "--offload-dir", str(offload), "--quality", str(quality))
+
+
+def test_results_of_other_questions_do_not_stand_in_one_table(model: str, tmp_path: Path) -> None:
+    with eviction.LLM(model, dummy_weights=True, dtype="float32") as llm:
+        identity = eviction.model_identity(llm)
+    files = [results_of(model, tmp_path / f"{questions}.json", questions=questions) for questions in ("these", "those")]
+    one, both = (eviction.Recalled.of(those, identity) for those in (files[:1], [files[0], files[0]]))
+    assert one.cells == both.cells and both.command == f"{one.command}; {one.command}"
+    with pytest.raises(ValueError, match="are about different questions"):
+        eviction.Recalled.of(files, identity)
