@@ -15,14 +15,7 @@ from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.batch_apart import JobApart, dealt_requests
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Elsewhere, JobRun, Listening, OnBroken, end_lines
-from h2o_flexgen.cli.batch_settings import (
-    model_settings,
-    option_settings,
-    plan_settings,
-    refuse_other,
-    refuse_other_seed,
-    versions,
-)
+from h2o_flexgen.cli.batch_settings import option_settings, refuse_other, refuse_other_seed, versions
 from h2o_flexgen.cli.batch_watch import Figures
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.page import say
@@ -34,6 +27,7 @@ from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.evaluation.settings import model_settings, plan_settings
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.index import SOUND

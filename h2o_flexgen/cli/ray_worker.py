@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from h2o_flexgen.auto_plan import AutoPlan
-from h2o_flexgen.cli.batch_settings import TOKENIZER, WEIGHTS, model_settings
 from h2o_flexgen.cli.open_llm import make_llm
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
 from h2o_flexgen.core.workload import Workload
@@ -20,6 +19,7 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.evaluation.settings import TOKENIZER, WEIGHTS, model_settings
 from h2o_flexgen.jobs.index import read_line
 from h2o_flexgen.jobs.job import Reading
 from h2o_flexgen.jobs.line import LineReader

@@ -78,6 +78,13 @@ def decode_new(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[in
     return tokenizer.decode([*context, *ids])[_length_shown(tokenizer.decode(context)) :]
 
 
+def pieces_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[str]:
+    """The text of each token; joined they are the text. Characters of several tokens belong to the last of them."""
+    growing = Detokenizer(tokenizer, prompt_ids)
+    pieces = [growing.add(token) for token in ids]
+    return [*pieces[:-1], pieces[-1] + growing.rest()] if pieces else []
+
+
 class StopChecker:
     """Looks for stop strings in text that comes in pieces, however the pieces cut them; a possible beginning is held back."""
 

@@ -1,0 +1,328 @@
+"""Client and Tokenizer: the engine as a model of HELM. `scripts/helm_config` writes the files that name them.
+
+    client_spec: {class_name: h2o_flexgen.helm.Client, args: {model: facebook/opt-1.3b, kv_policy: h2o, kv_budget: 0.2}}
+
+HELM asks one request at a time from each of its threads (`helm-run -n 32`). They are gathered into blocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from threading import Lock
+from typing import Any, TypeAlias
+
+from h2o_flexgen.core.allowed_values import AUTO, Rule, number, optional, whole
+from h2o_flexgen.core.hints import not_installed
+from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.evaluation.settings import TOKENIZER, model_settings, plan_settings
+from h2o_flexgen.gathering import SECONDS, Gathering, Lengths, Turns
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.sampling.output import Completion, Output, StepLogprobs
+from h2o_flexgen.sampling.params import SEED_LIMIT, SamplingParams
+from h2o_flexgen.text.dialogue import choose_style
+from h2o_flexgen.text.load_tokenizer import HfTokenizer
+from h2o_flexgen.text.prompts import Prompt, read_chat
+from h2o_flexgen.text.row_text import pieces_of
+from h2o_flexgen.text.tokenizer import Tokenizer as EngineTokenizer
+
+try:
+    from helm.clients.client import CachingClient
+    from helm.common import request as helm_request
+    from helm.common.cache import CacheConfig
+    from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
+    from helm.proxy.retry import NonRetriableException
+    from helm.tokenizers.caching_tokenizer import CachingTokenizer
+except ModuleNotFoundError as error:
+    missing = error.name is not None and error.name.partition(".")[0] == "helm"
+    raise ModuleNotFoundError(not_installed("HELM", "helm") if missing else str(error)) from error
+
+Response: TypeAlias = "dict[str, Any]"  # what HELM's cache keeps
+PERMANENT = helm_request.ErrorFlags(is_retriable=False)  # another try would end alike
+NOT_READ = ("multimodal_prompt", "image_generation_parameters", "response_format")
+END_OF_TEXT = "endoftext"  # HELM's name of the reason; the others are named alike
+
+_SECONDS = Rule(number(0), "seconds, 0 or more")
+_ROWS = Rule(optional(whole(1, MOST_PROMPTS)), f"a whole number, 1 to {MOST_PROMPTS}, or nothing")
+_LENGTH = Rule(whole(1, MOST_TOKENS), f"a whole number, 1 to {MOST_TOKENS}")
+_SEED = Rule(whole(0, SEED_LIMIT - 1), "a whole number, 0 to 2**64 - 1")
+
+
+# -- models ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """An open model and what gathers requests for it."""
+
+    llm: LLM
+    gathering: Gathering
+    seed: int
+    identity: Mapping[str, object]  # what answers depend on, for keys of caches
+
+    @classmethod
+    def open(
+        cls,
+        turns: Turns,
+        model: str,
+        gather: float = SECONDS,
+        rows: int | None = None,
+        prompt_len: int = 1,
+        gen_len: int = 1,
+        seed: int = 0,
+        **options: object,
+    ) -> Model:
+        """`options` are those of LLM; without a plan or percent among them a plan is found."""
+        seconds, at_once = _SECONDS.value("gather", gather), _ROWS.value("rows", rows)
+        least = Lengths(_LENGTH.value("prompt_len", prompt_len), _LENGTH.value("gen_len", gen_len))
+        seed = _SEED.value("seed", seed)
+        given = {} if "percent" in options else {"percent": AUTO}
+        llm = LLM(model, **{**given, **options})  # type: ignore[arg-type]
+        if not llm.tokenizer.reads_texts:
+            llm.close()
+            raise ValueError(f"HELM asks with texts, and {llm.tokenizer.note}; name a tokenizer in the args of the client")
+        identity = {**model_settings(llm)[0], **plan_settings(llm.plan), "seed": seed}
+        return cls(llm, Gathering(llm, seconds=seconds, rows=at_once, least=least, turns=turns), seed, identity)
+
+    def close(self) -> None:
+        self.gathering.close()
+        self.llm.close()
+
+
+class Models:
+    """The models of this process, each of which is opened once: HELM's threads make a client each when the first requests come,
+    and no client is ever closed. They take turns in memory, since runs of several models follow each other."""
+
+    def __init__(self) -> None:
+        self._opening = Lock()
+        self._opened: dict[str, Model] = {}
+        self._turns = Turns()
+
+    def open(self, model: str, options: Mapping[str, Any]) -> Model:
+        key = json.dumps({"model": model, **options}, sort_keys=True, default=str)
+        with self._opening:
+            if not self._opened:
+                atexit.register(self.close)
+            if key not in self._opened:
+                self._opened[key] = Model.open(self._turns, model, **options)
+            return self._opened[key]
+
+    def close(self) -> None:
+        """Closes all. They can be opened anew."""
+        with self._opening:
+            for model in self._opened.values():
+                model.close()
+            self._opened.clear()
+            atexit.unregister(self.close)
+
+
+MODELS = Models()  # HELM makes clients by the name of their class, with nothing that they could share but this
+
+
+# -- requests --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What HELM asks, as the engine takes it."""
+
+    request: Request
+    first: int  # token of the prompt that belongs to its text: before it stand those that the tokenizer adds
+    copies: int  # of the one completion, where all would be alike
+    echoes: bool
+
+    @property
+    def params(self) -> SamplingParams:
+        assert self.request.params is not None
+        return self.request.params
+
+
+class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not installed
+    """A client of HELM. What is wrong with a request is said in its result; an error of the engine is raised."""
+
+    def __init__(self, cache_config: CacheConfig, model_name: str = "", model: str = "", chat: bool = False, **options: Any):
+        """`model` is a name on the hub, a folder or a GGUF file (default: `model_name`, HELM's name of it). `chat`: a prompt is
+        what a user says, and is written down by the model's chat template. `options` are those of Model.open and of LLM."""
+        super().__init__(cache_config=cache_config)
+        self._model = MODELS.open(model or model_name, options)
+        self._chat = chat
+
+    def make_request(self, request: helm_request.Request) -> helm_request.RequestResult:
+        if request.embedding:
+            return _refused("this engine makes no embeddings; leave out embedding")
+        try:
+            asked = self._read(request)
+        except ValueError as error:
+            return _refused(str(error))
+
+        def answer() -> Response:
+            return self._answer(asked)
+
+        key = self.make_cache_key({**self._model.identity, **_key_of(asked)}, request)
+        response, is_cached = self.cache.get(key, helm_request.wrap_request_time(answer))
+        return helm_request.RequestResult(
+            success=True,
+            cached=is_cached,
+            request_time=response["request_time"],
+            request_datetime=response["request_datetime"],
+            completions=[_generated(one) for one in response["completions"]],
+            embedding=[],
+        )
+
+    def _read(self, request: helm_request.Request) -> _Asked:
+        for name in NOT_READ:
+            if getattr(request, name) is not None:
+                raise ValueError(f"{name} is given, and this engine reads and writes texts alone; leave it out")
+        prompt, first, stops = self._prompt(request)
+        params = _params(request, (*request.stop_sequences, *stops))
+        seed = _seed(self._model.seed, request.random, prompt)
+        read = self._model.gathering.read(prompt, replace(params, seed=seed))
+        return _Asked(replace(read, index=0), first, request.num_completions // params.n, request.echo_prompt)
+
+    def _prompt(self, request: helm_request.Request) -> tuple[Prompt, int, Sequence[str]]:
+        """The prompt, its first token that belongs to the text, and what ends an answer of a chat."""
+        if not (request.messages or self._chat):
+            with self._model.gathering.reading:
+                return *read_text(self._model.llm.tokenizer, request.prompt), ()
+        said = request.messages or [{"role": "user", "content": request.prompt}]
+        style = choose_style(AUTO, self._model.llm.tokenizer)
+        with self._model.gathering.reading:
+            return style.whole(read_chat("the chat", said)), 0, style.stops
+
+    def _answer(self, asked: _Asked) -> Response:
+        try:
+            completion = self._model.gathering.ask(asked.request).result()
+        except ValueError as error:  # of the plan, say, which has too little memory: it would be as little in some seconds
+            raise NonRetriableException(str(error)) from error
+        return {"completions": _completions(self._model.llm.tokenizer, completion, asked)}
+
+
+def read_text(tokenizer: EngineTokenizer, text: str) -> tuple[Prompt, int]:
+    """The tokens of a prompt, and how many of them the tokenizer has put before its text. Where HELM begins a text with the
+    model's start token itself, it is not added once more."""
+    own = tokenizer.encode_more(text) if text else []
+    whole_prompt = tokenizer.encode(text)
+    added = whole_prompt[: len(whole_prompt) - len(own)]
+    if whole_prompt[len(added) :] != own:
+        return Prompt(text, tuple(whole_prompt)), 0
+    if not added or own[: len(added)] == added:
+        return Prompt(text, tuple(own)), 0
+    return Prompt(text, tuple(whole_prompt)), len(added)
+
+
+def _params(request: helm_request.Request, stops: Sequence[str]) -> SamplingParams:
+    """How HELM wants a prompt to be continued. Its top_k_per_token says how many likely tokens a result lists, and results have
+    no place for them any more: all tokens are sampled from."""
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        stop=stops,
+        n=1 if request.temperature == 0 else request.num_completions,
+        logprobs=0,
+        prompt_logprobs=0 if request.echo_prompt else None,
+    )
+
+
+def _seed(seed: int, random: str | None, prompt: Prompt) -> int:
+    """The seed of one request, whoever asks before it: another for every prompt, and for every `random` of HELM."""
+    named = json.dumps([seed, random, prompt.ids])
+    return int.from_bytes(blake2b(named.encode(), digest_size=8).digest(), "big")
+
+
+def _key_of(asked: _Asked) -> Mapping[str, object]:
+    prompt = asked.request.prompt
+    assert isinstance(prompt, Prompt)
+    return {"prompt": prompt.ids, "echo": asked.echoes, "copies": asked.copies, **asdict(asked.params)}
+
+
+def _refused(why: str) -> helm_request.RequestResult:
+    return helm_request.RequestResult(
+        success=False, cached=False, completions=[], embedding=[], error=why, error_flags=PERMANENT
+    )
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------------
+
+
+def _completions(tokenizer: EngineTokenizer, completion: Completion, asked: _Asked) -> list[Response]:
+    """The completions as plain data: their texts, and the texts and log-probabilities of their tokens."""
+    prompt, echoed = completion.prompt_token_ids, list[tuple[str, float]]()
+    if asked.echoes:
+        assert completion.prompt_logprobs is not None
+        texts = pieces_of(tokenizer, prompt[: asked.first], prompt[asked.first :])
+        echoed = [*zip(texts, map(_logprob, completion.prompt_logprobs[asked.first :]))]
+    before = completion.prompt or "" if asked.echoes else ""
+    found = [_completion(tokenizer, prompt, one, before, echoed) for one in completion.outputs]
+    return found * asked.copies
+
+
+def _completion(
+    tokenizer: EngineTokenizer, prompt: Sequence[int], output: Output, before: str, echoed: Sequence[tuple[str, float]]
+) -> Response:
+    assert output.logprobs is not None
+    tokens, left = [*echoed], len(output.text)
+    for text, step in zip(pieces_of(tokenizer, prompt, output.token_ids), output.logprobs):
+        if not left:  # a stop and what came with it belong to no text
+            break
+        tokens.append((text[:left], step.chosen.logprob))
+        left -= len(text[:left])
+    ends = output.finish_reason == "stop" and output.stop_reason is None
+    return {"text": before + output.text, "tokens": tokens, "reason": END_OF_TEXT if ends else output.finish_reason}
+
+
+def _logprob(step: StepLogprobs | None) -> float:
+    return 0.0 if step is None else step.chosen.logprob  # nothing foretells the first token
+
+
+def _generated(completion: Response) -> helm_request.GeneratedOutput:
+    tokens = [helm_request.Token(text, logprob) for text, logprob in completion["tokens"]]
+    return helm_request.GeneratedOutput(
+        text=completion["text"],
+        logprob=sum(token.logprob for token in tokens),
+        tokens=tokens,
+        finish_reason={"reason": completion["reason"]},
+    )
+
+
+# -- the tokenizer ---------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM is not installed
+    """The tokenizer of a model as HELM asks for one, to fit prompts into contexts: the engine's own, of whatever file. It takes
+    the arguments of the client, with which it shares the model."""
+
+    def __init__(self, cache_config: CacheConfig, model: str, **options: Any) -> None:
+        super().__init__(cache_config=cache_config)
+        opened = MODELS.open(model, options)
+        self._tokenizer, self._reading = opened.llm.tokenizer, opened.gathering.reading
+        self._identity = {TOKENIZER: opened.identity}
+
+    def _tokenize_do_it(self, request: Mapping[str, Any]) -> Response:
+        with self._reading:
+            ids = self._tokenizer.encode_more(request["text"])
+            ids = ids[: max(0, request["max_length"])] if request["truncation"] else ids
+            return {"tokens": ids if request["encode"] else pieces_of(self._tokenizer, (), ids)}
+
+    def _decode_do_it(self, request: Mapping[str, Any]) -> Response:
+        with self._reading:
+            return {"text": decode_all(self._tokenizer, request["tokens"])}
+
+    def _tokenization_request_to_cache_key(self, request: TokenizationRequest) -> Response:
+        return {**asdict(request), **self._identity}
+
+    def _decode_request_to_cache_key(self, request: DecodeRequest) -> Response:
+        return {**asdict(request), **self._identity}
+
+
+def decode_all(tokenizer: EngineTokenizer, ids: Sequence[int]) -> str:
+    """Decodes tokens with special ones: HELM puts a model's start token before texts in this way."""
+    if isinstance(tokenizer, HfTokenizer):
+        return str(tokenizer.of_transformers.decode(list(ids), clean_up_tokenization_spaces=False))
+    return tokenizer.decode(ids)
