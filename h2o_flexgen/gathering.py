@@ -242,16 +242,21 @@ class Gathering:
     def _is_asked(self) -> bool:
         """Waits for somebody, and then for others who fill the seats. Nobody comes any more where it returns False."""
         with self._changed:
-            self._changed.wait_for(lambda: self.load.waiting or self._is_closed)
-            self._changed.wait_for(lambda: self.load.waiting >= self.load.seats or self._is_closed, self._seconds)
-            return self.load.waiting > 0
+            while self.load.waiting or not self._is_closed:
+                self._changed.wait_for(lambda: self.load.waiting or self._is_closed)
+                self._changed.wait_for(lambda: self.load.waiting >= self.load.seats or self._is_closed, self._seconds)
+                if self.load.waiting:
+                    return True  # otherwise all who had come have cancelled meanwhile
+            return False
 
     def _plan_seats(self) -> None:
         """Plans seats for those who wait, if there is one among them for whom the seats are too small."""
         with self._changed:
-            waiting = [guest.lengths for guest in self._waiting]
+            if self._arrivals is not None and self._arrivals.load.waiting:
+                return  # whoever has a place in the queue of the seats comes before those who need more
+            waiting = [*self._waiting]
         refused: ValueError | None = None
-        for lengths in self._wanted(waiting):
+        for lengths in self._wanted([guest.lengths for guest in waiting]):
             try:
                 arrivals = self._llm.arrivals(*lengths, rows=self._at_once)
             except ValueError as error:
@@ -262,9 +267,11 @@ class Gathering:
                 self._admit()
             return
         if refused is not None:
+            first = waiting[0]
             with self._changed:
-                guest = self._waiting.popleft()
-            guest.end(refused)
+                if first in self._waiting:  # he may have cancelled meanwhile
+                    self._waiting.remove(first)
+            first.end(refused)
 
     def _wanted(self, waiting: Sequence[Lengths]) -> list[Lengths]:
         """What seats could be planned for, the best first: for all who wait and for who was there, with some room; without it;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from h2o_flexgen.text.prompts import Prompt
 from tests.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.pairwise import on_devices
+from tests.patience import PATIENCE_SECONDS
 from tests.test_stream import GROWTH, LENGTHS, MIXES, nothing_runs_on, same
 
 __all__ = ["nothing_runs_on"]
@@ -243,3 +245,18 @@ def test_the_keys_and_values_that_rows_hold_are_told(policy: Any, checkpoints: C
         assert capacity == 2 * of_token * (LONGEST + MOST - 1)
     elif policy == POLICIES[1]:
         assert {held for _, held in found} == {4 * of_token}
+
+
+def test_where_all_who_had_come_give_up_the_next_is_waited_for(checkpoints: Checkpoints, offload: Path) -> None:
+    with Case("opt").open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(6, 4)
+        first = arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
+        gathering = ThreadPoolExecutor(1)
+        waits = gathering.submit(arrivals.gather, 3600.0)
+        arrivals.give_up(first)
+        for _ in range(sum(arrivals._sizes)):  # as many as fill the seats: nobody else is waited for
+            arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
+        assert waits.result(PATIENCE_SECONDS)
+        arrivals.close()
+        assert len(list(llm.generate_arriving(arrivals))) == sum(arrivals._sizes) and not arrivals.gather(3600.0)
+        gathering.shutdown()

@@ -20,6 +20,7 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt
 from tests.contract import Case, Checkpoints
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny import POSITIONS
 
 LENGTHS = (9, 1, 5, 3, 12, 2, 7, 4)
@@ -182,3 +183,26 @@ def test_models_take_turns_and_the_other_gives_its_memory_back(checkpoints: Chec
             texts.append(asked(gathering, (1, 2, 3)).result().token_ids)
             assert held._engine is not None and given_back._engine is None
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_where_the_only_one_who_asked_cancels_the_next_is_served(llm: LLM) -> None:
+    with Gathering(llm, seconds=0.01) as gathering:
+        for _ in range(3):
+            asked(gathering, (1, 2)).cancel()
+        assert len(asked(gathering, (1, 2, 3)).result(PATIENCE_SECONDS).token_ids) == 4
+
+
+def test_who_has_a_place_in_the_queue_is_served_before_seats_are_planned_anew(checkpoints: Checkpoints, offload: Path) -> None:
+    """So many come while a block runs that they would fill its empty batch: it ends with them in the queue, and a longer one
+    waits behind them."""
+    later = list[Future[Completion]]()
+
+    def hear(row: RowState, token: int, text: str | None) -> None:
+        if row.num_generated == 1:
+            later.extend(asked(gathering, prompt, 4) for prompt in [(1, 2)] * 5 + [tuple(range(1, 60))])
+
+    case = Case("llama-gqa", gpu_batch_size=2, num_gpu_batches=2)
+    with case.open(checkpoints, offload) as llm, Gathering(llm, seconds=0) as gathering:
+        first = gathering.ask(gathering.read([1, 2, 3], SamplingParams(max_tokens=4)), hear)
+        assert len(first.result(PATIENCE_SECONDS).token_ids) == 4
+        assert [len(future.result(PATIENCE_SECONDS).token_ids) for future in later] == [4] * 6

@@ -135,9 +135,9 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 
 def request_of(flags: Namespace) -> BatchRequest:
-    file = InputFile.of(flags.input_file)
     defaults = Options(sampling_of(flags), token_ids=flags.return_token_ids)
-    return Opening.of(flags).request(file, defaults, flags.style, flags.skip_invalid)
+    opening = Opening.of(flags)
+    return opening.request(InputFile.of(flags.input_file), defaults, flags.style, flags.skip_invalid)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from threading import Condition
+from time import monotonic
 from typing import NamedTuple
 
 from h2o_flexgen.core.prefixes import SharedPrefix
@@ -149,10 +150,18 @@ class Arrivals(Waiting):
         """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds.
         Returns whether anybody waits: if not, nobody will ever come."""
         with self._changed:
-            while not self._changed.wait_for(lambda: self._queue or self._is_closed, SECONDS_BETWEEN_LOOKS):
-                pass
-            self._changed.wait_for(lambda: len(self._queue) >= sum(self._sizes) or self._is_closed, seconds)
-            return bool(self._queue)
+            while self._queue or not self._is_closed:
+                if not self._changed.wait_for(lambda: self._queue or self._is_closed, SECONDS_BETWEEN_LOOKS):
+                    continue
+                self._wait_for_others(monotonic() + seconds)
+                if self._queue:
+                    return True  # otherwise all who had come have given up meanwhile
+            return False
+
+    def _wait_for_others(self, until: float) -> None:
+        """Waits for others than the first, while there is room for them and anybody waits at all."""
+        while (left := until - monotonic()) > 0 and not self._is_closed and 0 < len(self._queue) < sum(self._sizes):
+            self._changed.wait(min(left, SECONDS_BETWEEN_LOOKS))
 
     def abandon(self) -> list[Arrival]:
         """Forgets all who wait or have a seat, since nothing can be computed for them, and says who they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,9 @@ class Served:
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.place.url, timeout=PATIENCE_SECONDS)
+
+    def connected(self) -> socket.socket:
+        return socket.create_connection((self.place.host, self.place.port))
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -150,29 +151,33 @@ def head(line: str, headers: dict[str, str]) -> bytes:
 
 
 def test_slow_clients_are_not_waited_for(llm: LLM) -> None:
-    with served(llm, limits=Limits(head_seconds=0.05, body_seconds=0.05)) as server:
+    with served(llm, limits=Limits(head_seconds=0.05)) as server:
         where = (server.place.host, server.place.port)
         for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nhost"):
             with socket.create_connection(where) as raw:
                 raw.sendall(begun)
                 assert closed(raw)
-        with socket.create_connection(where) as raw:  # a connection that was used once
-            assert is_answered(raw)
+        raw = socket.create_connection(where)  # a connection that was used once; a busy machine may need several to be in time
+        while not is_answered(raw):
+            raw.close()
+            raw = socket.create_connection(where)
+        with raw, suppress(ConnectionError):
             raw.sendall(b"GET /hea")
             assert closed(raw)
-        with socket.create_connection(where) as raw:
-            raw.sendall(head("POST /v1/completions", {"content-type": "application/json", "content-length": "9"}) + b"{")
-            told = b"".join(iter(lambda: raw.recv(1000), b""))
-            assert told.startswith(b"HTTP/1.1 408") and b"the body did not come to its end in 0.05 s" in told
+    with served(llm, limits=Limits(body_seconds=0.05)) as server, server.connected() as raw:
+        raw.sendall(head("POST /v1/completions", {"content-type": "application/json", "content-length": "9"}) + b"{")
+        told = b"".join(iter(lambda: raw.recv(1000), b""))
+        assert told.startswith(b"HTTP/1.1 408") and b"the body did not come to its end in 0.05 s" in told
 
 
 def is_answered(raw: socket.socket) -> bool:
-    raw.sendall(head("GET /health", {}))
     told = b""
-    while not told.endswith(b'{"status":"ok"}'):
-        told += (piece := raw.recv(1000))
-        if not piece:
-            return False
+    with suppress(ConnectionError):
+        raw.sendall(head("GET /health", {}))
+        while not told.endswith(b'{"status":"ok"}'):
+            told += (piece := raw.recv(1000))
+            if not piece:
+                return False
     return told.startswith(b"HTTP/1.1 200")
 
 
@@ -202,9 +207,11 @@ NEGATIVE = b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n"
 
 @pytest.mark.parametrize("noise", [b"\0" * 300, b"GET\r\n\r\n", b"x" * (1 << 17), NEGATIVE])
 def test_what_is_no_http_ends_the_connection(server: Served, noise: bytes) -> None:
+    told = b""
     with socket.create_connection((server.place.host, server.place.port)) as raw:
-        raw.sendall(noise)
-        told = raw.recv(1000)
+        with suppress(ConnectionError):  # it may end before all was sent, or read
+            raw.sendall(noise)
+            told = raw.recv(1000)
         assert told == b"" or told.startswith(b"HTTP/1.1 400")
     with server.http() as http:
         assert http.get("/health").status_code == 200
