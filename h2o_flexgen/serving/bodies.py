@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from h2o_flexgen.serving.problems import Refused, no_json, too_large, too_slow
 
@@ -53,6 +53,3 @@ async def _read(request: Request, most: int) -> bytes | None:
         else:
             pieces.append(piece)
     return b"".join(pieces) if size <= most else None
-
-
-__all__ = ["ClientDisconnect", "Limits", "read_body"]
