@@ -14,6 +14,7 @@ from pathlib import Path
 from h2o_flexgen.cli.files import check_writable
 from h2o_flexgen.cli.flags import (
     MOST_IDS,
+    NOISE,
     TOKENS,
     TRACEBACK,
     Group,
@@ -61,7 +62,6 @@ WHERE_FOUND = f"where --percent is {AUTO}"
 RESUME, ANYWAY, RETRY = "--resume", "--resume-anyway", "--retry-errors"
 RAY, WORKERS, HAND_OUT, LOCAL = "--ray", "--workers", "--hand-out", "local"
 MOST_WORKERS = 1000
-NOISE = {"model": "facebook/opt-125m", "dummy_weights": True}
 
 DESCRIPTION = f"""\
 Run a file of requests and write a record for each as it finishes, in the form of OpenAI's batches. A line of the input is a

@@ -37,6 +37,8 @@ from h2o_flexgen.text.tokenizer import BYTES
 
 BESIDE_BUDGET = ("hh_prompt_only", "value_norms", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
+# whose shapes random weights have, if no model is named
+NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": True}
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 GRAPHS_FLAG = "--cuda-graphs"
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.cli.flags import (
+    NOISE,
     SEED,
     TOKENS,
     TRACEBACK,
@@ -52,7 +53,6 @@ ROWS, WAITING = 32, 1024
 PROMPT_LEN, GEN_LEN = 1024, 256
 MOST_BODY = "4MB"
 MOST_PORT = (1 << 16) - 1
-NOISE = {"model": "facebook/opt-125m", "dummy_weights": True}
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
 DESCRIPTION = """\

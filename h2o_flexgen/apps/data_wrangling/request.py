@@ -16,7 +16,7 @@ from h2o_flexgen.apps.data_wrangling.prompts import BEGINNING, STOP, Asked, aske
 from h2o_flexgen.apps.data_wrangling.questions import Questions, Serialising
 from h2o_flexgen.apps.data_wrangling.wording import FULL_STOP
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchRequest, Opening, add_engine, add_job
-from h2o_flexgen.cli.flags import SEED, TOKENS, Group, Parser, whole
+from h2o_flexgen.cli.flags import NOISE, SEED, TOKENS, Group, Parser, whole
 from h2o_flexgen.core.files import write_durably
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.demo import DEMO
@@ -27,7 +27,6 @@ from h2o_flexgen.sampling.params import SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.apps.data_wrangling"
 USUAL_EXAMPLES = 10
-NOISE = {"model": "facebook/opt-125m", "dummy_weights": True}
 PANDAS, AS_THEY_STAND = "pandas", "file"
 REQUESTS, RESULT = ".requests.jsonl", ".result.json"
 
