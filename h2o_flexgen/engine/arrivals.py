@@ -201,17 +201,18 @@ class Arrivals(Waiting):
             self._of_row.clear()
             return left
 
-    def drop(self, index: int) -> list[Arrival]:
-        """Forgets the requests with this number, of which one has broken the block, and says who they are. All others that had
-        a seat wait again, before those who had none."""
+    def drop(self, row: int | None) -> Arrival | None:
+        """Forgets the request of a row that has broken the block, and says which it is. All others that had a seat wait again,
+        before those who had none."""
         self.left(())
         with self._changed:
-            waiting = (*self._queue, *self._background)
-            lost = [*dict.fromkeys(self._of_row[row.row] for row in waiting if row.index == index)]
-            own = {id(row) for arrival in lost for row in arrival.rows}
-            self._queue = deque(row for row in self._queue if id(row) not in own)
-            self._background = deque(row for row in self._background if id(row) not in own)
-            self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival not in lost}
+            lost = None if row is None else self._of_row.get(row)
+            if lost is not None:
+                own, queue = {one.row for one in lost.rows}, self._queue_of(lost)
+                left = [one for one in queue if one.row not in own]
+                queue.clear()
+                queue.extend(left)
+                self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival is not lost}
             return lost
 
     def on_token(self, row: int, token: int, text: str | None) -> None:
