@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import TypeAlias
 
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
@@ -27,6 +28,9 @@ class Listener:
     on_piece: OnPiece | None  # None: only whole completions are wanted
     over: Callable[[Completion], object]
     fail: Callable[[Problem], object]
+
+
+Prepared: TypeAlias = "tuple[Arrival, Listener]"
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,25 @@ class Desk:
             raise Refused(ending())
         if (waiting := self._arrivals.load.waiting) >= self._terms.most_waiting:
             raise Refused(queue_full(waiting, RETRY_SECONDS))
-        come: list[Arrival] = []
+        return self.admit([self.prepare(*each) for each in requests])
+
+    def prepare(self, request: Request, listener: Listener) -> Prepared:
+        """A request that may be admitted. One that has no room in a seat is refused."""
+        return self._arrivals.prepare(request, listener.on_piece), listener
+
+    def admit(self, prepared: Sequence[Prepared], in_background: bool = False) -> list[Arrival]:
+        """Has all of these wait for seats, or none."""
+        arrivals = [arrival for arrival, _ in prepared]
+        with self._lock:
+            self._listeners.update(prepared)  # before its listener is known it cannot be over
         try:
-            for request, listener in requests:
-                with self._lock:  # before its listener is known it cannot be over
-                    arrival = self._arrivals.offer(request, listener.on_piece)
-                    self._listeners[arrival] = listener
-                come.append(arrival)
+            self._arrivals.admit(arrivals, in_background)
         except BaseException:
-            self.give_up(come)
+            with self._lock:
+                for arrival in arrivals:
+                    del self._listeners[arrival]
             raise
-        return come
+        return arrivals
 
     def give_up(self, arrivals: Sequence[Arrival]) -> None:
         """Nobody waits for these any more."""
