@@ -78,8 +78,10 @@ class LineReader:
         custom_id = None
         try:
             custom_id = _custom_id(given.pop(CUSTOM_ID, None))
-            if self.url is not None or any(name in given for name in ENVELOPE):
+            if any(name in given for name in ENVELOPE):
                 return self._read_envelope(custom_id, given)
+            if self.url is not None:
+                raise ValueError(f"it is no request of a batch; write an object with {', '.join(ENVELOPE)}")
             return self._read_body(custom_id, given, given.get(MESSAGES) is not None)
         except ValueError as error:
             raise BadLine(str(error), custom_id) from error

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
-from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts
+from h2o_flexgen.serving.batches.routes import BatchRoutes, routes_without_folder
+from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts, batches_text
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.problems import (
     Problem,
@@ -35,8 +36,10 @@ OWNER = "h2o_flexgen"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, counts: Counts, keys: Keys) -> Starlette:
-    routes = [*_state_routes(service, counts), *_model_routes(service), *_completion_routes(service)]
+def make_app(service: Service, counts: Counts, keys: Keys, batches: BatchRoutes | None = None) -> Starlette:
+    """`batches`: None where nothing is kept."""
+    of_batches = routes_without_folder() if batches is None else batches.routes()
+    routes = [*_state_routes(service, counts, batches), *_model_routes(service), *_completion_routes(service), *of_batches]
     handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
     return Starlette(
         routes=routes,
@@ -45,12 +48,13 @@ def make_app(service: Service, counts: Counts, keys: Keys) -> Starlette:
     )
 
 
-def _state_routes(service: Service, counts: Counts) -> list[Route]:
+def _state_routes(service: Service, counts: Counts, batches: BatchRoutes | None) -> list[Route]:
     async def health(request: Request) -> Response:
         return _told(ending()) if service.desk.is_closed else JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(counts.text(service.desk.now), media_type=MEDIA_TYPE)
+        text = counts.text(service.desk.now) + ("" if batches is None else batches_text(batches.work.batches))
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     return [Route("/health", health), Route("/metrics", metrics)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.serving.batches.registry import Batches
 
 PREFIX = "h2o_flexgen"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,11 +20,12 @@ class Now:
 
     running: int  # requests
     waiting: int
-    rows_waiting: int
+    rows_waiting: int  # not in the background
     rows_seated: int
     seats: int
     kv_bytes: int  # held by the rows that have a seat
     kv_bytes_of_seats: int  # that they can hold at most
+    rows_in_background: int  # of batches, that wait
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Counts:
             }
 
     def text(self, now: Now) -> str:
-        return "".join(f"{line}\n" for metric in (*_gauges(now), *self._counters()) for line in metric.lines())
+        return _text((*_gauges(now), *self._counters()))
 
     def _counters(self) -> list[Metric]:
         with self._lock:
@@ -101,12 +103,23 @@ class Counts:
         ]
 
 
+def batches_text(batches: Batches) -> str:
+    """What is told of batches, where there are any."""
+    by_state = Metric("batches", "gauge", "batches", _labelled("status", batches.states))
+    return _text([by_state, _counter("batch_requests_total", "requests of batches", _labelled("outcome", batches.requests))])
+
+
+def _text(metrics: Iterable[Metric]) -> str:
+    return "".join(f"{line}\n" for metric in metrics for line in metric.lines())
+
+
 def _gauges(now: Now) -> list[Metric]:
     return [
         _gauge("requests_running", "requests of which a completion has a seat", now.running),
         _gauge("requests_waiting", "requests that wait for their first seat", now.waiting),
         _gauge("rows_seated", "completions that have a seat", now.rows_seated),
         _gauge("rows_waiting", "completions that wait for a seat", now.rows_waiting),
+        _gauge("rows_waiting_in_background", "completions of batches that wait for a seat", now.rows_in_background),
         _gauge("seats", "completions that are computed at once, at most", now.seats),
         _gauge("kv_held_bytes", "bytes of keys and values of completions that have a seat", now.kv_bytes),
         _gauge("kv_seats_bytes", "bytes of keys and values that all seats can hold", now.kv_bytes_of_seats),

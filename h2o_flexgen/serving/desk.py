@@ -58,6 +58,7 @@ class Desk:
         self._lock = Lock()
         self._listeners: dict[Arrival, Listener] = {}
         self._is_closed = False
+        self._hear_of_end: list[Callable[[], object]] = []
 
     # -- for those who ask -------------------------------------------------------------------------------------------------
 
@@ -103,7 +104,12 @@ class Desk:
 
     @property
     def now(self) -> Now:
-        return Now(*self._arrivals.requests, *self._arrivals.load, *self._arrivals.kv_bytes)
+        arrivals = self._arrivals
+        return Now(*arrivals.requests, *arrivals.load, *arrivals.kv_bytes, arrivals.waiting_in_background)
+
+    def when_closed(self, hear: Callable[[], object]) -> None:
+        """Has somebody told that nobody is admitted any more, be it by a signal's handler."""
+        self._hear_of_end.append(hear)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -111,6 +117,8 @@ class Desk:
         """Admits nobody any more; whoever was admitted is served to the end. It may be called by a signal's handler."""
         self._is_closed = True
         self._arrivals.close()
+        for hear in self._hear_of_end:
+            hear()
 
     def hand_back(self) -> None:
         """Ends it for all who were admitted, when nothing is computed any more."""
