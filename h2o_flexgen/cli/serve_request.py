@@ -79,7 +79,7 @@ class ListenRequest:
 
 @dataclass(frozen=True)
 class KeepRequest:
-    """Where files and batches are kept."""
+    """The folder of files and batches, and how large a file may be."""
 
     folder: Path
     most_file_bytes: int

@@ -80,7 +80,7 @@ class Desk:
         return self._arrivals.prepare(request, listener.on_piece), listener
 
     def admit(self, prepared: Sequence[Prepared], in_background: bool = False) -> list[Arrival]:
-        """Has all of these wait for seats, or none."""
+        """Lets all of these wait for seats, or none."""
         arrivals = [arrival for arrival, _ in prepared]
         with self._lock:
             self._listeners.update(prepared)  # before its listener is known it cannot be over
@@ -108,7 +108,7 @@ class Desk:
         return Now(*arrivals.requests, *arrivals.load, *arrivals.kv_bytes, arrivals.waiting_in_background)
 
     def when_closed(self, hear: Callable[[], object]) -> None:
-        """Has somebody told that nobody is admitted any more, be it by a signal's handler."""
+        """Tells somebody later that nobody is admitted any more, be it in a signal's handler."""
         self._hear_of_end.append(hear)
 
     # -- the end -----------------------------------------------------------------------------------------------------------

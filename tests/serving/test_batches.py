@@ -285,6 +285,8 @@ def test_a_batch_does_not_go_on_under_other_settings(llm: LLM, tmp_path: Path) -
             waiting = batch_of(client, [{"prompt": "x"}])
             server.until(lambda: client.batches.retrieve(waiting.id).status == "in_progress")
             server.desk.close()
+    with (tmp_path / "batches" / f"{begun.id}.jsonl").open("ab") as killed:
+        killed.write(b'{"id": "batch_req_')
     with served(llm, data=tmp_path, settings={"model": MODEL, "kv_policy": "h2o"}) as server, server.client() as client:
         batch = ended(server, client, begun)
         (only,) = batch.errors.data

@@ -21,6 +21,16 @@ STATES = (VALIDATING, *UNDER_WAY, *ENDED)
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What came of a batch: how many requests have an answer, or an error, and the files of these, if there are any."""
+
+    completed: int
+    failed: int
+    output_file_id: str | None
+    error_file_id: str | None
+
+
+@dataclass(frozen=True)
 class Batch:
     id: str
     input_file_id: str
@@ -49,6 +59,9 @@ class Batch:
     def checked_as(self, whole: Part | None, requests: int, errors: Sequence[Said]) -> Batch:
         """The batch behind its check."""
         return replace(self, checked=whole, total=requests, errors=tuple(errors)).now(FAILED if errors else IN_PROGRESS)
+
+    def ended_as(self, status: str, outcome: Outcome, errors: Sequence[Said]) -> Batch:
+        return replace(self, **asdict(outcome), errors=tuple(errors)).now(status)
 
     def begins(self, settings: Settings, noted: Settings) -> Batch:
         assert self.checked is not None, "it was validated"

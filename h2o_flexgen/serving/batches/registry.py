@@ -90,7 +90,7 @@ class Batches:
         return next((batch for batch in self.all() if batch.status in UNDER_WAY), None)
 
     def records(self, batch_id: str) -> Path:
-        """Where its records are until it ends."""
+        """The file of its records, until it ends."""
         return self._folder / f"{batch_id}{LINES}"
 
     def change(self, batch_id: str, change: Callable[[Batch], Batch], only_if: Collection[str] = STATES) -> Batch:

@@ -95,29 +95,35 @@ class BatchRoutes:
         return JSONResponse(batch.said)
 
     def routes(self) -> list[Route]:
-        return [Route(path, getattr(self, name), methods=[method]) for path, method, name in ROUTES]
+        return [Route(path, self._by_method(names), methods=[*names]) for path, names in ROUTES.items()]
+
+    def _by_method(self, names: Mapping[str, str]) -> Handler:
+        handlers = {method: getattr(self, name) for method, name in names.items()}
+
+        async def answer(request: Request) -> Response:
+            found: Response = await handlers["GET" if request.method == "HEAD" else request.method](request)
+            return found
+
+        return answer
 
 
-ROUTES = (
-    (FILES, "POST", "upload"),
-    (FILES, "GET", "files"),
-    (FILES + "/{id}", "GET", "file"),
-    (FILES + "/{id}", "DELETE", "remove"),
-    (FILES + "/{id}/content", "GET", "content"),
-    (BATCHES, "POST", "create"),
-    (BATCHES, "GET", "batches"),
-    (BATCHES + "/{id}", "GET", "batch"),
-    (BATCHES + "/{id}/cancel", "POST", "cancel"),
-)
+ROUTES: Mapping[str, Mapping[str, str]] = {
+    FILES: {"POST": "upload", "GET": "files"},
+    FILES + "/{id}": {"GET": "file", "DELETE": "remove"},
+    FILES + "/{id}/content": {"GET": "content"},
+    BATCHES: {"POST": "create", "GET": "batches"},
+    BATCHES + "/{id}": {"GET": "batch"},
+    BATCHES + "/{id}/cancel": {"POST": "cancel"},
+}
 
 
 def routes_without_folder() -> list[Route]:
-    """Where nothing is kept, whoever asks for it is told what would."""
+    """The same routes of a server that keeps nothing: whoever asks is told how it would."""
 
     async def refuse(request: Request) -> Response:
         raise Refused(no_data_folder())
 
-    return [Route(path, refuse, methods=[method]) for path, method, _ in ROUTES]
+    return [Route(path, refuse, methods=[*names]) for path, names in ROUTES.items()]
 
 
 @dataclass(frozen=True)

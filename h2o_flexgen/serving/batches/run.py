@@ -71,7 +71,7 @@ class BatchRun:
         return (place for place in range(len(self.finished.states)) if self.finished.is_open(place))
 
     def _hand_in(self) -> None:
-        """Has as many requests wait as may; a text is read when its turn comes."""
+        """Lets as many requests wait as may; a text is read when its turn comes."""
         prepared = dict[int, Prepared]()
         rows = sum(len(arrival.rows) for arrival in self._under_way.values())
         for _ in range(self._most_rows):  # as many as may be refused before anything else is heard

@@ -80,7 +80,7 @@ class Files:
             return self._known[file_id]
 
     def lines(self, file_id: str) -> Path:
-        """Where its bytes are."""
+        """The file with its bytes."""
         return self._folder / f"{file_id}{LINES}"
 
     def new(self, file_id: str | None = None) -> NewFile:
@@ -89,7 +89,7 @@ class Files:
         return NewFile(given, self._folder / f".{given}{LINES}")
 
     def keep(self, new: NewFile, filename: str, purpose: str) -> StoredFile:
-        """From now on it is there."""
+        """Makes it one that is there."""
         file = StoredFile(new.id, filename, purpose, new.settle(), int(time.time()))
         with self._lock:
             os.replace(new.path, self.lines(new.id))

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from h2o_flexgen.core.documents import parse_json
@@ -22,7 +22,7 @@ from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.jobs.output import Output
 from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import RecordMaker, is_refusal
-from h2o_flexgen.jobs.recovery import Finished, OutputReader
+from h2o_flexgen.jobs.recovery import Finished, OutputReader, is_of_a_crash
 from h2o_flexgen.serving.batches.batch import (
     CANCELLED,
     CANCELLING,
@@ -33,6 +33,7 @@ from h2o_flexgen.serving.batches.batch import (
     UNDER_WAY,
     VALIDATING,
     Batch,
+    Outcome,
     failing,
 )
 from h2o_flexgen.serving.batches.batch import KIND as KIND_OF_BATCH
@@ -67,11 +68,12 @@ class BatchWork:
         self._seconds_of_rest = seconds_of_rest
         self._hears: Hears = SimpleQueue()
         self._checking = ThreadPoolExecutor(1, "checking")
+        self._is_ended = False
         service.desk.when_closed(self.wake)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which batches are worked on, until the desk is closed."""
+        """A context in which batches are worked on, until the desk is closed or the context ends."""
         for batch in self.batches.all():
             if batch.status == VALIDATING:
                 self.check(batch)
@@ -80,11 +82,13 @@ class BatchWork:
         try:
             yield
         finally:
+            self._is_ended = True
+            self.wake()
             self._checking.shutdown()
             thread.join()
 
     def check(self, batch: Batch) -> None:
-        """Has a new batch checked, and then run when its turn comes."""
+        """Checks a new batch, in another thread; it is then run when its turn comes."""
         with suppress(RuntimeError):  # the server ends, and the next one checks it
             self._checking.submit(self._check, batch)
 
@@ -94,7 +98,7 @@ class BatchWork:
 
     @property
     def _is_over(self) -> bool:
-        return self._service.desk.is_closed
+        return self._is_ended or self._service.desk.is_closed
 
     # -- the check ---------------------------------------------------------------------------------------------------------
 
@@ -140,13 +144,11 @@ class BatchWork:
                 self._survive(batch, error)
 
     def _survive(self, batch: Batch, error: Exception) -> None:
-        """Where the disk fails, it may be mended; any other error would come again."""
+        """Ends a batch that has met an error, unless the disk has failed, which may be mended: then it rests."""
         cause = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(cause, OSError):
-            message = f"{one_line(error) or type(error).__name__}"
-            self._note(f"{batch.id} has failed: {message}")
             try:
-                self.batches.change(batch.id, lambda one: replace(one, errors=(failing(message),)).now(FAILED), UNDER_WAY)
+                self._fail(batch, [failing(one_line(error) or type(error).__name__)])
                 return
             except OSError as another:
                 cause = another
@@ -159,27 +161,22 @@ class BatchWork:
         checked = self._checked(batch)
         if checked.whole != batch.checked:
             raise ChangedInput("its input file is no longer what was checked")
-        records = self.batches.records(batch.id)
-        with closing(checked.index) as index, Output(records, OutputReader(index)) as output:
-            self._count(batch, output.finished)
-            errors = _errors(checked) or self._other_settings(batch)
-            if errors:
-                self._note(f"{batch.id} has failed: {errors[0]['message']}")
-                self._end(batch, FAILED, output, errors)
-            else:
-                self._run_from(batch, index, output)
-        if self.batches.one(batch.id).has_ended:
-            records.unlink(missing_ok=True)
-
-    def _run_from(self, batch: Batch, index: Index, output: Output) -> None:
-        """Runs what is left of it."""
-        recording = Recording(index, RecordMaker(self._service.answers, batch.created_at), output)
-        run = BatchRun(self._service, recording, batch.seed, self._hears)
-        run.to_the_end(lambda: self._is_wanted(batch), lambda finished: self._count(batch, finished))
-        if run.is_complete:
-            self._end(batch, COMPLETED, output)
+        errors = _errors(checked) or self._other_settings(batch)
+        if errors:
+            self._fail(batch, errors)
+        elif self._run_to_the_end(batch, checked.index):
+            self._end(batch, COMPLETED)
         elif self.batches.one(batch.id).status == CANCELLING:
-            self._end(batch, CANCELLED, output)
+            self._end(batch, CANCELLED)
+
+    def _run_to_the_end(self, batch: Batch, index: Index) -> bool:
+        """Runs what is left; returns whether all of it is done."""
+        with closing(index), Output(self.batches.records(batch.id), OutputReader(index)) as output:
+            recording = Recording(index, RecordMaker(self._service.answers, batch.created_at), output)
+            run = BatchRun(self._service, recording, batch.seed, self._hears)
+            self._count(batch, output.finished)
+            run.to_the_end(lambda: self._is_wanted(batch), lambda finished: self._count(batch, finished))
+            return run.is_complete
 
     def _is_wanted(self, batch: Batch) -> bool:
         return not self._is_over and self.batches.one(batch.id).status != CANCELLING
@@ -201,34 +198,40 @@ class BatchWork:
 
     # -- the end of one ------------------------------------------------------------------------------------------------------
 
-    def _end(self, batch: Batch, status: str, output: Output, errors: Sequence[Said] = ()) -> None:
+    def _fail(self, batch: Batch, errors: Sequence[Said]) -> None:
+        self._note(f"{batch.id} has failed: {errors[0]['message']}")
+        self._end(batch, FAILED, errors)
+
+    def _end(self, batch: Batch, status: str, errors: Sequence[Said] = ()) -> None:
         """Makes files of its records. Should that be cut off, it is done again, with the same names."""
         if status == COMPLETED:
-            batch = self.batches.change(batch.id, lambda one: one.now(FINALIZING), (IN_PROGRESS,))
-            status = CANCELLED if batch.status == CANCELLING else COMPLETED
-        self._count(batch, output.finished)
-        fine, failed = self._outcome(batch, output)
-        self.batches.change(
-            batch.id,
-            lambda one: replace(one, output_file_id=fine, error_file_id=failed, errors=(*one.errors, *errors)).now(status),
-            UNDER_WAY,
-        )
-
-    def _outcome(self, batch: Batch, output: Output) -> tuple[str | None, str | None]:
-        """The files of answers and of errors, as far as there are any."""
-        own = f"{KIND}{batch.id.removeprefix(KIND_OF_BATCH)}"
-        with self.files.new(f"{own}-output") as fine, self.files.new(f"{own}-error") as failed:
-            with output.path.open("rb") as records:
-                for line in records:
-                    (failed if is_refusal(parse_json(line)) else fine).write(line)
-            finished = output.finished
-            return (
-                self._kept(fine, f"{batch.id}_output.jsonl", finished.num_done - finished.num_failed),
-                self._kept(failed, f"{batch.id}_error.jsonl", finished.num_failed),
+            now = self.batches.change(batch.id, lambda one: one.now(FINALIZING), (IN_PROGRESS,))
+            status = CANCELLED if now.status == CANCELLING else COMPLETED
+        records, own = self.batches.records(batch.id), f"{KIND}{batch.id.removeprefix(KIND_OF_BATCH)}"
+        with self.files.new(f"{own}-output") as answers, self.files.new(f"{own}-error") as refusals:
+            fine, failed = _split(records, answers, refusals)
+            outcome = Outcome(
+                fine,
+                failed,
+                self.files.keep(answers, f"{batch.id}_output.jsonl", OF_OUTPUT).id if fine else None,
+                self.files.keep(refusals, f"{batch.id}_error.jsonl", OF_OUTPUT).id if failed else None,
             )
+        self.batches.change(batch.id, lambda one: one.ended_as(status, outcome, errors), UNDER_WAY)
+        records.unlink(missing_ok=True)
 
-    def _kept(self, new: NewFile, filename: str, records: int) -> str | None:
-        return self.files.keep(new, filename, OF_OUTPUT).id if records else None
+
+def _split(records: Path, answers: NewFile, refusals: NewFile) -> tuple[int, int]:
+    """Writes records to where they belong; returns how many of each there are."""
+    fine = failed = 0
+    if records.exists():
+        with records.open("rb") as opened:
+            for line in opened:
+                if is_of_a_crash(line):
+                    continue
+                is_failed = is_refusal(parse_json(line))
+                (refusals if is_failed else answers).write(line)
+                fine, failed = fine + (not is_failed), failed + is_failed
+    return fine, failed
 
 
 def _errors(checked: CheckedFile) -> Sequence[Said]:
