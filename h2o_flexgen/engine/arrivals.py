@@ -241,7 +241,7 @@ class Arrivals(Waiting):
         self._held_back = [0] * len(self._sizes)  # passes in which the background left free seats to the next block
 
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
-        """The first places of the workload, as many as rows have lost their seats: all places are alike. these rows come
+        """The first places of the workload, as many as rows have lost their seats: all places are alike. These rows come
         first, each in its queue."""
         with self._changed:
             left = [row for row in self._seated.values() if not row.finished]
