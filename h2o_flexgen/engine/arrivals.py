@@ -166,23 +166,31 @@ class Arrivals(Waiting):
     def abandon(self) -> list[Arrival]:
         """Forgets all who wait or have a seat, since nothing can be computed for them, and says who they are."""
         with self._changed:
-            left = [*dict.fromkeys(self._of_row.values())]
-            self._queue.clear()
-            self._seated.clear()
-            self._of_row.clear()
-            return left
+            return self._forget(self._of_row.values())
 
-    def drop(self, index: int) -> list[Arrival]:
-        """Forgets the requests with this number, of which one has broken the block, and says who they are. All others that had
-        a seat wait again, before those who had none."""
+    def break_off(self) -> list[Arrival]:
+        """Forgets those who had a seat in a block that has failed, and says who they are: the others wait on. If nobody had
+        one yet, no request is to blame, and all are forgotten: otherwise they would be tried for ever."""
+        with self._changed:
+            waiting = {row.row for row in self._queue}
+            seated = [arrival for place, arrival in self._of_row.items() if place not in waiting]
+            return self._forget(seated or self._of_row.values())
+
+    def drop(self, row: int) -> list[Arrival]:
+        """Forgets the request of this row, which has broken the block, and returns it. All others that had a seat wait again,
+        before those who had none."""
         self.left(())
         with self._changed:
-            broken = {id(row): self._of_row[row.row] for row in self._queue if row.index == index}
-            lost = [*dict.fromkeys(broken.values())]
-            own = {id(row) for arrival in lost for row in arrival.rows}
-            self._queue = deque(row for row in self._queue if id(row) not in own)
-            self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival not in lost}
-            return lost
+            return self._forget([self._of_row[row]] if row in self._of_row else [])
+
+    def _forget(self, requests: Iterable[Arrival]) -> list[Arrival]:
+        """Forgets all rows of these requests when no block runs, and names each once."""
+        lost = [*dict.fromkeys(requests)]
+        own = {row.row for arrival in lost for row in arrival.rows}
+        self._queue = deque(row for row in self._queue if row.row not in own)
+        self._seated.clear()
+        self._of_row = {place: arrival for place, arrival in self._of_row.items() if place not in own}
+        return lost
 
     def on_token(self, row: int, token: int, text: str | None) -> None:
         """Tells whoever listens to this row, and ends it if nobody waits for it."""

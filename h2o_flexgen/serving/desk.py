@@ -11,6 +11,7 @@ from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.shrink import OnShrink
+from h2o_flexgen.jobs.job import without_number
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
@@ -127,11 +128,14 @@ class Desk:
                 listener.over(completion)
 
     def _survive(self, error: Exception) -> None:
-        """Tells those whose computation is lost. If a single request broke the block, only that one is; the others start anew
-        from their prompts, and keep what they were told."""
+        """Tells those whose computation is lost: all who had a seat. If a single request broke the block, only that one is; the
+        others start anew from their prompts, and keep what they were told."""
         cause = error.cause if isinstance(error, TaskFailed) else error
-        lost = self._arrivals.drop(cause.row) if isinstance(cause, NoTokenLeft) else []
-        self._tell(lost or self._arrivals.abandon(), broken(self._on_broken(error)))
+        said, lost = self._on_broken(error), list[Arrival]()
+        if isinstance(cause, NoTokenLeft):
+            said = without_number(said, cause.number)
+            lost = [] if cause.row is None else self._arrivals.drop(cause.row)
+        self._tell(lost or self._arrivals.break_off(), broken(said))
 
     def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
         for arrival in lost:
