@@ -9,9 +9,8 @@ from threading import Lock
 
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.engine.shrink import OnShrink
-from h2o_flexgen.jobs.job import without_number
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
