@@ -10,7 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
-from h2o_flexgen.jobs.job import without_number
+from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import BROKEN
