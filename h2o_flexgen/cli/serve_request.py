@@ -148,9 +148,11 @@ def _listen(flags: Namespace) -> ListenRequest:
 
 
 def _keep(flags: Namespace) -> KeepRequest | None:
-    if flags.data_dir is None:
-        return None
-    return KeepRequest(Path(flags.data_dir).expanduser(), parse_bytes(flags.max_file))
+    if flags.data_dir is not None:
+        return KeepRequest(Path(flags.data_dir).expanduser(), parse_bytes(flags.max_file or MOST_FILE))
+    if flags.max_file is not None:
+        raise ValueError(f"--max-file is for files that are kept; add {DATA_DIR} FOLDER, or leave it out")
+    return None
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def _add_requests(group: Group) -> None:
 
 def _add_batches(group: Group) -> None:
     group.value(DATA_DIR, "FOLDER", "where they are kept, and found again after a restart (default: there are none)")
-    group.value("--max-file", "SIZE", "of a file; larger ones are refused", memory_size, MOST_FILE)
+    group.value("--max-file", "SIZE", f"of a file; larger ones are refused (default: {MOST_FILE})", memory_size)
 
 
 def _add_plan(group: Group) -> None:

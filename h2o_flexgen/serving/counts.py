@@ -105,8 +105,13 @@ class Counts:
 
 def batches_text(batches: Batches) -> str:
     """What is told of batches, where there are any."""
-    by_state = Metric("batches", "gauge", "batches", _labelled("status", batches.states))
-    return _text([by_state, _counter("batch_requests_total", "requests of batches", _labelled("outcome", batches.requests))])
+    by_state = Metric("batches", "gauge", "batches in each state", _labelled("status", batches.states))
+    return _text(
+        [
+            by_state,
+            _counter("batch_requests_total", "requests of batches that have a record", _labelled("outcome", batches.requests)),
+        ]
+    )
 
 
 def _text(metrics: Iterable[Metric]) -> str:

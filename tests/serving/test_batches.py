@@ -341,7 +341,7 @@ def test_where_the_disk_fails_batches_rest_and_go_on(llm: LLM, tmp_path: Path, m
     with served(llm, data=tmp_path, seconds_of_rest=0.01) as server, server.client() as client:
         batch = ended(server, client, batch_of(client, [{"prompt": "x", "max_tokens": 2}] * 9))
         assert batch.status == "completed" and batch.request_counts.completed == 9
-        told = f"{batch.id} rests for 0.01 s, since the disk has failed (No space left on device); mend that"
+        told = f"{batch.id} rests for 0.01 s (No space left on device); mend that"
         assert server.told == [told]
 
 
@@ -356,4 +356,5 @@ def test_an_input_that_was_changed_ends_its_batch(llm: LLM, tmp_path: Path) -> N
             (tmp_path / "files" / f"{made.input_file_id}.jsonl").write_text("{}\n" * 10_000)
         assert asked.answer.choices
         batch = ended(server, client, made)
-        assert batch.status == "failed" and "is another one than when it was checked" in batch.errors.data[0].message
+        assert batch.status == "failed" and batch.errors.data[0].message == "its input file is no longer what was checked"
+        assert server.told == [f"{batch.id} has failed: its input file is no longer what was checked"]

@@ -162,14 +162,14 @@ def _one_of(given: Mapping[str, object], name: str, allowed: type[str] | tuple[s
 def _metadata(given: object) -> Mapping[str, str] | None:
     if given is None:
         return None
-    is_sound = isinstance(given, dict) and len(given) <= MOST_PAIRS
-    if not is_sound or not all(
-        isinstance(value, str) and len(key) <= LONGEST_KEY and len(value) <= LONGEST_VALUE
-        for key, value in given.items()  # type: ignore[attr-defined]
-    ):
+    if not isinstance(given, dict) or len(given) > MOST_PAIRS or not all(_is_short(*pair) for pair in given.items()):
         most = f"{MOST_PAIRS} texts of {LONGEST_VALUE} characters, with names of {LONGEST_KEY}, at most"
         raise Refused(bad_request(f"{METADATA} is {shown(given)}; allowed are {most}", param=METADATA))
-    return given  # type: ignore[return-value]
+    return given
+
+
+def _is_short(name: str, value: object) -> bool:
+    return isinstance(value, str) and len(name) <= LONGEST_KEY and len(value) <= LONGEST_VALUE
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from h2o_flexgen.serving.service import Service
 
 SECONDS_OF_REST = 30.0  # after the disk has failed
 NAMED = 100  # bad lines that a batch tells of
+CHANGED = "its input file is no longer what was checked"
 SettingsOf = Callable[[], tuple[Settings, Settings]]  # what answers depend on, and what only their last bits do
 
 
@@ -109,7 +110,7 @@ class BatchWork:
         except ServerEnds:
             return
         except Exception as error:  # an input that is empty, or cannot be read
-            found = batch.checked_as(None, 0, [failing(one_line(error))])
+            found = batch.checked_as(None, 0, [failing(_line_of(error))])
         try:
             self.batches.change(batch.id, lambda _: found, (VALIDATING,))
         except OSError as error:
@@ -146,13 +147,14 @@ class BatchWork:
     def _survive(self, batch: Batch, error: Exception) -> None:
         """Ends a batch that has met an error, unless the disk has failed, which may be mended: then it rests."""
         cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError):
+        why = reason(cause) if isinstance(cause, OSError) else ""
+        if not why:
             try:
-                self._fail(batch, [failing(one_line(error) or type(error).__name__)])
+                self._fail(batch, [failing(CHANGED if isinstance(error, ChangedInput) else _line_of(error))])
                 return
-            except OSError as another:
-                cause = another
-        self._note(f"{batch.id} rests for {self._seconds_of_rest:g} s, since the disk has failed ({reason(cause)}); mend that")
+            except Exception as another:
+                why = _line_of(another)
+        self._note(f"{batch.id} rests for {self._seconds_of_rest:g} s ({why}); mend that")
         with suppress(Empty):
             while not self._is_over:
                 self._hears.get(timeout=self._seconds_of_rest)
@@ -160,7 +162,7 @@ class BatchWork:
     def _run_one(self, batch: Batch) -> None:
         checked = self._checked(batch)
         if checked.whole != batch.checked:
-            raise ChangedInput("its input file is no longer what was checked")
+            raise ChangedInput(CHANGED)
         errors = _errors(checked) or self._other_settings(batch)
         if errors:
             self._fail(batch, errors)
@@ -239,3 +241,7 @@ def _errors(checked: CheckedFile) -> Sequence[Said]:
     errors = [failing(f"line {number}: {reason}", number) for number, reason in checked.refused]
     more = checked.num_refused - len(checked.refused)
     return [*errors, failing(f"and {more} more lines cannot be run")] if more else errors
+
+
+def _line_of(error: Exception) -> str:
+    return one_line(error) or type(error).__name__
