@@ -35,6 +35,7 @@ from tests.patience import PATIENCE_SECONDS
 
 MODEL = "tiny"
 PROMPT_LEN, GEN_LEN = 32, 48
+SEED = 5
 HERE = Place("127.0.0.1", 0)
 
 
@@ -120,7 +121,7 @@ def served(
     most_waiting: int = 1000,
     keys: tuple[str, ...] = (),
     limits: Limits = Limits(),  # noqa: B008  # frozen
-    seed: int | None = 5,
+    seed: int | None = SEED,
     room: tuple[int, int] = (PROMPT_LEN, GEN_LEN),
     data: Path | None = None,
     most_file_bytes: int = 10_000_000,

@@ -12,13 +12,16 @@ import openai
 import pytest
 from openai import OpenAI
 
+from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.batches import work
-from h2o_flexgen.serving.batches.batch import ENDED
+from h2o_flexgen.serving.batches.batch import ENDED, Batch
+from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from tests.patience import PATIENCE_SECONDS
-from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
+from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served
 from tests.serving.test_desk import Asking, breaking
 from tests.serving.test_refusals import error
 
@@ -31,6 +34,8 @@ DRAWN = [
     {"prompt": "It rains", "temperature": 0, "max_tokens": GEN_LEN},
     *({"prompt": f"Boat {place}", "max_tokens": 1 + place % 7} for place in range(20)),
 ]
+
+SEEDED = 2  # the place of the one that brings a seed
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +243,22 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(llm: LLM, tmp_path: Path) -
         assert [*(tmp_path / "batches").glob("*.jsonl")] == []
 
 
+def test_a_batch_that_is_cancelled_when_it_is_about_to_begin_is_not_run(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cancelling(of: BatchWork, batch: Batch) -> Any:
+        assert of.batches.cancel(batch.id).status == "cancelled"
+        ended_before.undo()
+        return of._other_settings(batch)
+
+    with served(llm, data=tmp_path) as server, server.client() as client, monkeypatch.context() as ended_before:
+        ended_before.setattr(BatchWork, "_other_settings", cancelling)
+        first = batch_of(client, [{"prompt": "x", "max_tokens": 1}] * 9)
+        assert ended(server, client, first).status == "cancelled"
+        assert ended(server, client, batch_of(client, [{"prompt": "x", "max_tokens": 1}])).status == "completed"
+        assert server.counts.totals()["completions"] == {"length": 1}
+
+
 # -- that are cut off --------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +267,15 @@ def whole(server: Served, client: OpenAI) -> dict[str, Any]:
     """What a batch says that nobody cuts off."""
     batch = ended(server, client, batch_of(client, DRAWN))
     return records(client, batch.output_file_id)
+
+
+def test_a_batch_draws_as_a_job_over_its_file_does(llm: LLM, whole: dict[str, Any]) -> None:
+    fields = [{"max_tokens": 16, "temperature": 1, **body} for body in DRAWN]
+    params = [SamplingParams(**{name: value for name, value in each.items() if name != "prompt"}) for each in fields]
+    prompts = [each["prompt"] for each in fields]
+    for own in llm.generate_stream(map(Request, prompts, params), seed=SEED):
+        said = [text for text, _ in texts(whole[str(own.index)]["response"]["body"])]
+        assert own.index == SEEDED or said == [output.text for output in own.outputs]
 
 
 def close(server: Served) -> None:

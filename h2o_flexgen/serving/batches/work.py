@@ -164,6 +164,8 @@ class BatchWork:
         if checked.whole != batch.checked:
             raise ChangedInput(CHANGED)
         errors = _errors(checked) or self._other_settings(batch)
+        if self.batches.one(batch.id).has_ended:
+            return  # it was cancelled before it began
         if errors:
             self._fail(batch, errors)
         elif self._run_to_the_end(batch, checked.index):
