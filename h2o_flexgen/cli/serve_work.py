@@ -44,6 +44,7 @@ from h2o_flexgen.serving.app import make_app
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import Place, bound, is_loopback, listening, place_of
 from h2o_flexgen.serving.service import Service
@@ -60,7 +61,8 @@ def work(request: ServeRequest) -> None:
         llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
         server = Preparing(request, llm).server()
         readers = stack.enter_context(ThreadPoolExecutor(1, "reading"))
-        server.run(make_app(server.service(readers), server.counts, keys), opened)
+        hosts = Hosts(request.listen.host if is_loopback(place_of(opened)) else None)
+        server.run(make_app(server.service(readers), server.counts, keys, hosts), opened)
 
 
 @dataclass(frozen=True)

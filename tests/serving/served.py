@@ -22,6 +22,7 @@ from h2o_flexgen.serving.app import make_app
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import Place, bound, listening, place_of
 from h2o_flexgen.serving.service import Service
@@ -125,7 +126,7 @@ def served(
     computing = threading.Thread(target=lambda: run(desk), name="computing")
     with ThreadPoolExecutor(1) as readers, bound(HERE) as opened:
         service = Service(desk, reading, Answers(MODEL, llm.tokenizer), *usual, limits, readers, 17)
-        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)))
+        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)), Hosts(HERE.host))
         with listening(app, opened, limits, desk.close):
             computing.start()
             try:
