@@ -16,7 +16,7 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import one_params
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.serving.counts import Counts, Now
-from h2o_flexgen.serving.problems import Problem, Refused, broken, ending, queue_full, too_many
+from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full, too_many
 
 RETRY_SECONDS = 2  # when to ask again whom a full queue turned away
 
@@ -138,11 +138,13 @@ class Desk:
         """Tells those whose computation is lost: all who had a seat. If a single request broke the block, only that one is; the
         others start anew from their prompts, and keep what they were told."""
         cause = error.cause if isinstance(error, TaskFailed) else error
-        said, lost = self._on_broken(error), list[Arrival]()
+        told, broke = self._on_broken(error), None
         if isinstance(cause, NoTokenLeft):
-            said = without_number(said, cause.number)
-            lost = [] if cause.row is None else self._arrivals.drop(cause.row)
-        self._tell(lost or self._arrivals.break_off(), broken(said))
+            told, broke = without_number(told, cause.row), self._arrivals.drop(cause.workload_row)
+        if broke is not None:
+            self._tell([broke], broken_by_itself(told))
+        else:
+            self._tell(self._arrivals.break_off(), broken(told))
 
     def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
         for arrival in lost:
