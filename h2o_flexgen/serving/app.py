@@ -17,6 +17,7 @@ from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
 from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts
 from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
+from h2o_flexgen.serving.page import page
 from h2o_flexgen.serving.problems import (
     Problem,
     Refused,
@@ -29,18 +30,38 @@ from h2o_flexgen.serving.problems import (
     unknown_path,
 )
 from h2o_flexgen.serving.service import CLIENT_HAS_GONE, Service
+from h2o_flexgen.serving.status import Facts, status
 
-GUARDED = "/v1"  # whatever lies below asks for a key
+STATUS = "/status"
+GUARDED = ("/v1", STATUS)  # whatever begins so asks for a key
 MODELS = "/v1/models"
 OWNER = "h2o_flexgen"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, counts: Counts, keys: Keys, hosts: Hosts) -> ASGIApp:
-    routes = [*_state_routes(service, counts), *_model_routes(service), *_completion_routes(service)]
+def make_app(service: Service, counts: Counts, keys: Keys, hosts: Hosts, facts: Facts) -> ASGIApp:
+    routes = [
+        *_page_routes(service, counts, facts),
+        *_state_routes(service, counts),
+        *_model_routes(service),
+        *_completion_routes(service),
+    ]
     handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     return Door(app, counts, keys, hosts)  # outside of all that answers, of errors too
+
+
+def _page_routes(service: Service, counts: Counts, facts: Facts) -> list[Route]:
+    shown = page()
+
+    async def root(request: Request) -> Response:
+        return shown
+
+    async def state(request: Request) -> Response:
+        said = status(facts, service.desk.is_closed, service.desk.now, counts)
+        return JSONResponse(said, headers={"Cache-Control": "no-store"})
+
+    return [Route("/", root), Route(STATUS, state)]
 
 
 def _state_routes(service: Service, counts: Counts) -> list[Route]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from h2o_flexgen.cli.serve_work import usual_options
+from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.requests import ModelRequest
+from h2o_flexgen.cli.serve_work import facts_of, usual_options
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.answers import Answers
@@ -120,13 +122,15 @@ def served(
         told.append(str(error))
         return f"the computation has failed: {error}"
 
-    desk = Desk(llm, llm.arrivals(*room), Terms(0.0, most_waiting, seed), counts, broken)
+    arrivals = llm.arrivals(*room)
+    desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
+    facts = facts_of(MODEL, PlanReport.of(llm, ModelRequest(MODEL, MODEL, dummy_weights=False), arrivals.planned))
     reading = Reading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")
     with ThreadPoolExecutor(1) as readers, bound(HERE) as opened:
         service = Service(desk, reading, Answers(MODEL, llm.tokenizer), *usual, limits, readers, 17)
-        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)), Hosts(HERE.host))
+        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)), Hosts(HERE.host), facts)
         with listening(app, opened, limits, desk.close):
             computing.start()
             try:
