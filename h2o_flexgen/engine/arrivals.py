@@ -200,26 +200,25 @@ class Arrivals(Waiting):
         """Forgets those who had a seat in a block that has failed, and says who they are: the others wait on. If nobody had
         one yet, no request is to blame, and all are forgotten: otherwise they would be tried for ever."""
         with self._changed:
-            waiting = {row.row for row in (*self._queue, *self._background)}
+            waiting = {row.row for queue in (self._queue, self._background) for row in queue}
             seated = [arrival for place, arrival in self._of_row.items() if place not in waiting]
             return self._forget(seated or self._of_row.values())
 
-    def drop(self, row: int | None) -> Arrival | None:
-        """Forgets the request of a row that has broken the block, and says which it is. All others that had a seat wait again,
+    def drop(self, row: int) -> list[Arrival]:
+        """Forgets the request of this row, which has broken the block, and returns it. All others that had a seat wait again,
         before those who had none."""
         self.left(())
         with self._changed:
-            lost = None if row is None else self._of_row.get(row)
-            if lost is not None:
-                self._forget([lost])
-            return lost
+            return self._forget([self._of_row[row]] if row in self._of_row else [])
 
     def _forget(self, requests: Iterable[Arrival]) -> list[Arrival]:
         """Forgets all rows of these requests when no block runs, and names each once."""
         lost = [*dict.fromkeys(requests)]
         own = {row.row for arrival in lost for row in arrival.rows}
-        self._queue = deque(row for row in self._queue if row.row not in own)
-        self._background = deque(row for row in self._background if row.row not in own)
+        for queue in (self._queue, self._background):
+            left = [row for row in queue if row.row not in own]
+            queue.clear()
+            queue.extend(left)
         self._seated.clear()
         self._of_row = {place: arrival for place, arrival in self._of_row.items() if place not in own}
         return lost

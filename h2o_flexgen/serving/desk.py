@@ -138,13 +138,14 @@ class Desk:
         """Tells those whose computation is lost: all who had a seat. If a single request broke the block, only that one is; the
         others start anew from their prompts, and keep what they were told."""
         cause = error.cause if isinstance(error, TaskFailed) else error
-        told, broke = self._on_broken(error), None
+        said, lost = self._on_broken(error), list[Arrival]()
         if isinstance(cause, NoTokenLeft):
-            told, broke = without_number(told, cause.row), self._arrivals.drop(cause.workload_row)
-        if broke is not None:
-            self._tell([broke], broken_by_itself(told))
+            said = without_number(said, cause.number)
+            lost = [] if cause.row is None else self._arrivals.drop(cause.row)
+        if lost:
+            self._tell(lost, broken_by_itself(said))
         else:
-            self._tell(self._arrivals.break_off(), broken(told))
+            self._tell(self._arrivals.break_off(), broken(said))
 
     def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
         for arrival in lost:

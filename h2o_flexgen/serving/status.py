@@ -1,4 +1,4 @@
-"""Status: what a person wants to know of a server at a glance, as JSON: the model and its plan, what is done now, and what was."""
+"""Status: what a person wants to know of a server at a glance, as JSON: the model and its plan, what it does, what it did."""
 
 from __future__ import annotations
 
