@@ -14,7 +14,7 @@ class Tier:
 
     name: str
     held_bytes: Mapping[str, int]  # by kind of data
-    needed_bytes: int  # at most, with the room that is worked in
+    needed_bytes: int  # at most, with the room that is worked in; a checkpoint's own files on disk are only read
     budget_bytes: int | None
 
 
