@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from socket import socket
 
@@ -22,7 +22,7 @@ from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.run_work import WITH_ROOM
-from h2o_flexgen.cli.serve_request import GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
+from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.seats import Need
@@ -32,15 +32,20 @@ from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.evaluation.settings import model_settings, plan_settings
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.app import make_app
+from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
+from h2o_flexgen.serving.batches.routes import BatchRoutes
+from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk, Terms
@@ -59,11 +64,13 @@ def work(request: ServeRequest) -> None:
     with ExitStack() as stack:
         keys = Keys() if request.listen.key_file is None else Keys.read(request.listen.key_file, KEYS)
         opened = stack.enter_context(bound(Place(request.listen.host, request.listen.port)))
+        folder = None if request.keep is None else stack.enter_context(data_folder(request.keep.folder, DATA_DIR))
         llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
         server = Preparing(request, llm).server()
         readers = stack.enter_context(ThreadPoolExecutor(1, "reading"))
-        hosts = Hosts(request.listen.host if is_loopback(place_of(opened)) else None)
-        server.run(make_app(server.service(readers), server.counts, keys, hosts, server.facts), opened)
+        service, hosts = server.service(readers), Hosts(request.listen.host if is_loopback(place_of(opened)) else None)
+        batches = None if folder is None else server.batches(folder, service)
+        server.run(make_app(service, server.counts, keys, hosts, server.facts, batches), opened, batches)
 
 
 @dataclass(frozen=True)
@@ -140,10 +147,23 @@ class Server:
         of_prompts, of_chats = usual_options(self._arrivals.most_tokens)
         return Service(self.desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))
 
-    def run(self, app: ASGIApp, opened: socket) -> None:
-        """Serves until a signal comes and everybody who was admitted has an answer."""
+    def batches(self, folder: DataFolder, service: Service) -> BatchRoutes:
+        request = self._request
+        assert request.keep is not None
+        work = BatchWork(folder, service, self._settings, note)
+        return BatchRoutes(work, self._limits, request.keep.most_file_bytes, request.seed, lambda: self.desk.is_closed)
+
+    def _settings(self) -> tuple[Settings, Settings]:
+        """What answers of batches depend on, and what only their last bits depend on."""
+        of_model, noted = model_settings(self._llm)
+        room = {"prompt_len": self._arrivals.longest_prompt, "gen_len": self._arrivals.most_tokens}
+        return {**of_model, **plan_settings(self._llm.plan), **room, "style": self._request.style}, noted
+
+    def run(self, app: ASGIApp, opened: socket, batches: BatchRoutes | None = None) -> None:
+        """Serves until a signal comes and everybody who was admitted has an answer. Batches are left as far as they are."""
         interrupts = Interrupts(self._end)
-        with interrupts.heard(), listening(app, opened, self._limits, self.desk.close):
+        working = nullcontext() if batches is None else batches.work.running()
+        with interrupts.heard(), listening(app, opened, self._limits, self.desk.close), working:
             interrupts.listen()
             say(self._welcome(place_of(opened)))
             try:

@@ -14,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
-from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts
+from h2o_flexgen.serving.batches.routes import BatchRoutes, routes_without_folder
+from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts, batches_text
 from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.page import page
@@ -39,12 +40,16 @@ OWNER = "h2o_flexgen"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, counts: Counts, keys: Keys, hosts: Hosts, facts: Facts) -> ASGIApp:
+def make_app(
+    service: Service, counts: Counts, keys: Keys, hosts: Hosts, facts: Facts, batches: BatchRoutes | None = None
+) -> ASGIApp:
+    """`batches`: None where nothing is kept."""
     routes = [
         *_page_routes(service, counts, facts),
-        *_state_routes(service, counts),
+        *_state_routes(service, counts, batches),
         *_model_routes(service),
         *_completion_routes(service),
+        *(routes_without_folder() if batches is None else batches.routes()),
     ]
     handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
@@ -64,12 +69,13 @@ def _page_routes(service: Service, counts: Counts, facts: Facts) -> list[Route]:
     return [Route("/", root), Route(STATUS, state)]
 
 
-def _state_routes(service: Service, counts: Counts) -> list[Route]:
+def _state_routes(service: Service, counts: Counts, batches: BatchRoutes | None) -> list[Route]:
     async def health(request: Request) -> Response:
         return _told(ending()) if service.desk.is_closed else JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(counts.text(service.desk.now), media_type=MEDIA_TYPE)
+        text = counts.text(service.desk.now) + ("" if batches is None else batches_text(batches.work.batches))
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     return [Route("/health", health), Route("/metrics", metrics)]
 

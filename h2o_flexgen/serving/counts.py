@@ -9,6 +9,7 @@ from threading import Lock
 from time import monotonic
 
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.serving.batches.registry import Batches
 
 PREFIX = "h2o_flexgen"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -20,11 +21,12 @@ class Now:
 
     running: int  # requests
     waiting: int
-    rows_waiting: int
+    rows_waiting: int  # not in the background
     rows_seated: int
     seats: int
     kv_bytes: int  # held by the rows that have a seat
     kv_bytes_of_seats: int  # that they can hold at most
+    rows_in_background: int  # of batches, that wait
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Counts:
             return {"now": round(monotonic() - self._began, 3), "counted": round(self._counted_at - self._began, 3)}
 
     def text(self, now: Now) -> str:
-        return "".join(f"{line}\n" for metric in (*_gauges(now), *self._counters()) for line in metric.lines())
+        return _text((*_gauges(now), *self._counters()))
 
     def _counters(self) -> list[Metric]:
         with self._lock:
@@ -110,12 +112,28 @@ class Counts:
         ]
 
 
+def batches_text(batches: Batches) -> str:
+    """What is told of batches, where there are any."""
+    by_state = Metric("batches", "gauge", "batches in each state", _labelled("status", batches.states))
+    return _text(
+        [
+            by_state,
+            _counter("batch_requests_total", "requests of batches that have a record", _labelled("outcome", batches.requests)),
+        ]
+    )
+
+
+def _text(metrics: Iterable[Metric]) -> str:
+    return "".join(f"{line}\n" for metric in metrics for line in metric.lines())
+
+
 def _gauges(now: Now) -> list[Metric]:
     return [
         _gauge("requests_running", "requests of which a completion has a seat", now.running),
         _gauge("requests_waiting", "requests that wait for their first seat", now.waiting),
         _gauge("rows_seated", "completions that have a seat", now.rows_seated),
         _gauge("rows_waiting", "completions that wait for a seat", now.rows_waiting),
+        _gauge("rows_waiting_in_background", "completions of batches that wait for a seat", now.rows_in_background),
         _gauge("seats", "completions that are computed at once, at most", now.seats),
         _gauge("kv_held_bytes", "bytes of keys and values of completions that have a seat", now.kv_bytes),
         _gauge("kv_seats_bytes", "bytes of keys and values that all seats can hold", now.kv_bytes_of_seats),

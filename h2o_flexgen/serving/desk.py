@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import TypeAlias
 
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
@@ -28,6 +29,9 @@ class Listener:
     on_piece: OnPiece | None  # None: only whole completions are wanted
     over: Callable[[Completion], object]
     fail: Callable[[Problem], object]
+
+
+Prepared: TypeAlias = "tuple[Arrival, Listener]"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Desk:
         self._lock = Lock()
         self._listeners: dict[Arrival, Listener] = {}
         self._is_closed = False
+        self._hear_of_end: list[Callable[[], object]] = []
 
     # -- for those who ask -------------------------------------------------------------------------------------------------
 
@@ -68,17 +73,25 @@ class Desk:
         if self._is_closed:
             raise Refused(ending())
         self._refuse_too_many(sum(one_params(request.params).n for request, _ in requests))
-        come: list[Arrival] = []
+        return self.admit([self.prepare(*each) for each in requests])
+
+    def prepare(self, request: Request, listener: Listener) -> Prepared:
+        """A request that may be admitted. One that has no room in a seat is refused."""
+        return self._arrivals.prepare(request, listener.on_piece), listener
+
+    def admit(self, prepared: Sequence[Prepared], in_background: bool = False) -> list[Arrival]:
+        """Lets all of these wait for seats, or none."""
+        arrivals = [arrival for arrival, _ in prepared]
+        with self._lock:
+            self._listeners.update(prepared)  # before its listener is known it cannot be over
         try:
-            for request, listener in requests:
-                with self._lock:  # before its listener is known it cannot be over
-                    arrival = self._arrivals.offer(request, listener.on_piece)
-                    self._listeners[arrival] = listener
-                come.append(arrival)
+            self._arrivals.admit(arrivals, in_background)
         except BaseException:
-            self.give_up(come)
+            with self._lock:
+                for arrival in arrivals:
+                    del self._listeners[arrival]
             raise
-        return come
+        return arrivals
 
     def _refuse_too_many(self, rows: int) -> None:
         """Refuses rows for which there is no room in seats and queue together; for ever, or as long as others have it."""
@@ -99,7 +112,12 @@ class Desk:
 
     @property
     def now(self) -> Now:
-        return Now(*self._arrivals.requests, *self._arrivals.load, *self._arrivals.kv_bytes)
+        arrivals = self._arrivals
+        return Now(*arrivals.requests, *arrivals.load, *arrivals.kv_bytes, arrivals.waiting_in_background)
+
+    def when_closed(self, hear: Callable[[], object]) -> None:
+        """Tells somebody later that nobody is admitted any more, be it in a signal's handler."""
+        self._hear_of_end.append(hear)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -107,6 +125,8 @@ class Desk:
         """Admits nobody any more; whoever was admitted is served to the end. It may be called by a signal's handler."""
         self._is_closed = True
         self._arrivals.close()
+        for hear in self._hear_of_end:
+            hear()
 
     def hand_back(self) -> None:
         """Ends it for all who were admitted, when nothing is computed any more."""
