@@ -20,7 +20,7 @@ from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
-from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
@@ -49,9 +49,11 @@ from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import Place, bound, is_loopback, listening, place_of
 from h2o_flexgen.serving.service import Service
+from h2o_flexgen.serving.status import Facts, Tier
 from h2o_flexgen.text.dialogue import choose_style
 
 TEMPERATURE, MAX_TOKENS = 1.0, 16  # of OpenAI, where a request does not say
@@ -66,9 +68,9 @@ def work(request: ServeRequest) -> None:
         llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
         server = Preparing(request, llm).server()
         readers = stack.enter_context(ThreadPoolExecutor(1, "reading"))
-        service = server.service(readers)
+        service, hosts = server.service(readers), Hosts(request.listen.host if is_loopback(place_of(opened)) else None)
         batches = None if folder is None else server.batches(folder, service)
-        server.run(make_app(service, server.counts, keys, batches), opened, batches)
+        server.run(make_app(service, server.counts, keys, hosts, server.facts, batches), opened, batches)
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ class Preparing:
         room = self._room()
         self._find_plan(room)
         arrivals = self.llm.arrivals(room.prompt_len, room.gen_len)
-        self._announce(arrivals)
+        report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
+        self._announce(report)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
             self.llm.load(Opening(progress).stage)
-        return Server(self.request, self.llm, arrivals, Counts())
+        return Server(self.request, self.llm, arrivals, Counts(), facts_of(self.request.name, report))
 
     def _room(self) -> Need:
         """The longest prompt and completion."""
@@ -116,8 +119,7 @@ class Preparing:
         machine = machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
         self._tell(wish.find(machine).lines())
 
-    def _announce(self, arrivals: Arrivals) -> None:
-        report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
+    def _announce(self, report: PlanReport) -> None:
         self._tell(report.lines())
         say_slow(kernel_reasons(report.arithmetic))
         say_threads(self.request.others, self.request.site.threads)
@@ -130,8 +132,8 @@ class Preparing:
 class Server:
     """A model that is loaded, and the desk that serves it."""
 
-    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: Counts) -> None:
-        self._request, self._llm, self._arrivals, self.counts = request, llm, arrivals, counts
+    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: Counts, facts: Facts) -> None:
+        self._request, self._llm, self._arrivals, self.counts, self.facts = request, llm, arrivals, counts, facts
         self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
         terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
         self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk)
@@ -188,6 +190,21 @@ class Server:
         line = one_line(error) or f"{type(error).__name__}: {error}"
         note(f"a block has failed, and whoever lost by it was told: {line}")
         return f"the computation has failed: {line}"
+
+
+def facts_of(name: str, report: PlanReport) -> Facts:
+    """What the page of a server shows of its plan, as it was announced."""
+    held, budgets, workload = placed_bytes(report.first), report.budgets, report.planned.workload
+    tiers = [
+        Tier(
+            name=NAMES[tier],
+            held_bytes={kind: held[kind][tier] for kind in KINDS},
+            needed_bytes=budgets.needs(report.planned.footprint, tier),
+            budget_bytes=budgets.of(tier),
+        )
+        for tier in report.tiers
+    ]
+    return Facts(name, max(workload.prompt_lens), workload.gen_len, report.words, tuple(tiers))
 
 
 def usual_options(most_tokens: int) -> tuple[Options, Options]:

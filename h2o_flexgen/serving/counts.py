@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
+from time import monotonic
 
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.serving.batches.registry import Batches
@@ -52,6 +53,7 @@ class Counts:
         self._tokens: Counter[str] = Counter()
         self._seconds = defaultdict[str, float](float)  # by lane
         self._passes = 0
+        self._began = self._counted_at = monotonic()
         self._before: Tick | None = None  # the last one of the block that runs
 
     def answered(self, status: int) -> None:
@@ -66,6 +68,7 @@ class Counts:
         """Counts a pass over the weights. Ticks count from the beginning of a run."""
         with self._lock:
             before, self._before = self._before, tick
+            self._counted_at = monotonic()
             self._passes += 1
             self._tokens["prompt"] += tick.prompt_tokens - (before.prompt_tokens if before else 0)
             self._tokens["generated"] += tick.generated_tokens - (before.generated_tokens if before else 0)
@@ -84,7 +87,13 @@ class Counts:
                 "prompt_tokens": self._tokens["prompt"],
                 "generated_tokens": self._tokens["generated"],
                 "passes": self._passes,
+                "lane_busy_seconds": {lane: round(seconds, 3) for lane, seconds in sorted(self._seconds.items())},
             }
+
+    def seconds(self) -> dict[str, float]:
+        """How long it is since the server began, and how long it was then to the last pass that is counted."""
+        with self._lock:
+            return {"now": round(monotonic() - self._began, 3), "counted": round(self._counted_at - self._began, 3)}
 
     def text(self, now: Now) -> str:
         return _text((*_gauges(now), *self._counters()))

@@ -14,9 +14,10 @@ from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import one_params
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.serving.counts import Counts, Now
-from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full
+from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full, too_many
 
 RETRY_SECONDS = 2  # when to ask again whom a full queue turned away
 
@@ -71,8 +72,7 @@ class Desk:
         """Hands in the requests of a body: all of them, or none."""
         if self._is_closed:
             raise Refused(ending())
-        if (waiting := self._arrivals.load.waiting) >= self._terms.most_waiting:
-            raise Refused(queue_full(waiting, RETRY_SECONDS))
+        self._refuse_too_many(sum(one_params(request.params).n for request, _ in requests))
         return self.admit([self.prepare(*each) for each in requests])
 
     def prepare(self, request: Request, listener: Listener) -> Prepared:
@@ -92,6 +92,14 @@ class Desk:
                     del self._listeners[arrival]
             raise
         return arrivals
+
+    def _refuse_too_many(self, rows: int) -> None:
+        """Refuses rows for which there is no room in seats and queue together; for ever, or as long as others have it."""
+        load, most = self._arrivals.load, self._terms.most_waiting
+        if rows > load.seats + most:
+            raise Refused(too_many(rows, load.seats, most))
+        if load.waiting + load.seated + rows > load.seats + most:
+            raise Refused(queue_full(load.waiting, rows, most, RETRY_SECONDS))
 
     def give_up(self, arrivals: Sequence[Arrival]) -> None:
         """Nobody waits for these any more."""

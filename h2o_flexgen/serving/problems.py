@@ -45,6 +45,11 @@ def unknown_key() -> Problem:
     return Problem(401, f"no such API key; {how}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
+def unknown_host(asked: str) -> Problem:
+    what = f"this server listens to its machine alone, which is not called {shown(asked)}"
+    return Problem(421, f"{what}; ask localhost, or have a proxy send that as Host", code="unknown_host")
+
+
 def unknown_model(asked: object, known: str) -> Problem:
     hint = did_you_mean(asked, [known]) if isinstance(asked, str) else ""
     message = f"the model {shown(asked)} is not here; this server has {shown(known)}{hint}"
@@ -74,8 +79,14 @@ def no_json(given: str) -> Problem:
     return Problem(415, f"the content type is {shown(given)}; send application/json", code="unsupported_content_type")
 
 
-def queue_full(waiting: int, seconds: int) -> Problem:
-    message = f"{waiting} completions wait for a seat, and no more are taken; ask again in {seconds} s"
+def too_many(rows: int, seats: int, most_waiting: int) -> Problem:
+    room = f"there are {seats} seats, and {most_waiting} may wait"
+    return bad_request(f"{rows} completions are asked for at once, and {room}; ask in parts", "too_many_completions")
+
+
+def queue_full(waiting: int, rows: int, most_waiting: int, seconds: int) -> Problem:
+    beside = f"{waiting} completions wait for a seat, and {most_waiting} may"
+    message = f"{beside}: there is no room for {rows} more; ask again in {seconds} s"
     return Problem(429, message, CROWDED, "queue_full", headers={RETRY: str(seconds)})
 
 

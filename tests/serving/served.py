@@ -14,7 +14,9 @@ from types import MappingProxyType
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from h2o_flexgen.cli.serve_work import usual_options
+from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.requests import ModelRequest
+from h2o_flexgen.cli.serve_work import facts_of, usual_options
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.answers import Answers
@@ -27,6 +29,7 @@ from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import Place, bound, listening, place_of
 from h2o_flexgen.serving.service import Service
@@ -134,7 +137,9 @@ def served(
         told.append(str(error))
         return f"the computation has failed: {error}"
 
-    desk = Desk(llm, llm.arrivals(*room), Terms(0.0, most_waiting, seed), counts, broken)
+    arrivals = llm.arrivals(*room)
+    desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
+    facts = facts_of(MODEL, PlanReport.of(llm, ModelRequest(MODEL, MODEL, dummy_weights=False), arrivals.planned))
     reading = Reading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")
@@ -145,7 +150,7 @@ def served(
             folder = stack.enter_context(data_folder(data, "--data-dir"))
             work = BatchWork(folder, service, lambda: ({**settings}, {}), told.append, seconds_of_rest)
             batches = BatchRoutes(work, limits, most_file_bytes, seed, lambda: desk.is_closed)
-        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)), batches)
+        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)), Hosts(HERE.host), facts, batches)
         stack.enter_context(listening(app, opened, limits, desk.close))
         stack.enter_context(nullcontext() if batches is None else batches.work.running())
         computing.start()
