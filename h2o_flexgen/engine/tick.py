@@ -14,6 +14,7 @@ class Pass(NamedTuple):
     seats: int
     alive: int  # rows that are left
     prompt_tokens: int  # tokens of prompts that were read
+    spared_tokens: int  # that were not, as others had them computed
     generated_tokens: int
     computed_tokens: int  # with pads
     seconds: float
@@ -32,6 +33,7 @@ class Tick:
     alive: int  # rows that have a seat now
     seats: int
     prompt_tokens: int  # of prompts that were read, without pads
+    spared_tokens: int  # of prompts that were not, as others had them computed
     generated_tokens: int
     computed_tokens: int  # with pads
     prompt_seconds: float  # of passes that read prompts
@@ -60,7 +62,12 @@ class Ticker:
 
     def __call__(self, one: Pass) -> None:
         self.passes += 1
-        self.tokens.update(prompt=one.prompt_tokens, generated=one.generated_tokens, computed=one.computed_tokens)
+        self.tokens.update(
+            prompt=one.prompt_tokens,
+            spared=one.spared_tokens,
+            generated=one.generated_tokens,
+            computed=one.computed_tokens,
+        )
         self.seconds[one.prompt_tokens > 0] += one.seconds  # type: ignore[assignment]
         self.busy = one.busy_seconds
         if self.on_tick is not None:
@@ -73,6 +80,7 @@ class Ticker:
             alive=one.alive,
             seats=one.seats,
             prompt_tokens=self.tokens["prompt"],
+            spared_tokens=self.tokens["spared"],
             generated_tokens=self.tokens["generated"],
             computed_tokens=self.tokens["computed"],
             prompt_seconds=self.seconds[True],
