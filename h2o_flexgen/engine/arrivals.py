@@ -4,6 +4,8 @@ at the next pass over the weights.
 The block is planned before anybody comes, for the longest prompt and the most tokens that are admitted, and runs until nobody
 is left. A batch that nobody wanted at its turn stays empty until then. If so many wait that they would fill it, nobody joins
 for a while: the block ends with its rows, and the next one has all seats.
+
+Some come in the background: they have a queue of their own, and take the seats that are free when nobody else waits.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ OnPiece = Callable[[RowState, int, "str | None"], object]  # row, its newest tok
 class Load(NamedTuple):
     """How many rows wait, and how many of the seats are taken."""
 
-    waiting: int
+    waiting: int  # not in the background
     seated: int
     seats: int
 
@@ -48,6 +50,7 @@ class Arrival:
     def __init__(self, rows: Sequence[RowState], on_piece: OnPiece | None) -> None:
         self.rows = rows
         self.on_piece = on_piece
+        self.in_background = False
         self.is_given_up = False
 
     @property
@@ -76,6 +79,7 @@ class Arrivals(Waiting):
         self._numbers, self._places = count(), count()
         self._changed = Condition()
         self._queue: deque[RowState] = deque()
+        self._background: deque[RowState] = deque()
         self._seated: dict[int, RowState] = {}
         self._of_row: dict[int, Arrival] = {}  # of all rows that have not ended
         self._is_closed = False
@@ -83,21 +87,33 @@ class Arrivals(Waiting):
 
     # -- those who come, in any thread -------------------------------------------------------------------------------------
 
-    def offer(self, request: Request, on_piece: OnPiece | None = None) -> Arrival:
-        """Puts a request, whose prompt is read, at the end of the queue; without max_tokens it gets as many as there may be.
+    def offer(self, request: Request, on_piece: OnPiece | None = None, in_background: bool = False) -> Arrival:
+        """Puts a request, whose prompt is read, at the end of a queue; without max_tokens it gets as many as there may be.
         `on_piece` hears of every token, in the thread that computes."""
+        arrival = self.prepare(request, on_piece)
+        self.admit([arrival], in_background)
+        return arrival
+
+    def prepare(self, request: Request, on_piece: OnPiece | None = None) -> Arrival:
+        """A request that may be admitted. One that has no room in a seat is refused."""
         number = next(self._numbers) if request.index is None else request.index
-        rows = self._maker.rows_of(number, self._bounded(number, request), on_piece is not None, 0)
-        arrival = Arrival(rows, on_piece)
+        return Arrival(self._maker.rows_of(number, self._bounded(number, request), on_piece is not None, 0), on_piece)
+
+    def admit(self, arrivals: Iterable[Arrival], in_background: bool = False) -> None:
+        """Puts all of these at the end of a queue at once, so that a block that begins has seats for them all."""
         with self._changed:
             if self._is_closed:
                 raise Closed("no more requests are taken")
-            for row in rows:
-                row.row = next(self._places)
-                self._of_row[row.row] = arrival
-            self._queue += rows
+            for arrival in arrivals:
+                arrival.in_background = in_background
+                for row in arrival.rows:
+                    row.row = next(self._places)
+                    self._of_row[row.row] = arrival
+                self._queue_of(arrival).extend(arrival.rows)
             self._changed.notify_all()
-        return arrival
+
+    def _queue_of(self, arrival: Arrival) -> deque[RowState]:
+        return self._background if arrival.in_background else self._queue
 
     def _bounded(self, number: int, request: Request) -> Request:
         prompt_len, params = len(prompt_of(request).ids), one_params(request.params)
@@ -113,9 +129,10 @@ class Arrivals(Waiting):
         """Nobody waits for this one any more: its rows leave the queue, and those with a seat end at their next token."""
         with self._changed:
             arrival.is_given_up = True
+            queue = self._queue_of(arrival)
             for row in arrival.rows:
-                if row in self._queue:
-                    self._queue.remove(row)
+                if row in queue:
+                    queue.remove(row)
                     del self._of_row[row.row]
                     row.stop(GIVEN_UP)
 
@@ -133,6 +150,12 @@ class Arrivals(Waiting):
             return Load(len(self._queue), len(self._seated), sum(self._sizes))
 
     @property
+    def waiting_in_background(self) -> int:
+        """How many rows wait there."""
+        with self._changed:
+            return len(self._background)
+
+    @property
     def requests(self) -> tuple[int, int]:
         """How many requests have a row with a seat, and how many have none yet."""
         with self._changed:
@@ -147,20 +170,25 @@ class Arrivals(Waiting):
             return held_bytes(self._block, list(self._seated.values()))
 
     def gather(self, seconds: float) -> bool:
-        """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds.
-        Returns whether anybody waits: if not, nobody will ever come."""
+        """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds;
+        who comes in the background does not wait for others. Returns whether anybody waits: if not, nobody will ever come."""
         with self._changed:
-            while self._queue or not self._is_closed:
-                if not self._changed.wait_for(lambda: self._queue or self._is_closed, SECONDS_BETWEEN_LOOKS):
+            while self._waiting or not self._is_closed:
+                if not self._changed.wait_for(lambda: self._waiting or self._is_closed, SECONDS_BETWEEN_LOOKS):
                     continue
                 self._wait_for_others(monotonic() + seconds)
-                if self._queue:
+                if self._waiting:
                     return True  # otherwise all who had come have given up meanwhile
             return False
 
+    @property
+    def _waiting(self) -> int:
+        """How many rows wait in both queues."""
+        return len(self._queue) + len(self._background)
+
     def _wait_for_others(self, until: float) -> None:
         """Waits for others than the first, while there is room for them and anybody waits at all."""
-        while (left := until - monotonic()) > 0 and not self._is_closed and 0 < len(self._queue) < sum(self._sizes):
+        while (left := until - monotonic()) > 0 and not self._is_closed and self._queue and self._waiting < sum(self._sizes):
             self._changed.wait(min(left, SECONDS_BETWEEN_LOOKS))
 
     def abandon(self) -> list[Arrival]:
@@ -168,20 +196,23 @@ class Arrivals(Waiting):
         with self._changed:
             left = [*dict.fromkeys(self._of_row.values())]
             self._queue.clear()
+            self._background.clear()
             self._seated.clear()
             self._of_row.clear()
             return left
 
-    def drop(self, index: int) -> list[Arrival]:
-        """Forgets the requests with this number, of which one has broken the block, and says who they are. All others that had
-        a seat wait again, before those who had none."""
+    def drop(self, row: int | None) -> Arrival | None:
+        """Forgets the request of a row that has broken the block, and says which it is. All others that had a seat wait again,
+        before those who had none."""
         self.left(())
         with self._changed:
-            broken = {id(row): self._of_row[row.row] for row in self._queue if row.index == index}
-            lost = [*dict.fromkeys(broken.values())]
-            own = {id(row) for arrival in lost for row in arrival.rows}
-            self._queue = deque(row for row in self._queue if id(row) not in own)
-            self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival not in lost}
+            lost = None if row is None else self._of_row.get(row)
+            if lost is not None:
+                own, queue = {one.row for one in lost.rows}, self._queue_of(lost)
+                left = [one for one in queue if one.row not in own]
+                queue.clear()
+                queue.extend(left)
+                self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival is not lost}
             return lost
 
     def on_token(self, row: int, token: int, text: str | None) -> None:
@@ -207,16 +238,18 @@ class Arrivals(Waiting):
         self._sizes = [batch.size for batch in planned.block.batches]
         self._passes_left = [planned.block.gen_len] * len(self._sizes)
         self._empty: set[int] = set()  # batches that nobody wanted
+        self._held_back = [0] * len(self._sizes)  # passes in which the background left free seats to the next block
 
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
         """The first places of the workload, as many as rows have lost their seats: all places are alike. These rows come
-        first."""
+        first, each in its queue."""
         with self._changed:
             left = [row for row in self._seated.values() if not row.finished]
             self._seated.clear()
             for row in left:
                 row.start_anew()
-            self._queue.extendleft(reversed(left))
+            for row in reversed(left):
+                self._queue_of(self._of_row[row.row]).appendleft(row)
         return range(len(left))
 
     def end(self, row: RowState) -> None:
@@ -227,10 +260,12 @@ class Arrivals(Waiting):
         return Need(row.prompt_len, row.max_tokens)
 
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
-        """The first in the queue, longest prompts first. Called at each pass of a batch, until nobody is left in it."""
+        """The first in the queue and then those of the background, longest prompts first. Called at each pass of a batch, until
+        nobody is left in it."""
         with self._changed:
             self._passes_left[batch] -= 1
             taken = [self._queue.popleft() for _ in range(self._admitted(batch, len(seated)))]
+            taken += [self._background.popleft() for _ in range(self._fill_in(batch, len(seated) + len(taken)))]
             self._seated |= {row.row: row for row in taken}
             if not seated and not taken:
                 self._empty.add(batch)
@@ -239,6 +274,23 @@ class Arrivals(Waiting):
     def _admitted(self, batch: int, seated: int) -> int:
         """How many of those who wait may join now."""
         free = min(self._sizes[batch] - seated, len(self._queue))
-        would_fill_another = any(len(self._queue) - free >= self._sizes[one] for one in self._empty)
-        is_ending = self._passes_left[batch] < self.most_tokens
-        return 0 if would_fill_another or is_ending else free
+        return 0 if self._would_fill_another(len(self._queue) - free) or self._is_ending(batch) else free
+
+    def _fill_in(self, batch: int, seated: int) -> int:
+        """How many of the background may join now: nobody while others wait. They too wait for an empty batch that they would
+        fill, but no longer than the block can go on without newcomers: after that it is newcomers that keep it from ending."""
+        free = min(self._sizes[batch] - seated, len(self._background))
+        if not free or self._queue or self._is_ending(batch):
+            return 0
+        if self._would_fill_another(len(self._background) - free) and self._held_back[batch] < self.most_tokens:
+            self._held_back[batch] += 1
+            return 0
+        return free
+
+    def _would_fill_another(self, left: int) -> bool:
+        """Whether so many who are left over would fill a batch that is empty."""
+        return any(left >= self._sizes[one] for one in self._empty)
+
+    def _is_ending(self, batch: int) -> bool:
+        """Whether a row that begins now could still grow when all passes are over."""
+        return self._passes_left[batch] < self.most_tokens

@@ -21,7 +21,7 @@ from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 
 # a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
 OnToken = Callable[[int, int, str | None], object]  # row, token, new text if the row's text is followed
@@ -223,7 +223,11 @@ class BatchRows:
         rows = [self._rows[place] for place in growing]
         params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
-        picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
+        try:
+            picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
+        except NoTokenLeft as broken:
+            broken.workload_row = rows[broken.place].row
+            raise
         self._newest = picked.where_picked
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known

@@ -15,7 +15,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.serving.counts import Counts, Now
-from h2o_flexgen.serving.problems import Problem, Refused, broken, ending, queue_full
+from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full
 
 RETRY_SECONDS = 2  # when to ask again whom a full queue turned away
 
@@ -130,8 +130,12 @@ class Desk:
         """Tells those whose computation is lost. If a single request broke the block, only that one is; the others start anew
         from their prompts, and keep what they were told."""
         cause = error.cause if isinstance(error, TaskFailed) else error
-        lost = self._arrivals.drop(cause.row) if isinstance(cause, NoTokenLeft) else []
-        self._tell(lost or self._arrivals.abandon(), broken(self._on_broken(error)))
+        broke = self._arrivals.drop(cause.workload_row) if isinstance(cause, NoTokenLeft) else None
+        told = self._on_broken(error)
+        if broke is not None:
+            self._tell([broke], broken_by_itself(told))
+        else:
+            self._tell(self._arrivals.abandon(), broken(told))
 
     def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
         for arrival in lost:

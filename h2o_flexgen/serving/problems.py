@@ -82,5 +82,10 @@ def broken(reason: str) -> Problem:
     return Problem(500, reason, BROKEN, "computation_failed")
 
 
+def broken_by_itself(reason: str) -> Problem:
+    """Nobody else had a part in it: to ask again is of no use."""
+    return Problem(500, reason, BROKEN, "request_failed")
+
+
 def ending() -> Problem:
     return Problem(503, "this server is ending; ask another, or this one when it is back", BROKEN, "ending")

@@ -170,11 +170,12 @@ def test_a_request_that_breaks_takes_nobody_with_it(llm: LLM, monkeypatch: pytes
     breaking(monkeypatch, lambda params, step: params.top_k == 17 and step == 3, overflow)
     with served(llm) as server:
         with server.held():
-            others = [Asking(server, prompt=text, max_tokens=12) for text in texts]
+            others = [Asking(server, prompt=text, max_tokens=12, seed=1) for text in texts]
             assert server.counts.is_held.wait(PATIENCE_SECONDS)
-            broken = Asking(server, prompt="x", max_tokens=9, extra_body={"top_k": 17})
+            broken = Asking(server, prompt="x", max_tokens=9, seed=1, extra_body={"top_k": 17})
             server.until(lambda: server.desk.now.rows_waiting + server.desk.now.rows_seated == 4)
         assert isinstance(broken.answer, openai.InternalServerError) and "maximum nan" in str(broken.answer)
+        assert broken.answer.code == "request_failed"
         assert [one.answer.choices[0].text for one in others] == [one.text for one in alone]
         assert ended(server) == {"error": 1, "length": 3}
 
