@@ -1,8 +1,8 @@
 """Shared prefixes: which requests begin with the same tokens, and which of these beginnings are worth computing once for all.
 
-Requests pass by once, in their order, and are not kept: a tree of what they have in common is. Of a job (`PrefixFinder`) what is
-found depends on the requests alone, and where the tree outgrows its room, what few rows have is forgotten first, so among very
-many requests some small groups may be missed. Of requests that arrive (`Beginnings`) what nobody has asked for longest is
+Requests pass by once, in their order, and are not kept: a tree of what they have in common is. Of a job (`PrefixFinder`) what
+is found depends on the requests alone, and where the tree outgrows its room, what few rows have is forgotten first, so among
+very many requests some small groups may be missed. Of requests that arrive (`Beginnings`) what nobody has asked for longest is
 forgotten first. The last token of a prompt is never shared: it makes the row's first logits.
 """
 

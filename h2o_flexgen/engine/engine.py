@@ -365,8 +365,8 @@ class Engine:
 
     @contextmanager
     def _prefixes(self, planned: BlockPlan, last: bool) -> Iterator[PrefixStore]:
-        """What rows of a block share. Where prefixes `last`, they are kept for the next block, unless this one breaks or another
-        workload comes between them."""
+        """What rows of a block share. Where prefixes `last`, they are kept for the next block, unless this one breaks or
+        another workload comes between them."""
         store, self._lasting = self._lasting, None
         if store is not None and not (last and store.serves(planned)):
             store.close()

@@ -3,7 +3,7 @@
 Newcomers have their prompts read in the next pass over the weights, beside the decode step of the others: a visit is then
 computed in parts, of which the first has the newest tokens of those who were there, and each other one the prompts of a few
 newcomers. From the pass after that on they are rows like the others. What a row may hold depends on the row alone. A prefix
-that newcomers share, and that nobody has kept, is a part of its own before theirs; it may begin with a copy of one that is kept.
+that newcomers share, and that nobody has kept, is a part of its own before theirs; it may begin with a copy of another.
 """
 
 from __future__ import annotations

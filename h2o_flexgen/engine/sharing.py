@@ -8,7 +8,8 @@ make many different ones of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import NamedTuple
 
 from h2o_flexgen.core.prefixes import Beginnings, SharedPrefix, bytes_of, common_tokens
@@ -32,17 +33,22 @@ class Sharing:
         self._least = plan.least_prefix
         self._own = plan.least_own
         self._seen = Beginnings()
+        self._looking = Lock()  # requests come in any thread
 
-    def take_note(self, ids: Sequence[int], rows: int) -> None:
-        """Takes note of a request that has come."""
-        self._seen.add(ids, rows)
+    def take_note(self, come: Iterable[tuple[Sequence[int], int]]) -> None:
+        """Takes note of requests that have come: their tokens, and how many rows each is."""
+        with self._looking:
+            for ids, rows in come:
+                self._seen.add(ids, rows)
 
     def choice(self, ids: Sequence[int], kept: PrefixStore, room: int) -> Shared:
         """What a row with this prompt shares. `room`: the tokens of prefixes that may be computed now."""
         most = len(ids) - self._own
         known = self._known(ids[: max(0, most)], kept)
         spared = 0 if known is None else known.tokens
-        wanted = min(self._seen.common(ids), most, kept.room_beside(known), spared + room)
+        with self._looking:
+            common = self._seen.common(ids)
+        wanted = min(common, most, kept.room_beside(known), spared + room)
         if wanted < most:
             wanted = self._whole_pieces(wanted)
         if wanted - spared >= self._least:

@@ -14,11 +14,11 @@ class Pass(NamedTuple):
     seats: int
     alive: int  # rows that are left
     prompt_tokens: int  # tokens of prompts that were read
-    spared_tokens: int  # that were not, as others had them computed
     generated_tokens: int
     computed_tokens: int  # with pads
     seconds: float
     busy_seconds: Mapping[str, float]  # by lane, since the block began
+    spared_tokens: int = 0  # of prompts, that need not be computed as others have had them computed
 
 
 OnPass = Callable[[Pass], None]
@@ -33,12 +33,12 @@ class Tick:
     alive: int  # rows that have a seat now
     seats: int
     prompt_tokens: int  # of prompts that were read, without pads
-    spared_tokens: int  # of prompts that were not, as others had them computed
     generated_tokens: int
     computed_tokens: int  # with pads
     prompt_seconds: float  # of passes that read prompts
     decode_seconds: float  # of all others
     busy_seconds: Mapping[str, float]  # by lane
+    spared_tokens: int = 0  # of prompts, that were not computed as others have had them computed
 
 
 OnTick = Callable[[Tick], None]

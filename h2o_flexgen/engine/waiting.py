@@ -35,8 +35,8 @@ class Waiting(ABC):
         """Takes the seat of a row that has ended."""
 
     def choose(self, row: RowState, kept: PrefixStore, room: int) -> SharedPrefix | None:
-        """Decides what a row shares that takes a seat now, if nobody has before. Returns what that is to begin with a copy of, if
-        it is new. `room`: the tokens of prefixes that may still be computed in the next pass."""
+        """Decides what a row shares that takes a seat now, where that is not known before. Returns what that is to begin with a
+        copy of, if it is new. `room`: the tokens of prefixes that may still be computed in the next pass."""
         return None
 
     @abstractmethod

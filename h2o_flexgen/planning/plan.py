@@ -191,8 +191,8 @@ class Plan:
 
     @property
     def least_own(self) -> int:
-        """The last tokens of a prompt that a row never shares. Where it takes copies that are judged, all queries that may count
-        in that are its own."""
+        """The last tokens of a prompt, which a row never shares. Where it takes copies that are judged, all queries that may
+        count in that are its own."""
         return (self.policy.last_queries if self.copies_prefixes else None) or 1
 
     @property
