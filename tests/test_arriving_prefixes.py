@@ -12,17 +12,26 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.engine.arrivals import Arrival, Arrivals
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.gathering import Gathering
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import JUDGED, PINNED
+from h2o_flexgen.planning.workload_plan import DoesNotFit
+from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.prompts import Prompt
 from tests import tiny
 from tests.contract import POLICIES, WEIGHTS, Checkpoints
+from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.pairwise import on_devices
+from tests.planning.allocations import peak_allocated
 from tests.resident import resident_behind
 from tests.test_shared_prefixes import ENOUGH, AsPrompted, SharedCase
 from tests.test_stream import MIXES, nothing_runs_on, same
@@ -245,3 +254,172 @@ def test_seats_do_without_where_prefixes_in_use_take_all_room(checkpoints: Check
     with case.open(checkpoints, offload) as llm:
         counted = Counted(llm, llm.arrivals(40, 4, prefix_room=48))
         assert counted.spared([*one, 1], [*one, 2], [*two, 3], [*two, 4]) == 32 + 16, "the second's first half has room"
+
+
+# -- whatever else may come in between ---------------------------------------------------------------------------------------
+
+
+def asked_in_turn(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], room: int) -> list[Completion]:
+    guests = Guests(prompts, params, llm.arrivals(LONGEST, MOST, prefix_room=room), at_once=2, every=2)
+    guests.all_served(llm, seed=7)
+    assert room == 0 or sum(tokens > 0 for tokens in guests.shared.values()) >= 4
+    return [arrival.completion for arrival in guests.come]
+
+
+def test_log_probabilities_of_prompts_are_those_of_prompts_that_share_nothing(checkpoints: Checkpoints, offload: Path) -> None:
+    case, random = ArrivingCase("qwen3", MIXES[3], gpu_batch_size=2, num_gpu_batches=2), Random(5)
+    params = [
+        SamplingParams(max_tokens=3, temperature=1.2, n=n, prompt_logprobs=random.choice((0, 3, 1)), logprobs=1)
+        for n in (1, 1, 2, 1, 1, 3, 1, 1, 2, 1)
+    ]
+    with case.open(checkpoints, offload) as llm:
+        wanted, found = (asked_in_turn(llm, case.prompts, params, room) for room in (0, 80))
+    assert same(found, wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
+        for mine, its in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert mine is not None and its is not None and mine.chosen.token_id == its.chosen.token_id
+            assert mine.chosen.logprob == pytest.approx(its.chosen.logprob, abs=1e-4)
+            assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
+
+
+def test_who_gives_up_leaves_the_prefix_to_the_others(checkpoints: Checkpoints, offload: Path) -> None:
+    case, head = ArrivingCase("opt", gpu_batch_size=3, num_gpu_batches=1), drawn(40, 1)
+    with case.open(checkpoints, offload) as llm:
+        counted = Counted(llm, llm.arrivals(60, 4, prefix_room=48))
+        come: list[Arrival] = []
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            counted.arrivals.give_up(come[0])
+
+        prompts = [[*head, 1 + place] for place in range(3)]
+        come += [counted.arrivals.offer(Request(Prompt(None, tuple(one)), FOUR), hear) for one in prompts]
+        list(llm.generate_arriving(counted.arrivals))
+        assert [len(one.rows[0].token_ids) for one in come] == [1, 4, 4]
+        assert counted.spared([*head, 9]) == 40
+        assert [one.token_ids for one in llm.generate(prompts[1:], FOUR)] == [one.completion.token_ids for one in come[1:]]
+
+
+def test_where_a_block_breaks_prefixes_are_computed_anew(checkpoints: Checkpoints, offload: Path) -> None:
+    case, head = ArrivingCase("llama-gqa", gpu_batch_size=2, num_gpu_batches=2), drawn(40, 1)
+    with case.open(checkpoints, offload) as llm:
+        counted = Counted(llm, llm.arrivals(60, 4))
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            if row.index == 1:
+                raise RuntimeError("the second breaks")
+
+        prompts = [[*head, 1 + place] for place in range(4)]
+        asked = [Request(Prompt(None, tuple(one)), FOUR, place) for place, one in enumerate(prompts)]
+        come = [counted.arrivals.offer(one, hear) for one in asked]
+        with pytest.raises(RuntimeError, match="the second breaks"):
+            list(llm.generate_arriving(counted.arrivals))
+        assert counted.arrivals.drop(come[1].rows[0].row) is come[1]
+        ticks = list[Tick]()
+        assert len(list(llm.generate_arriving(counted.arrivals, on_tick=ticks.append))) == 3
+        assert (ticks[-1].prompt_tokens, ticks[-1].spared_tokens) == (40 + 3, 2 * 40)
+        assert counted.spared([*head, 9]) == 40
+        for place in (0, 2, 3):
+            assert come[place].completion.token_ids == llm.generate([prompts[place]], FOUR)[0].token_ids
+
+
+def test_where_memory_runs_out_all_go_on_in_a_smaller_block(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(monkeypatch, Op.COMPUTE, step=3, most_rows=2, error=lambda: RuntimeError(OF_TORCH))
+    case, shrinks = ArrivingCase("opt", gpu_batch_size=4, num_gpu_batches=1), list[Shrink]()
+    with case.open(checkpoints, offload) as llm:
+        guests = guests_of(case, llm, 80, at_once=6, every=2)
+        guests.all_served(llm, on_shrink=shrinks.append)
+    assert [shrink.size.batch_size for shrink in shrinks] == [2]
+    assert sum(tokens > 0 for tokens in guests.shared.values()) >= 4
+    for place, arrival in enumerate(guests.come):
+        alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))
+        assert list(arrival.completion.token_ids) == [int(step[0].argmax()) for step in alone]
+
+
+def test_threads_that_ask_share_what_they_ask_alike(checkpoints: Checkpoints, offload: Path) -> None:
+    case, head, ticks = ArrivingCase("llama-gqa", gpu_batch_size=4), drawn(40, 1), list[Tick]()
+    prompts = [[*head, 1 + place] for place in range(8)]
+    with case.open(checkpoints, offload) as llm:
+        wanted = [one.token_ids for one in llm.generate(prompts, FOUR)]
+        with Gathering(llm, seconds=60, on_tick=ticks.append) as gathering:
+            asked = [gathering.ask(gathering.read(prompt, FOUR)) for prompt in prompts]
+        completions = [one.result() for one in asked]
+    assert [one.token_ids for one in completions] == wanted and ticks[-1].spared_tokens == 7 * 40
+    assert [one.cached_tokens for one in completions] == [0, *[40] * 7]
+
+
+# -- the room for it ---------------------------------------------------------------------------------------------------------
+
+
+def room_of(llm: LLM, asked: int | None = None, prompt_len: int = 60) -> int:
+    return llm.arrivals(prompt_len, 4, prefix_room=asked).planned.workload.prefix_room
+
+
+@pytest.mark.parametrize(
+    ("options", "usual"),
+    [
+        ({}, 64),
+        ({"gpu_batch_size": 24}, 6 * 64),
+        ({"policy": POLICIES[1]}, 0),
+        ({"policy": POLICIES[1], "prefix_policy": JUDGED}, 64),
+        ({"kv_codec": "group4"}, 0),
+    ],
+)
+def test_nothing_is_shared_by_itself_where_answers_would_depend_on_it(
+    options: dict[str, Any], usual: int, checkpoints: Checkpoints, offload: Path
+) -> None:
+    with ArrivingCase(**options).open(checkpoints, offload) as llm:
+        assert (room_of(llm), room_of(llm, 20), room_of(llm, 0), room_of(llm, prompt_len=4)) == (usual, 32, 0, 0)
+
+
+def test_seats_come_first_and_prefixes_get_what_memory_leaves(checkpoints: Checkpoints, offload: Path) -> None:
+    with ArrivingCase("llama-gqa", gpu_batch_size=4, prefill_tokens=1).open(checkpoints, offload) as llm:
+        needs = [llm.arrivals(60, 4, prefix_room=room).planned.footprint.total(HOST) for room in (0, 32, 64)]
+        assert needs[0] < needs[1] < needs[2]
+        found = []
+        for enough in needs:
+            llm.budgets = Budgets(host=enough)
+            found.append((room_of(llm), llm.arrivals(60, 4).load.seats))
+        assert found == [(0, 8), (32, 8), (64, 8)]
+        llm.budgets = Budgets(host=needs[1])
+        with pytest.raises(DoesNotFit, match=r"shared prefixes .*; would fit: .*less than 64 tokens of prefix_room"):
+            room_of(llm, 64)
+
+
+def test_a_room_that_nothing_could_use_is_refused(checkpoints: Checkpoints, offload: Path) -> None:
+    with ArrivingCase("opt").open(checkpoints, offload) as llm:
+        for asked, said in ((3, "prefix_room is 3, and a prefix has 4 tokens at least"), (-1, "prefix_room is -1; allowed is")):
+            with pytest.raises(ValueError, match=said):
+                room_of(llm, asked)
+    with ArrivingCase("opt").open(checkpoints, offload, shared_prefixes=False) as llm:
+        assert room_of(llm) == 0
+        with pytest.raises(ValueError, match=r"prefix_room is 64, but no prefixes are shared \(shared_prefixes is off\)"):
+            room_of(llm, 64)
+    with ArrivingCase("opt", schedule="row_by_row", num_gpu_batches=1).open(checkpoints, offload) as llm:
+        assert room_of(llm) == 0
+        with pytest.raises(ValueError, match=r"schedule 'row_by_row' cannot"):
+            room_of(llm, 64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "pretended"])
+def test_no_pass_holds_more_than_is_predicted(device: str, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    case = ArrivingCase("llama-gqa", MIXES[3], gpu_batch_size=2, num_gpu_batches=2, device=device, prefill_tokens=16)
+    compute, held = DEVICE if device == "pretended" else HOST, list[tuple[int, int]]()
+
+    def sample(*_: object) -> None:
+        memories = llm._memories
+        assert memories is not None
+        held.append((memories.host.meter.used_bytes, memories.compute.meter.used_bytes))
+
+    with case.open(checkpoints, offload) as llm:
+        guests = guests_of(case, llm, 80, at_once=4)
+        footprint = guests.arrivals.planned.footprint
+        llm._load()
+        passing = peak_allocated(lambda: guests.all_served(llm, on_tick=sample), ())
+    assert footprint.parts[compute]["shared prefixes"] and held
+    assert max(host for host, _ in held) <= footprint.total(HOST)
+    assert max(own for _, own in held) <= footprint.total(compute)
+    assert passing <= footprint.total(compute) + (footprint.total(HOST) if compute == DEVICE else 0)

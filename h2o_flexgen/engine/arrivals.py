@@ -61,7 +61,7 @@ class Arrival:
 
     @property
     def completion(self) -> Completion:
-        return completion_of(self.rows)
+        return replace(completion_of(self.rows), cached_tokens=self.rows[0].shared_tokens)
 
 
 class TooLong(ValueError):
