@@ -172,6 +172,9 @@ class Counted:
         ticks = list[Tick]()
         come = [self.arrivals.offer(Request(Prompt(None, tuple(prompt)), params)) for prompt in prompts]
         assert list(self.llm.generate_arriving(self.arrivals, seed=1, on_tick=ticks.append))
+        engine = self.llm._engine
+        assert engine is not None and engine._lasting is not None
+        assert not any(prefix.users for prefix in engine._lasting), "nobody has a seat any more"
         read, spared = ticks[-1].prompt_tokens, ticks[-1].spared_tokens
         assert read + spared == sum(len(arrival.rows) * arrival.rows[0].prompt_len for arrival in come)
         return read, spared, come
@@ -305,6 +308,9 @@ def test_where_a_block_breaks_prefixes_are_computed_anew(checkpoints: Checkpoint
     case, head = ArrivingCase("llama-gqa", gpu_batch_size=2, num_gpu_batches=2), drawn(40, 1)
     with case.open(checkpoints, offload) as llm:
         counted = Counted(llm, llm.arrivals(60, 4))
+        assert counted.spared([1, 2, 3]) == 0 and llm._memories is not None
+        host = llm._memories.host
+        held = host.meter.used_bytes - host.spare_bytes
 
         def hear(row: RowState, token: int, text: str | None) -> None:
             if row.index == 1:
@@ -319,7 +325,7 @@ def test_where_a_block_breaks_prefixes_are_computed_anew(checkpoints: Checkpoint
         ticks = list[Tick]()
         assert len(list(llm.generate_arriving(counted.arrivals, on_tick=ticks.append))) == 3
         assert (ticks[-1].prompt_tokens, ticks[-1].spared_tokens) == (40 + 3, 2 * 40)
-        assert counted.spared([*head, 9]) == 40
+        assert counted.spared([*head, 9]) == 40 and host.meter.used_bytes - host.spare_bytes == held
         for place in (0, 2, 3):
             assert come[place].completion.token_ids == llm.generate([prompts[place]], FOUR)[0].token_ids
 
