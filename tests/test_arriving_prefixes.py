@@ -105,15 +105,15 @@ def guests_of(case: ArrivingCase, llm: LLM, room: int | None = None, **options: 
 
 
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3"),
-    "percent": (MIXES[0], *MIXES[2:]),
-    "gpu_batch_size": (1, 2, 4),
+    "kind": ("opt", "llama-gqa", "neox-parallel"),
+    "percent": (MIXES[0], MIXES[2], MIXES[3]),
+    "gpu_batch_size": (1, 3),
     "num_gpu_batches": (1, 2, 3),
     "slots": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
     ("policy", "prefix_policy"): (
         *((policy, PINNED) for policy in (POLICIES[0], POLICIES[1])),
-        *((policy, JUDGED) for policy in (POLICIES[0], POLICIES[2], POLICIES[9], POLICIES[12])),
+        *((policy, JUDGED) for policy in (POLICIES[2], POLICIES[9], POLICIES[12])),
     ),
     "prefill_tokens": (1024, 12),
     "attend_on": ("device", "host"),
