@@ -39,8 +39,9 @@ MIXES = (
     (0, 0, 100, 0, 100, 0),
     (100, 0, 0, 0, 0, 100),
 )
+MIXTURES = "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3", "neox-sequential", "qwen2-wordy"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3", "neox-sequential", "qwen2-wordy", *MIXTURES),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),
