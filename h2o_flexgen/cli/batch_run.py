@@ -96,7 +96,7 @@ class JobRun:
             broken = self._broken_in(left, listening)
             if broken is None:
                 return
-            self._record_broken(broken.row, str(broken), listening)
+            self._record_broken(broken.number, str(broken), listening)
             left = left.only(self.output.finished.is_open)
             listening.watch.begin_again()
 

@@ -28,13 +28,14 @@ from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
+from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.fields import Options
-from h2o_flexgen.jobs.job import Reading, without_number
+from h2o_flexgen.jobs.job import Reading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions

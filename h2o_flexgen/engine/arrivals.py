@@ -194,26 +194,34 @@ class Arrivals(Waiting):
     def abandon(self) -> list[Arrival]:
         """Forgets all who wait or have a seat, since nothing can be computed for them, and says who they are."""
         with self._changed:
-            left = [*dict.fromkeys(self._of_row.values())]
-            self._queue.clear()
-            self._background.clear()
-            self._seated.clear()
-            self._of_row.clear()
-            return left
+            return self._forget(self._of_row.values())
 
-    def drop(self, row: int | None) -> Arrival | None:
-        """Forgets the request of a row that has broken the block, and says which it is. All others that had a seat wait again,
+    def break_off(self) -> list[Arrival]:
+        """Forgets those who had a seat in a block that has failed, and says who they are: the others wait on. If nobody had
+        one yet, no request is to blame, and all are forgotten: otherwise they would be tried for ever."""
+        with self._changed:
+            waiting = {row.row for queue in (self._queue, self._background) for row in queue}
+            seated = [arrival for place, arrival in self._of_row.items() if place not in waiting]
+            return self._forget(seated or self._of_row.values())
+
+    def drop(self, row: int) -> list[Arrival]:
+        """Forgets the request of this row, which has broken the block, and returns it. All others that had a seat wait again,
         before those who had none."""
         self.left(())
         with self._changed:
-            lost = None if row is None else self._of_row.get(row)
-            if lost is not None:
-                own, queue = {one.row for one in lost.rows}, self._queue_of(lost)
-                left = [one for one in queue if one.row not in own]
-                queue.clear()
-                queue.extend(left)
-                self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival is not lost}
-            return lost
+            return self._forget([self._of_row[row]] if row in self._of_row else [])
+
+    def _forget(self, requests: Iterable[Arrival]) -> list[Arrival]:
+        """Forgets all rows of these requests when no block runs, and names each once."""
+        lost = [*dict.fromkeys(requests)]
+        own = {row.row for arrival in lost for row in arrival.rows}
+        for queue in (self._queue, self._background):
+            left = [row for row in queue if row.row not in own]
+            queue.clear()
+            queue.extend(left)
+        self._seated.clear()
+        self._of_row = {place: arrival for place, arrival in self._of_row.items() if place not in own}
+        return lost
 
     def on_token(self, row: int, token: int, text: str | None) -> None:
         """Tells whoever listens to this row, and ends it if nobody waits for it."""

@@ -272,8 +272,9 @@ class Engine:
     ) -> Generator[RowState, None, BlockRun]:
         """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those who
         wait for a seat; `stop_at` ends the run early at a task; `on_pass` hears of a pass when its rows were handed out, and
-        may raise; `kv` holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends
-        the block, everything held for it is given back, and the run reports the `shortage`."""
+        may raise; `kv` holds what an earlier block has left. Rows that had finished before an error are handed out, and then it
+        is raised. Want of memory is an error, unless it `may_run_out`: then it ends the block, everything held for it is given
+        back, and the run reports the `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
         measures, finished, passes, shortage = _Measures(), list[RowState](), list[Pass](), None
         listening = _Listening(at_head, on_visit, stop_at, None if on_pass is None else passes.append)
@@ -294,6 +295,7 @@ class Engine:
         except Exception as error:
             shortage = shortage_in(error) if may_run_out else None
             if shortage is None:
+                yield from _taken(finished)
                 raise
             measures.count(measures.step, 0)
         if shortage is not None:

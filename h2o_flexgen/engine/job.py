@@ -38,6 +38,11 @@ def prompt_of(request: Request) -> Prompt:
     return request.prompt
 
 
+def without_number(reason: str, number: int) -> str:
+    """The reason in the words of those who know a prompt by its line, or by what they have sent."""
+    return reason.replace(f"prompt {number} ", "the prompt ")
+
+
 class Job(Protocol):
     @property
     def sizes(self) -> Sequence[Size]: ...

@@ -213,7 +213,7 @@ class BatchRows:
         try:
             picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
         except NoTokenLeft as broken:
-            broken.workload_row = rows[broken.place].row
+            broken.row = rows[broken.place].row  # numbers of prompts may be given twice
             raise
         self._newest = picked.where_picked
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
@@ -48,7 +48,7 @@ class Counts:
         self._answers: Counter[int] = Counter()  # by status
         self._ended: Counter[str] = Counter()  # completions, by why they ended
         self._tokens: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()  # by lane
+        self._seconds = defaultdict[str, float](float)  # by lane
         self._passes = 0
         self._before: Tick | None = None  # the last one of the block that runs
 
@@ -68,7 +68,7 @@ class Counts:
             self._tokens["prompt"] += tick.prompt_tokens - (before.prompt_tokens if before else 0)
             self._tokens["generated"] += tick.generated_tokens - (before.generated_tokens if before else 0)
             for lane, seconds in tick.busy_seconds.items():
-                self._seconds[lane] += seconds - (before.busy_seconds.get(lane, 0.0) if before else 0.0)  # type: ignore[assignment]
+                self._seconds[lane] += seconds - (before.busy_seconds.get(lane, 0.0) if before else 0.0)
 
     def run_over(self) -> None:
         """The next tick counts anew."""

@@ -9,7 +9,7 @@ from threading import Lock
 
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
@@ -127,15 +127,17 @@ class Desk:
                 listener.over(completion)
 
     def _survive(self, error: Exception) -> None:
-        """Tells those whose computation is lost. If a single request broke the block, only that one is; the others start anew
-        from their prompts, and keep what they were told."""
+        """Tells those whose computation is lost: all who had a seat. If a single request broke the block, only that one is; the
+        others start anew from their prompts, and keep what they were told."""
         cause = error.cause if isinstance(error, TaskFailed) else error
-        broke = self._arrivals.drop(cause.workload_row) if isinstance(cause, NoTokenLeft) else None
-        told = self._on_broken(error)
-        if broke is not None:
-            self._tell([broke], broken_by_itself(told))
+        said, lost = self._on_broken(error), list[Arrival]()
+        if isinstance(cause, NoTokenLeft):
+            said = without_number(said, cause.number)
+            lost = [] if cause.row is None else self._arrivals.drop(cause.row)
+        if lost:
+            self._tell(lost, broken_by_itself(said))
         else:
-            self._tell(self._arrivals.abandon(), broken(told))
+            self._tell(self._arrivals.break_off(), broken(said))
 
     def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
         for arrival in lost:

@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
-from h2o_flexgen.engine.job import Request, prompt_of
+from h2o_flexgen.engine.job import Request, prompt_of, without_number
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.fields import Options
-from h2o_flexgen.jobs.job import Reading, without_number
+from h2o_flexgen.jobs.job import Reading
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.serving.bodies import Limits, read_body

@@ -161,6 +161,35 @@ def test_a_block_that_fails_is_told_to_its_clients_and_the_next_goes_on(llm: LLM
         assert len(server.told) == 2 and ended(server) == {"error": 2, "length": 1}
 
 
+def test_a_block_that_fails_takes_nobody_with_it_who_had_no_seat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(logits: Any, place: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    breaking(monkeypatch, lambda params, step: params.top_k == 17 and step == 2, fail)
+    with served(llm) as server:
+        with server.held():
+            lost = Asking(server, prompt="x", n=4, temperature=1, max_tokens=4, extra_body={"top_k": 17})
+            assert server.counts.is_held.wait(PATIENCE_SECONDS)
+            waiting = Asking(server, prompt=["x"] * 3, max_tokens=4)
+            server.until(lambda: server.desk.now.rows_waiting == 3)
+        assert isinstance(lost.answer, openai.InternalServerError) and "Input/output error" in str(lost.answer)
+        assert len(waiting.answer.choices) == 3 and ended(server) == {"error": 4, "length": 3} and len(server.told) == 1
+
+
+def test_a_block_that_cannot_even_begin_is_told_to_all_who_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with served(llm) as server, server.client() as client:
+        with monkeypatch.context() as broken:
+            broken.setattr(LLM, "_ready", fail)
+            for _ in range(2):  # more than there are seats; and the server goes on
+                with pytest.raises(openai.InternalServerError, match="No space left"):
+                    client.completions.create(model=MODEL, prompt="x", n=6, max_tokens=4)
+        assert client.completions.create(**GREEDY, prompt="x", max_tokens=4).usage.completion_tokens == 4
+        assert len(server.told) == 2
+
+
 def test_a_request_that_breaks_takes_nobody_with_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def overflow(logits: Any, place: int) -> None:
         logits[place] = float("nan")
@@ -172,9 +201,10 @@ def test_a_request_that_breaks_takes_nobody_with_it(llm: LLM, monkeypatch: pytes
         with server.held():
             others = [Asking(server, prompt=text, max_tokens=12, seed=1) for text in texts]
             assert server.counts.is_held.wait(PATIENCE_SECONDS)
-            broken = Asking(server, prompt="x", max_tokens=9, seed=1, extra_body={"top_k": 17})
+            broken = Asking(server, prompt="x", max_tokens=9, seed=2, extra_body={"top_k": 17})
             server.until(lambda: server.desk.now.rows_waiting + server.desk.now.rows_seated == 4)
-        assert isinstance(broken.answer, openai.InternalServerError) and "maximum nan" in str(broken.answer)
+        assert isinstance(broken.answer, openai.InternalServerError)
+        assert "logits of the prompt at step 3 have the maximum nan" in str(broken.answer)
         assert broken.answer.code == "request_failed"
         assert [one.answer.choices[0].text for one in others] == [one.text for one in alone]
         assert ended(server) == {"error": 1, "length": 3}
