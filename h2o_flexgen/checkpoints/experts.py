@@ -1,7 +1,7 @@
 """Experts as checkpoints have them, by one set of names: a matrix for each expert, wherever its bytes lie.
 
-Checkpoints of Mixtral name them in words of their own. Others, and those that transformers writes as it holds them, have all
-experts of a layer in one tensor of three dimensions; there each expert's rows lie together, those of its gate before the others.
+Checkpoints of Mixtral name them in words of their own. Those that transformers writes as it holds them have all experts of a
+layer in one tensor of three dimensions; there the rows of each expert lie together, those of its gate before the others.
 """
 
 from __future__ import annotations

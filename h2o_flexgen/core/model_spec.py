@@ -33,6 +33,7 @@ class TensorSpec:
     itemsize: int
     stored_itemsize: int
     codec: str = PLAIN
+    is_never_packed: bool = False  # it is small, and whoever rounds it changes what is computed at all
 
     @property
     def numel(self) -> int:
@@ -70,6 +71,7 @@ class LayerSpec:
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
     halves: tuple[str, ...] = ()  # of an attention: the functions before it and behind it, where others attend
     behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
+    reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
 
     @property
     def takes_tokens(self) -> bool:
@@ -284,7 +286,7 @@ class ModelSpec:
         table of positions stays as it is: it is small, and its rounding would be in every hidden state."""
         form = matrix_form(codec)
         tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.token_table}
-        packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
+        packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices if not tensor.is_never_packed}
 
         def changed(tensor: TensorSpec) -> TensorSpec:
             new = replace(tensor, codec=form)
@@ -347,6 +349,7 @@ def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:
         products=first.products + then.products,
         visits=first.visits + then.visits,
         passing_width=max(first.passing_width, then.passing_width),
+        reads_back=first.reads_back or then.reads_back,
     )
 
 

@@ -1,5 +1,5 @@
-"""Mixtures: mlps of which a router chooses a few for each token, its experts. The layer of a block is cut into slices of some experts
-each, so that buffers hold a few experts and not all of them, and reading the next ones overlaps with computing these.
+"""Mixtures: mlps of which a router chooses a few for each token, its experts. The layer of a block is cut into slices of some
+experts each, so that buffers hold a few and not all of them, and the next ones are read while these are computed with.
 
 Between the slices the hidden states are as wide as what all of them need: the states, their norm, the sum so far, and which
 experts each token was given to. Sums are made in fp32, expert by expert in their order: neither the slices nor the other rows
@@ -125,17 +125,18 @@ class MixtureOfExperts(Llama):
         functions = [MixtureOfExperts.routed] * is_first + [MixtureOfExperts.given_to_experts]
         functions += [MixtureOfExperts.with_total] * is_last
         made = layout.layer(functions[0], parameters, width if is_last else handed_on, origin)
-        passing = MLP_STATES * max(mixture.inner, mixture.shared) + handed_on + 3 * width * FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
+        floats = FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
+        passing = MLP_STATES * max(mixture.inner, mixture.shared) + handed_on + 3 * width * floats
         names = tuple(function.__name__ for function in functions)
-        return replace(made, functions=names, visits=(MLP_VISIT,) * len(own), passing_width=passing)
+        return replace(made, functions=names, visits=(MLP_VISIT,) * len(own), passing_width=passing, reads_back=True)
 
     def _routing(self, width: int) -> layout.Parameters:
         mixture = self._mixture
         norm = layout.norm("post_attention_layernorm", width, bias=False)
-        router = layout.linear(ROUTER, mixture.experts, width, bias=False)
+        router = layout.router(ROUTER, mixture.experts, width)
         if not mixture.shared:
             return layout.joined(norm, router)
-        shared_gate = layout.linear(SHARED_GATE, 1, width, bias=False)
+        shared_gate = layout.router(SHARED_GATE, 1, width)
         return layout.joined(norm, router, shared_gate, SHARED.parameters(width, mixture.shared))
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
