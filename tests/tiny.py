@@ -19,6 +19,7 @@ _LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
 _NEOX = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "rotary_pct": 0.5}
 _EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LLAMA3_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,6 +36,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama31": (
         "llama",
         {**_LLAMA, "num_key_value_heads": 1, "rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **_LLAMA3_ROPE}},
+    ),
+    "llama-dynamic": ("llama", {**_LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama-yarn": (
+        "llama",
+        {**_LLAMA, "rope_theta": 700.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, **_YARN}},
     ),
     "mistral": ("mistral", {**_LLAMA, "sliding_window": 64, "rope_theta": 300.0}),
     "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True, "rope_theta": 1000.0}),

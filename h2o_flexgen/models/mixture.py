@@ -41,7 +41,7 @@ class Mixture:
 
     @property
     def share(self) -> float:
-        """Of the tokens, that an expert gets on average."""
+        """The part of all tokens that an expert gets on average."""
         return self.chosen / self.experts
 
     def slices(self, width: int) -> Iterator[range]:
@@ -182,7 +182,7 @@ def _has_experts(config: Config, block: int) -> bool:
 
 
 def _places(experts: Tensor, own: Sequence[int]) -> tuple[Tensor, ...]:
-    """Where each of these experts, which follow each other, stands in the table (tokens, chosen) of those that were chosen."""
+    """The places of each of these experts, which follow each other, in the table (tokens, chosen) of those that were chosen."""
     first, table = own[0], experts.flatten()
     places = ((table >= first) & (table <= own[-1])).nonzero().squeeze(1)
     numbers = table[places] - first

@@ -1,4 +1,4 @@
-"""Experts of checkpoints: whatever their tensors are called and however many of them are one tensor, the matrices are the same."""
+"""Experts of checkpoints: whatever their tensors are called, and however many are one tensor, the matrices are the same."""
 
 from __future__ import annotations
 

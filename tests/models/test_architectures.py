@@ -296,8 +296,14 @@ def test_an_unknown_architecture_is_named_beside_the_known_ones(architecture: st
         ("opt", {"activation_function": "mish"}, ["'mish'", "relu"]),
         (
             "llama-mha",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
-            ["'yarn'", "default", "linear", "llama3"],
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "factor": 2.0,
+                    **dict.fromkeys(("short_factor", "long_factor"), [1.0] * 4),
+                }
+            },
+            ["'longrope'", "default", "linear", "llama3", "yarn"],
         ),
     ],
 )
