@@ -43,6 +43,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, "rope_theta": 700.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, **_YARN}},
     ),
     "mistral": ("mistral", {**_LLAMA, "sliding_window": 64, "rope_theta": 300.0}),
+    "mistral-near": ("mistral", {**_LLAMA, "sliding_window": 6, "rope_theta": 300.0}),
+    "qwen2-near": ("qwen2", {**_LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True, "rope_theta": 1000.0}),
     "qwen2-wordy": ("qwen2", {**_LLAMA, "vocab_size": 1100, "tie_word_embeddings": True}),  # the table outweighs the layers
     "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),

@@ -65,6 +65,7 @@ class LayerSpec:
     out_width: int  # values per token handed to the next layer
     block: int | None = None  # the decoder block it belongs to; None before and behind all blocks
     has_kv: bool = False
+    window: int | None = None  # tokens that a token sees in its attention, itself included; None: all before it
     visits: tuple[str, ...] = (MLP_VISIT,)  # the prices of a visit beside its work, by their names in a machine
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
     token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
@@ -148,7 +149,8 @@ class LayerSpec:
     def computes(self) -> Hashable:
         """Everything that decides what a visit costs; the same for layers that differ only in their tensors' contents."""
         shapes = tuple((matrix.shape, matrix.codec, share) for matrix, share in self.multiplied)
-        return self.functions, self.visits, self.has_kv, self.token_table, self.logit_matrix, self.out_width, shapes
+        kind = self.functions, self.visits, self.has_kv, self.window, self.token_table, self.logit_matrix, self.out_width
+        return kind, shapes
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,11 @@ class ModelSpec:
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_kv)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer with KV."""
+        return tuple(self.layers[index].window for index in self.kv_layers)
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -294,6 +301,11 @@ class ModelSpec:
 
         return self.map_tensors(changed)
 
+    def within_windows(self) -> ModelSpec:
+        """The same model for texts that are no longer than its windows, which then hide nothing."""
+        most = min([self.max_positions, *(window for window in self.windows if window is not None)])
+        return replace(self, max_positions=most, layers=tuple(replace(layer, window=None) for layer in self.layers))
+
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
         """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""
         spec = self if weight_codec == PLAIN else self.packed(weight_codec)
@@ -338,7 +350,7 @@ def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:
 
     visits = tuple(visit for visit in layer.visits if visit != ATTENTION_VISIT)
     first = half(False, functions=(*layer.functions[:at], before), out_width=width, visits=(ATTENTION_VISIT,), passing_width=0)
-    return first, half(True, functions=(behind, *layer.functions[at + 1 :]), has_kv=False, visits=visits)
+    return first, half(True, functions=(behind, *layer.functions[at + 1 :]), has_kv=False, window=None, visits=visits)
 
 
 def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:

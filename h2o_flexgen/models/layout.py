@@ -88,11 +88,13 @@ def embedding(function: LayerFunction, tokens: Parameters, others: Parameters, o
     return replace(layer(function, joined(tokens, others), out_width, origin), token_table=next(iter(tokens)))
 
 
-def attention(before: Parameters, behind: Parameters, out_width: int, origin: Origin) -> LayerSpec:
+def attention(
+    before: Parameters, behind: Parameters, out_width: int, origin: Origin, window: int | None = None
+) -> LayerSpec:
     """The attention of an architecture in halves; the parameters `behind` are used when all is attended."""
     whole = layer(InHalves.attention, joined(before, behind), out_width, origin)
     halves = tuple(function.__name__ for function in (InHalves.before_attended, InHalves.behind_attended))
-    return replace(whole, has_kv=True, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
+    return replace(whole, has_kv=True, window=window, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
 
 
 def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:
@@ -125,6 +127,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         tensors=tuple(pair for part in parts for pair in part.tensors),
         products=tuple(product for part in parts for product in part.products),
         has_kv=any(part.has_kv for part in parts),
+        window=next((part.window for part in parts if part.has_kv), None),
         visits=tuple(visit for part in parts for visit in part.visits),
         passing_width=max(part.passing_width for part in parts),
         reads_back=any(part.reads_back for part in parts),

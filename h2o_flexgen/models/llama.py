@@ -26,15 +26,17 @@ class Traits:
     mlp_bias: bool = False
     head_norm: bool = False  # queries and keys are normalised head by head
     whole_norm: bool = False  # all heads of a query, and of a key, are normalised at once
-    window: int | None = None  # how far back a token can see, where that is not everything
+    windows: tuple[int | None, ...] | None = None  # of each layer, the tokens that a token sees; None: all that are before it
     clip: float | None = None  # queries, keys and values are no larger
 
 
+SLIDING = "sliding_attention"
+
 TRAITS: Mapping[str, Callable[[Config], Traits]] = {
     "llama": lambda config: Traits(config.attention_bias, config.attention_bias, config.mlp_bias),
-    "mistral": lambda config: Traits(window=window_of(config)),
-    "qwen2": lambda config: Traits(qkv_bias=True, window=window_of(config)),
-    "qwen3": lambda config: Traits(config.attention_bias, config.attention_bias, head_norm=True, window=window_of(config)),
+    "mistral": lambda config: Traits(windows=windows_of(config)),
+    "qwen2": lambda config: Traits(qkv_bias=True, windows=windows_of(config)),
+    "qwen3": lambda config: Traits(config.attention_bias, config.attention_bias, head_norm=True, windows=windows_of(config)),
 }
 
 
@@ -132,7 +134,9 @@ class Llama(InHalves):
 
         def parts(index: int) -> Sequence[LayerSpec]:
             origin = Origin(dtype, f"model.layers.{index}.", index)
-            return layout.attention(*attention, width, origin), *self.behind_attention(config, sep_layer, origin)
+            window = None if self._traits.windows is None else self._traits.windows[index]
+            own = layout.attention(*attention, width, origin, window)
+            return own, *self.behind_attention(config, sep_layer, origin)
 
         head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight})
@@ -140,9 +144,7 @@ class Llama(InHalves):
         logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
         head = layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
-        # within its window a text is attended like any other; longer ones are refused rather than computed otherwise
-        reach = min(config.max_position_embeddings, self._traits.window or config.max_position_embeddings)
-        own = {"kv_heads": kv_heads, "head_dim": head_dim, "max_positions": reach}
+        own = {"kv_heads": kv_heads, "head_dim": head_dim}
         return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
 
     def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
@@ -152,14 +154,16 @@ class Llama(InHalves):
         return layout.mlp(Llama.mlp, parameters, width, inner, origin)
 
 
-def window_of(config: Config) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    if not window or not getattr(config, "use_sliding_window", True):
+def windows_of(config: Config) -> tuple[int | None, ...] | None:
+    """The window of each layer. Those that no text can be longer than are none."""
+    window, blocks = getattr(config, "sliding_window", None), config.num_hidden_layers
+    if not window or window >= config.max_position_embeddings or not getattr(config, "use_sliding_window", True):
         return None
     kinds = getattr(config, "layer_types", None)  # transformers 5 says it layer by layer, 4 by the number of dense layers
     if kinds is not None:
-        return window if "sliding_attention" in kinds else None
-    return window if getattr(config, "max_window_layers", 0) < config.num_hidden_layers else None
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    dense = getattr(config, "max_window_layers", 0)
+    return tuple(None if block < dense else window for block in range(blocks))
 
 
 def _attention_parameters(

@@ -21,7 +21,7 @@ from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import MLP_STATES, Config, Origin
-from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, window_of
+from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, windows_of
 
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
@@ -60,7 +60,7 @@ MIXTURES: Mapping[str, Callable[[Config], Mixture]] = {
 TRAITS_OF_MIXTURES: Mapping[str, Callable[[Config], Traits]] = {
     "mixtral": TRAITS["mistral"],
     "olmoe": lambda config: Traits(config.attention_bias, config.attention_bias, whole_norm=True, clip=config.clip_qkv),
-    "qwen2_moe": lambda config: Traits(qkv_bias=getattr(config, "qkv_bias", True), window=window_of(config)),
+    "qwen2_moe": lambda config: Traits(qkv_bias=getattr(config, "qkv_bias", True), windows=windows_of(config)),
     "qwen3_moe": TRAITS["qwen3"],
 }
 

@@ -182,17 +182,26 @@ def test_rotation_keeps_dtype_shape_and_lengths_and_depends_on_distance_only(dty
 # -- windows ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sliding_window_limits_the_positions() -> None:
-    assert create_model(tiny_config("mistral"), "float32").spec.max_positions == 64
-    assert create_model(tiny_config("mistral", sliding_window=None), "float32").spec.max_positions == POSITIONS
+def test_a_window_hides_nothing_of_texts_within_it() -> None:
+    spec = create_model(tiny_config("mistral"), "float32").spec
+    assert spec.windows == (64,) * 3 and spec.max_positions == POSITIONS
+    within = spec.within_windows()
+    assert within.windows == (None,) * 3 and within.max_positions == 64 and within.tensors == spec.tensors
+    for window in (None, POSITIONS):
+        assert create_model(tiny_config("mistral", sliding_window=window), "float32").spec.windows == (None,) * 3
 
 
 @pytest.mark.parametrize(
-    ("use_sliding_window", "dense_layers", "positions"), [(False, 0, POSITIONS), (True, 3, POSITIONS), (True, 1, 32)]
+    ("use_sliding_window", "dense_layers", "windows"),
+    [(False, 0, (None,) * 3), (True, 3, (None,) * 3), (True, 1, (None, 32, 32)), (True, 0, (32,) * 3)],
 )
-def test_a_window_counts_only_where_layers_use_it(use_sliding_window: bool, dense_layers: int, positions: int) -> None:
+def test_a_window_counts_only_where_layers_use_it(
+    use_sliding_window: bool, dense_layers: int, windows: tuple[int | None, ...]
+) -> None:
     changes = {"use_sliding_window": use_sliding_window, "sliding_window": 32, "max_window_layers": dense_layers}
-    assert create_model(tiny_config("qwen2", **changes), "float32").spec.max_positions == positions
+    for sep_layer in (True, False):
+        spec = create_model(tiny_config("qwen2", **changes), "float32", sep_layer).spec
+        assert spec.windows == spec.cut_at_attention().windows == windows and spec.max_positions == POSITIONS
 
 
 # -- shapes that ship with the package -------------------------------------------------------------------------------
