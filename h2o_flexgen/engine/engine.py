@@ -476,7 +476,7 @@ class Engine:
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
-        if state.graphs is not None and state.graphs.take(rows):
+        if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
             state.hidden.put(task, state.graphs.compute(visit, rows, hidden, self._captured(visit, cache)))
             return
         if cache is not None:

@@ -132,10 +132,11 @@ class KVCache:
         self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
     ) -> tuple[Tensor, Tensor | None]:
         """What queries attend, and what each held and new token gets from those that count."""
+        window = None if scores is None else scores.policy.sees
         if now.echo:
-            return attend_with_echo(now, q, k, v, more)
+            return attend_with_echo(now, q, k, v, more, window)
         weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
-        return prompt_attention(q, k, v, now.counts, weights, more, gathers)
+        return prompt_attention(q, k, v, now.counts, weights, more, gathers, window)
 
     def _known(self, now: KVStep, scores: SlotScores | None) -> SlotScores | None:
         """What is known of the tokens held, oldest first."""
