@@ -160,6 +160,8 @@ class PlanReport:
         yield f"{prompts}, up to {workload.gen_len} to generate for each"
         sizes = [batch.size for batch in self.first.block.batches]
         yield f"block     {max(sizes)} seats x {len(sizes)} batches, in which rows come and go"
+        if workload.prefix_room:
+            yield f"prefixes  room for {workload.prefix_room} tokens of what requests begin with alike, {plan.prefix_policy}"
         shared = Counter(prefix for prefix in workload.prefixes if prefix is not None)
         if shared:
             saved = sum((rows - 1) * prefix.tokens for prefix, rows in shared.items())

@@ -17,6 +17,7 @@ from h2o_flexgen.cli.flags import (
     Parser,
     add_compute,
     add_placement,
+    add_prefix_policy,
     add_sizes,
     memory_size,
     number,
@@ -35,7 +36,7 @@ from h2o_flexgen.cli.requests import (
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import parse_bytes
-from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.machine import Machine
@@ -99,6 +100,7 @@ class ServeRequest:
     prompt_len: int | None  # of the longest prompt; None: as the model has room
     gen_len: int | None  # tokens of the longest completion
     rows: int  # that a plan is found for
+    prefix_room: int | None  # tokens for what requests share; None: as many as are of use and fit
     gather_seconds: float
     most_waiting: int
     style: str
@@ -134,6 +136,7 @@ def request_of(flags: Namespace) -> ServeRequest:
         prompt_len=flags.prompt_len,
         gen_len=flags.gen_len,
         rows=flags.rows,
+        prefix_room=flags.prefix_room,
         gather_seconds=flags.gather,
         most_waiting=flags.queue,
         style=flags.style,
@@ -199,6 +202,10 @@ def _add_requests(group: Group) -> None:
         "--queue", "N", "completions that may wait for a seat; then clients are turned away", whole(1, MOST_PROMPTS), WAITING
     )
     group.value("--rows", "N", f"completions that are computed at once, at most, {WHERE_FOUND}", whole(1, MOST_PROMPTS), ROWS)
+    room = "kept of what requests begin with alike, which is computed once; 0: nothing is shared"
+    usual = "as many as are of use and fit beside the seats, but 0 where answers would depend on who else asks"
+    group.value("--prefix-room", "TOKENS", f"{room} (default: {usual})", whole(0, MOST_TOKENS))
+    add_prefix_policy(group)
     styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
     drawn = "of requests that bring none, which draw by it and by when they came (default: another one each time)"

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from socket import socket
 
@@ -39,8 +39,11 @@ from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.job import Reading
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions
+from h2o_flexgen.planning.prefix_room import first_that_fits, rooms_to_search
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.app import make_app
 from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
@@ -84,9 +87,10 @@ class Preparing:
         """Plans the seats, and loads the weights; refuses what does not fit."""
         room = self._room()
         self._find_plan(room)
-        arrivals = self.llm.arrivals(room.prompt_len, room.gen_len)
+        with _named_as_flags():
+            arrivals = self.llm.arrivals(room.prompt_len, room.gen_len, prefix_room=self.request.prefix_room)
         report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
-        self._announce(report)
+        self._announce(report, arrivals)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
             self.llm.load(Opening(progress).stage)
         return Server(self.request, self.llm, arrivals, Counts(), facts_of(self.request.name, report))
@@ -105,11 +109,17 @@ class Preparing:
 
     def _find_plan(self, room: Need) -> None:
         """Finds a plan if none was given."""
-        request = self.request
-        if isinstance(request.plan, Plan):
+        request, asked = self.request, self.request.plan
+        if isinstance(asked, Plan):
             return
-        workload = Workload.running([room] * request.rows)
-        wish = Wish(request.plan, self.llm, workload, room.prompt_len, room.gen_len)
+        with _named_as_flags():
+            rooms = rooms_to_search(self.llm.plan, room.prompt_len, request.prefix_room)
+        first_that_fits(rooms, lambda tokens: self._search(asked, room, tokens))
+
+    def _search(self, asked: Asked, room: Need, prefix_room: int) -> None:
+        request = self.request
+        workload = Workload.arriving(room, request.rows, prefix_room)
+        wish = Wish(asked, self.llm, workload, room.prompt_len, room.gen_len)
         wish.refuse_impossible()
         with_room = wish.plan_with_room() if request.machine is None else None
         if with_room is not None:
@@ -119,14 +129,36 @@ class Preparing:
         machine = machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
         self._tell(wish.find(machine).lines())
 
-    def _announce(self, report: PlanReport) -> None:
-        self._tell(report.lines())
+    def _announce(self, report: PlanReport, arrivals: Arrivals) -> None:
+        self._tell([*report.lines(), *self._unshared(arrivals)])
         say_slow(kernel_reasons(report.arithmetic))
         say_threads(self.request.others, self.request.site.threads)
+
+    def _unshared(self, arrivals: Arrivals) -> Iterator[str]:
+        """Why requests share nothing, if nobody has asked for that."""
+        plan = self.llm.plan
+        can_share = plan.shares_prefixes and arrivals.longest_prompt > plan.least_prefix
+        if arrivals.planned.workload.prefix_room or self.request.prefix_room is not None or not can_share:
+            return
+        if not plan.answers_depend_on_prefixes:
+            yield "prefixes  nothing is shared: there is no room beside the seats"
+        elif plan.kv_codec == PLAIN and not plan.policy.echoes:
+            yield "prefixes  nothing is shared, as answers would depend on it; not so with --prefix-policy judged"
+        else:
+            yield "prefixes  nothing is shared, as answers would depend on it; --prefix-room says to share all the same"
 
     def _tell(self, lines: Iterable[str]) -> None:
         if self.request.verbose:
             say(lines)
+
+
+@contextmanager
+def _named_as_flags() -> Iterator[None]:
+    """A context in which errors name flags."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(str(error).replace("prefix_room", "--prefix-room")) from error
 
 
 class Server:

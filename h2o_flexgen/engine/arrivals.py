@@ -24,6 +24,8 @@ from h2o_flexgen.engine.held import HeldBytes, held_bytes
 from h2o_flexgen.engine.job import Request, prompt_of
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
+from h2o_flexgen.engine.sharing import NOTHING, Sharing
+from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -59,7 +61,7 @@ class Arrival:
 
     @property
     def completion(self) -> Completion:
-        return completion_of(self.rows)
+        return replace(completion_of(self.rows), cached_tokens=self.rows[0].shared_tokens)
 
 
 class TooLong(ValueError):
@@ -71,6 +73,8 @@ class Closed(ValueError):
 
 
 class Arrivals(Waiting):
+    keeps_prefixes = True
+
     def __init__(self, planned: WorkloadPlan, maker: RowMaker) -> None:
         """`planned`: a workload of rows that come and go, each of them as long as any row may be."""
         self.planned = planned
@@ -82,6 +86,8 @@ class Arrivals(Waiting):
         self._background: deque[RowState] = deque()
         self._seated: dict[int, RowState] = {}
         self._of_row: dict[int, Arrival] = {}  # of all rows that have not ended
+        self._needs: dict[int, Need] = {}  # of rows that have a seat, from when it is known what they share
+        self._sharing = Sharing(planned.plan) if planned.workload.prefix_room else None
         self._is_closed = False
         self.seat_in(planned.blocks.first)
 
@@ -101,10 +107,13 @@ class Arrivals(Waiting):
 
     def admit(self, arrivals: Iterable[Arrival], in_background: bool = False) -> None:
         """Puts all of these at the end of a queue at once, so that a block that begins has seats for them all."""
+        come = list(arrivals)
+        if self._sharing is not None:
+            self._sharing.take_note((arrival.rows[0].prompt_ids, len(arrival.rows)) for arrival in come)
         with self._changed:
             if self._is_closed:
                 raise Closed("no more requests are taken")
-            for arrival in arrivals:
+            for arrival in come:
                 arrival.in_background = in_background
                 for row in arrival.rows:
                     row.row = next(self._places)
@@ -167,7 +176,7 @@ class Arrivals(Waiting):
     def kv_bytes(self) -> HeldBytes:
         """Keys and values of the rows that have a seat, and what all seats can hold."""
         with self._changed:
-            return held_bytes(self._block, list(self._seated.values()))
+            return held_bytes(self._block, [(row, self._needs.get(row.row)) for row in self._seated.values()])
 
     def gather(self, seconds: float) -> bool:
         """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds;
@@ -220,6 +229,7 @@ class Arrivals(Waiting):
             queue.clear()
             queue.extend(left)
         self._seated.clear()
+        self._needs.clear()
         self._of_row = {place: arrival for place, arrival in self._of_row.items() if place not in own}
         return lost
 
@@ -254,6 +264,7 @@ class Arrivals(Waiting):
         with self._changed:
             left = [row for row in self._seated.values() if not row.finished]
             self._seated.clear()
+            self._needs.clear()
             for row in left:
                 row.start_anew()
             for row in reversed(left):
@@ -262,10 +273,20 @@ class Arrivals(Waiting):
 
     def end(self, row: RowState) -> None:
         with self._changed:
-            del self._seated[row.row]
+            del self._seated[row.row], self._needs[row.row]
+
+    def choose(self, row: RowState, kept: PrefixStore, room: int) -> SharedPrefix | None:
+        shared = NOTHING if self._sharing is None else self._sharing.choice(row.prompt_ids, kept, room)
+        need = Need.behind(shared.prefix, row.prompt_len, row.max_tokens, self.planned.plan.copies_prefixes)
+        if not all(level.policy.suits(need) for level in self._block.levels):
+            shared, need = NOTHING, Need(row.prompt_len, row.max_tokens)
+        with self._changed:
+            self._needs[row.row] = need
+        row.shared_tokens = shared.spared
+        return shared.source
 
     def need(self, row: RowState) -> Need:
-        return Need(row.prompt_len, row.max_tokens)
+        return self._needs[row.row]
 
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
         """The first in the queue and then those of the background, longest prompts first. Called at each pass of a batch, until

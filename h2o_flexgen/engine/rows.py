@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class Part:
     def now(self) -> KVStep:
         """The step, for what all levels know alike: rows, tokens and what rows share, but not their slots."""
         return self.levels[0]
+
+
+class SharedOf(NamedTuple):
+    """What a row shares: the first tokens of a prefix."""
+
+    prefix: Prefix
+    tokens: int
 
 
 class BatchRows:
@@ -152,9 +160,14 @@ class BatchRows:
     def note_prefixes(self, hidden: Tensor) -> None:
         """Keeps the hidden states of shared prefixes that are computed now: whoever asks gets log-probabilities of them."""
 
-    def prefix_of(self, row: RowState) -> Prefix | None:
+    def prefix_of(self, row: RowState) -> SharedOf | None:
         """What a row shares with others."""
         return None
+
+    @property
+    def spared_tokens(self) -> int:
+        """Tokens of the prompts that are read which need not be computed, as others have had them computed."""
+        return 0
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         parts, start = [], 0

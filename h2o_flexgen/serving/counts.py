@@ -71,6 +71,7 @@ class Counts:
             self._counted_at = monotonic()
             self._passes += 1
             self._tokens["prompt"] += tick.prompt_tokens - (before.prompt_tokens if before else 0)
+            self._tokens["spared"] += tick.spared_tokens - (before.spared_tokens if before else 0)
             self._tokens["generated"] += tick.generated_tokens - (before.generated_tokens if before else 0)
             for lane, seconds in tick.busy_seconds.items():
                 self._seconds[lane] += seconds - (before.busy_seconds.get(lane, 0.0) if before else 0.0)
@@ -85,6 +86,7 @@ class Counts:
                 "answers": {str(status): count for status, count in sorted(self._answers.items())},
                 "completions": dict(sorted(self._ended.items())),
                 "prompt_tokens": self._tokens["prompt"],
+                "shared_prompt_tokens": self._tokens["spared"],
                 "generated_tokens": self._tokens["generated"],
                 "passes": self._passes,
                 "lane_busy_seconds": {lane: round(seconds, 3) for lane, seconds in sorted(self._seconds.items())},
@@ -104,6 +106,11 @@ class Counts:
             seconds, passes = dict(self._seconds), self._passes
         return [
             _counter("prompt_tokens_total", "tokens of prompts that were read", {"": tokens.get("prompt", 0)}),
+            _counter(
+                "shared_prompt_tokens_total",
+                "tokens of prompts that were not read, as they had been for others",
+                {"": tokens.get("spared", 0)},
+            ),
             _counter("generation_tokens_total", "tokens that were generated", {"": tokens.get("generated", 0)}),
             _counter("passes_total", "passes over the weights", {"": passes}),
             _counter("answers_total", "answers to requests", _labelled("status", answers)),
@@ -135,7 +142,7 @@ def _gauges(now: Now) -> list[Metric]:
         _gauge("rows_waiting", "completions that wait for a seat", now.rows_waiting),
         _gauge("rows_waiting_in_background", "completions of batches that wait for a seat", now.rows_in_background),
         _gauge("seats", "completions that are computed at once, at most", now.seats),
-        _gauge("kv_held_bytes", "bytes of keys and values of completions that have a seat", now.kv_bytes),
+        _gauge("kv_held_bytes", "bytes of keys and values that completions with a seat have of their own", now.kv_bytes),
         _gauge("kv_seats_bytes", "bytes of keys and values that all seats can hold", now.kv_bytes_of_seats),
     ]
 

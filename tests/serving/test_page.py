@@ -67,6 +67,7 @@ def test_the_state_is_told_as_the_metrics_are(http: httpx.Client, server: Served
         "running": measured["h2o_flexgen_requests_running"],
         "waiting": measured["h2o_flexgen_requests_waiting"],
         "rows_waiting": 0,
+        "rows_in_background": 0,
         "rows_seated": 0,
         "seats": 4,
         "kv_bytes": 0,
