@@ -168,8 +168,8 @@ class Desk:
             self._tell(self._arrivals.break_off(), broken(said))
 
     def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
-        for arrival in lost:
-            listener = self._taken(arrival)
+        listening = [(arrival, self._taken(arrival)) for arrival in lost]  # a client that hears of one gives up its others
+        for arrival, listener in listening:
             if listener is not None:
                 self._counts.ended(["error"] * len(arrival.rows))
                 listener.fail(problem)
