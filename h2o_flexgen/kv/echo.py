@@ -37,8 +37,8 @@ def attend_with_echo(
     tokens, places = both // 2, k.shape[2] - both // 2
     out = q.new_empty(rows, both, heads * dim)
     prompt, seen = slice(tokens), slice(places)
-    own = q[:, :, prompt], k[:, :, seen], v[:, :, seen]
-    out[:, prompt], _ = prompt_attention(*own, now.counts, None, _part(more, prompt), window=window)
+    of_prompt = q[:, :, prompt], k[:, :, seen], v[:, :, seen]
+    out[:, prompt], _ = prompt_attention(*of_prompt, now.counts, None, _part(more, prompt), window=window)
     got = torch.zeros(*k.shape[:2], places, dtype=torch.float32, device=k.device)
     for part in now.echo:
         own = slice(None) if part.rows is None else part.rows

@@ -88,9 +88,7 @@ def embedding(function: LayerFunction, tokens: Parameters, others: Parameters, o
     return replace(layer(function, joined(tokens, others), out_width, origin), token_table=next(iter(tokens)))
 
 
-def attention(
-    before: Parameters, behind: Parameters, out_width: int, origin: Origin, window: int | None = None
-) -> LayerSpec:
+def attention(before: Parameters, behind: Parameters, out_width: int, origin: Origin, window: int | None = None) -> LayerSpec:
     """The attention of an architecture in halves; the parameters `behind` are used when all is attended."""
     whole = layer(InHalves.attention, joined(before, behind), out_width, origin)
     halves = tuple(function.__name__ for function in (InHalves.before_attended, InHalves.behind_attended))

@@ -187,4 +187,5 @@ def _places(experts: Tensor, own: Sequence[int]) -> tuple[Tensor, ...]:
     places = ((table >= first) & (table <= own[-1])).nonzero().squeeze(1)
     numbers = table[places] - first
     counts = torch.bincount(numbers, minlength=len(own)).tolist()
-    return places[numbers.argsort(stable=True)].split(counts)
+    in_turn: tuple[Tensor, ...] = places[numbers.argsort(stable=True)].split(counts)
+    return in_turn
