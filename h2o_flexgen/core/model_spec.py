@@ -202,6 +202,11 @@ class ModelSpec:
         """The window of each layer with KV."""
         return tuple(self.layers[index].window for index in self.kv_layers)
 
+    @property
+    def seen_positions(self) -> int:
+        """The positions of a text in which every token sees all before it, in all layers."""
+        return min([self.max_positions, *(window for window in self.windows if window is not None)])
+
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """Every tensor of the model once, in layer order: a tied head is the embedding again and is not counted twice."""
@@ -303,8 +308,8 @@ class ModelSpec:
 
     def within_windows(self) -> ModelSpec:
         """The same model for texts that are no longer than its windows, which then hide nothing."""
-        most = min([self.max_positions, *(window for window in self.windows if window is not None)])
-        return replace(self, max_positions=most, layers=tuple(replace(layer, window=None) for layer in self.layers))
+        layers = tuple(replace(layer, window=None) for layer in self.layers)
+        return replace(self, max_positions=self.seen_positions, layers=layers)
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
         """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""

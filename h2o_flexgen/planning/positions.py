@@ -8,6 +8,11 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.policy import KVPolicy
 
 
+def of_windows(spec: ModelSpec) -> str:
+    """Says whose positions are meant, where those that see everything are fewer than the model's."""
+    return "" if spec.seen_positions == spec.max_positions else " within its window"
+
+
 def check_rolling(spec: ModelSpec, plan: Plan) -> None:
     if plan.policy.rolls and not spec.rotary:
         raise ValueError(f"positions 'rolling' needs rotary positions, but {spec.name} has learned ones; leave it out")

@@ -17,6 +17,7 @@ from h2o_flexgen.evaluation.calibration.repeated import LayerRead, RepeatedText
 from h2o_flexgen.evaluation.calibration.shares import Scores, Shares, shares_at
 from h2o_flexgen.evaluation.study.reading import OnLayer, read_texts
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.positions import of_windows
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 
 BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
@@ -79,9 +80,10 @@ def _check(llm: LLM, texts: Sequence[Sequence[int]], beside: int) -> None:
     spec, longest = llm.spec, max(map(len, texts))
     if min(map(len, texts)) < FEWEST_TOKENS:
         raise ValueError(f"a text has {min(map(len, texts))} tokens; give {FEWEST_TOKENS} or more")
-    if 2 * longest > spec.max_positions:
-        most = f"{spec.name} has {spec.max_positions} positions; give {spec.max_positions // 2} tokens or fewer"
-        raise ValueError(f"texts of {longest} tokens are read twice, and {most}")
+    if 2 * longest > spec.seen_positions:
+        there = f"{spec.name} has {spec.seen_positions} positions{of_windows(spec)}"
+        most = spec.seen_positions // 2
+        raise ValueError(f"texts of {longest} tokens are read twice, and {there}; give {most} tokens or fewer")
     tier = DEVICE if llm.device.accelerator else HOST
     limit = llm.budgets.of(tier)
     hidden = sum(2 * len(ids) * spec.width * spec.itemsize for ids in texts)

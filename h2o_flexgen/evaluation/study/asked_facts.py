@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.evaluation.recall import Recall, RecallExample
 from h2o_flexgen.evaluation.texts import start_tokens
+from h2o_flexgen.planning.positions import of_windows
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
@@ -47,9 +48,10 @@ class AskedFact:
 
 def asked_facts(llm: LLM, asked: FactsAsked) -> tuple[AskedFact, ...]:
     """The texts, in the model's tokens."""
-    positions, tokenizer, draw = llm.spec.max_positions, llm.tokenizer, random.Random(asked.seed)
+    positions, tokenizer, draw = llm.spec.seen_positions, llm.tokenizer, random.Random(asked.seed)
     if asked.length > positions:
-        raise ValueError(f"texts of {asked.length} tokens are asked for, but {llm.name} has {positions} positions; give fewer")
+        there = f"{llm.name} has {positions} positions{of_windows(llm.spec)}"
+        raise ValueError(f"texts of {asked.length} tokens are asked for, but {there}; give fewer")
     made = Recall.of(asked.prose, tokenizer.encode_more, start_tokens(tokenizer))
     return tuple(
         _asked(made.example(kind, asked.length, asked.depth, draw, asked.mentions), asked.question == VISIBLE)

@@ -18,6 +18,7 @@ from h2o_flexgen.evaluation.study.reading import OnLayer, Reading, read_texts
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
 from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.positions import of_windows
 
 FEWEST_TOKENS = 16
 PROMPT_PART = 4  # by default a quarter of the text is its prompt
@@ -131,10 +132,9 @@ def _check_text(llm: LLM, ids: Sequence[int], prompt_len: int) -> None:
     spec = llm.spec
     if len(ids) < FEWEST_TOKENS:
         raise ValueError(f"the text to study has {len(ids)} tokens; give one of {FEWEST_TOKENS} or more")
-    if len(ids) > spec.max_positions:
-        raise ValueError(
-            f"the text to study has {len(ids)} tokens, but {spec.name} has {spec.max_positions} positions; give a shorter one"
-        )
+    if len(ids) > spec.seen_positions:
+        positions = f"{spec.seen_positions} positions{of_windows(spec)}"
+        raise ValueError(f"the text to study has {len(ids)} tokens, but {spec.name} has {positions}; give a shorter one")
     if wrong := [token for token in ids if not 0 <= token < spec.vocab]:
         raise ValueError(f"the text to study has the token id {wrong[0]}; {spec.name} knows 0 to {spec.vocab - 1}")
     if not 0 < prompt_len < len(ids):

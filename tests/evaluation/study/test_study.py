@@ -128,3 +128,9 @@ def test_what_cannot_be_studied_is_refused_before_anything_is_read(
     monkeypatch.setattr("h2o_flexgen.evaluation.study.heavy_hitters.read_texts", lambda *_: pytest.fail("it was read"))
     with LLM(str(checkpoints.folder("opt")), dtype="float32") as llm, pytest.raises(ValueError, match=message):
         study(llm, **{"ids": TEXT, "policies": POLICIES, "budget": 0.25, **changed})
+
+
+def test_a_text_longer_than_a_window_is_not_studied_as_if_all_were_seen(checkpoints: Checkpoints) -> None:
+    with LLM(str(checkpoints.folder("mistral")), dtype="float32") as llm:
+        with pytest.raises(ValueError, match=r"has 96 tokens, but .* has 64 positions within its window; give a shorter one"):
+            study(llm, ids=TEXT * 2, policies=POLICIES, budget=0.25)
