@@ -131,6 +131,6 @@ def test_what_cannot_be_studied_is_refused_before_anything_is_read(
 
 
 def test_a_text_longer_than_a_window_is_not_studied_as_if_all_were_seen(checkpoints: Checkpoints) -> None:
-    with LLM(str(checkpoints.folder("mistral")), dtype="float32") as llm:
-        with pytest.raises(ValueError, match=r"has 96 tokens, but .* has 64 positions within its window; give a shorter one"):
-            study(llm, ids=TEXT * 2, policies=POLICIES, budget=0.25)
+    said = r"has 96 tokens, but .* has 64 positions within its window; give a shorter one"
+    with LLM(str(checkpoints.folder("mistral")), dtype="float32") as llm, pytest.raises(ValueError, match=said):
+        study(llm, ids=TEXT * 2, policies=POLICIES, budget=0.25)
