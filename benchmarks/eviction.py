@@ -193,13 +193,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
     variant = variants(args)[args.one]
     with opened(args) as llm:
-        rows = args.equal_rows or largest(lambda count: fits(llm, args, count), MOST_ROWS)
+        rows = args.equal_rows or largest(lambda count: fits_planned(llm, args, count), MOST_ROWS)
         if not rows:
             raise SystemExit(f"error: not even one row fits {args.cpu_mem} under {variant.name}; give more with --cpu-mem")
         take_rows(llm, args, rows)
         prompts = made_up_prompts(rows, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads; random weights are written to disk
         before = calibrate(llm, args)
+        while args.equal_rows is None and not fits(llm, args, rows):  # the process itself has grown since they were counted
+            rows -= 1
+        prompts = prompts[:rows]
         llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True), may_shrink=False)
         stats = llm.stats
         assert stats is not None
@@ -248,8 +251,12 @@ def take_rows(llm: LLM, args: argparse.Namespace, rows: int) -> None:
     llm.adopt(replace(llm.requested, gpu_batch_size=-(-rows // count), num_gpu_batches=count))
 
 
-def fits(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
+def fits_planned(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
     take_rows(llm, args, rows)
+    return fits(llm, args, rows)
+
+
+def fits(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
     try:
         llm.check(Workload.uniform(rows, args.prompt_len, args.gen_len))
     except DoesNotFit:

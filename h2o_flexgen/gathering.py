@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from h2o_flexgen.engine.arrivals import Arrival, Arrivals, Closed, Load, OnPiece
-from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.engine.job import Request, Size, without_number
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.tick import OnTick
@@ -82,7 +82,7 @@ def _said_of_one() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace("prompt 0 ", "the prompt ")) from error
+        raise ValueError(without_number(str(error), 0)) from error
 
 
 @dataclass(eq=False)

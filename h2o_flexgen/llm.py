@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ from h2o_flexgen.engine.tick import OnTick, Ticker
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 from h2o_flexgen.sampling.elsewhere import ARGUMENTS, refuse_unknown
 from h2o_flexgen.sampling.output import Completion
@@ -198,12 +200,29 @@ class LLM(ModelUnderPlan):
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
         self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
 
-    def arrivals(self, prompt_len: int, gen_len: int, *, rows: int | None = None, on_stage: OnStage | None = None) -> Arrivals:
+    def arrivals(
+        self,
+        prompt_len: int,
+        gen_len: int,
+        *,
+        rows: int | None = None,
+        prefix_room: int | None = None,
+        on_stage: OnStage | None = None,
+    ) -> Arrivals:
         """Plans the seats of a block for requests that are not known yet, with prompts of `prompt_len` tokens and completions
-        of `gen_len` at most. `rows`: who has a seat at once, if a plan is to be found for them (default: as the plan says)."""
-        at_once = self.plan.block_size if rows is None else rows
-        workload = Workload.running([Need(prompt_len, gen_len)] * (at_once * ROWS_PER_SEAT))
-        planned = self._planned_for(workload, True, on_stage)
+        of `gen_len` at most. `rows`: who has a seat at once, if a plan is to be found for them (default: as the plan says).
+        `prefix_room`: the tokens that are kept of what requests begin with alike, which is computed once for all of them
+        (default: as many as are of use and fit beside the seats, but nothing where answers would depend on who else asks)."""
+        rows = (self.plan.block_size if rows is None else rows) * ROWS_PER_SEAT
+        arriving = partial(Workload.arriving, Need(prompt_len, gen_len), rows)
+        if (auto := self._auto) is not None:
+            rooms = rooms_to_search(self.plan, prompt_len, prefix_room)
+            first_that_fits(rooms, lambda room: auto.provide(self, arriving(room), True, on_stage))
+        scored_at_once = positions_at_once(self.plan, self.spec.vocab)
+        for room in prefix_rooms(self.plan, prompt_len, prefix_room):
+            planned = self.planned(arriving(room), None, scored_at_once)
+            if planned.fits(self.budgets):
+                break
         planned.refuse_what_does_not_fit(self.budgets)
         return Arrivals(planned, self._row_maker)
 

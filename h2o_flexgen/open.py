@@ -38,7 +38,7 @@ class OpenedModel:
     dtype: str  # type of the values in computations
     folder: Path | None  # None: weights are random, and no file of them is read
     checkpoint: Checkpoint | None
-    _specs: dict[tuple[bool, str, str, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
+    _specs: dict[tuple[bool, str, str, str, str, bool], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, name: str, dummy_weights: bool, dtype: str, site: Site, stages: Stages = SILENT) -> OpenedModel:
@@ -60,7 +60,7 @@ class OpenedModel:
         return _method(self.config)
 
     def spec(self, plan: Plan) -> ModelSpec:
-        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute, plan.attend_on
+        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute, plan.attend_on, plan.policy.keeps_all
         if kind not in self._specs:
             self._specs[kind] = self.model(plan).spec
         return self._specs[kind]
@@ -68,6 +68,8 @@ class OpenedModel:
     def model(self, plan: Plan) -> Model:
         """The model's layers as functions, with their shapes."""
         model = create_model(self.config, self.dtype, plan.sep_layer, self.name)
+        if not plan.policy.keeps_all and all(model.spec.windows):  # otherwise there were no layer for the policy
+            model.spec = model.spec.within_windows()
         if plan.attend_on == HOST:
             model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:

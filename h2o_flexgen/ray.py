@@ -19,7 +19,7 @@ import numpy as np
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed, shown
-from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with
@@ -111,7 +111,7 @@ class Engine:
         try:
             RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer).size(request.index, request)
         except ValueError as error:  # numbers that were made up say nothing to anybody
-            raise ValueError(str(error).replace(f"prompt {request.index} ", "the prompt ")) from error
+            raise ValueError(without_number(str(error), request.index)) from error
 
 
 # -- what a row asks -------------------------------------------------------------------------------------------------------

@@ -173,6 +173,8 @@ class ModelUnderPlan:
     def _put_under_plan(self) -> None:
         self.model = self._opened.model(self.plan)  # its layers as functions, for others that run them
         self.source = self._opened.source(self.plan, self.offload_folder, self._stages)  # where its weights come from
+        if any(self.spec.windows):  # what lies before a window is nobody's, so that nothing is shared of it
+            self.plan = replace(self.plan, shared_prefixes=False)
         check_rolling(self.spec, self.plan)
         if self.plan.head_budgets is not None:
             self.plan.head_budgets.refuse_other(self.spec)

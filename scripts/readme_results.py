@@ -18,8 +18,8 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
     }
 
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
-`compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`, `published.py --gpus` and
-`published_data_wrangling.py` in benchmarks write brings a table of its own.
+`compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`, `published.py --gpus`,
+`published_data_wrangling.py` and `serving.py` in benchmarks write brings a table of its own.
 """
 
 from __future__ import annotations
@@ -233,6 +233,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "published on gpus": _table_of_its_own,
     "published data wrangling": _table_of_its_own,
     "eviction and quality": _table_of_its_own,
+    "serving": _table_of_its_own,
 }
 
 

@@ -71,6 +71,11 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("web"):
+        from tests.serving.browsers import why_there_is_none
+
+        if (why := why_there_is_none()) is not None:
+            pytest.skip(why)
     if item.get_closest_marker(SMOLLM2.name) and not SMOLLM2.path.is_file():
         pytest.skip(f"needs the model that {SMOLLM2.script} fetches")
 

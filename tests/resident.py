@@ -28,7 +28,7 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.levels import Level
+from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
@@ -81,7 +81,7 @@ def _levels(model: Model, policy: KVPolicy | Sequence[Level] | None) -> Sequence
     spec = model.spec
     if policy is not None and not isinstance(policy, KVPolicy):
         return policy
-    return [Level(policy or Full(), (tuple(range(spec.kv_heads)),) * len(spec.kv_layers))]
+    return levels_of(policy or Full(), None, spec)
 
 
 def _echoes_within(model: Model, levels: Sequence[Level]) -> int | None:

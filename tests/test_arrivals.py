@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, Closed, TooLong
+from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.shrink import Shrink
@@ -17,6 +18,7 @@ from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.prompts import Prompt
 from tests.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints
@@ -208,20 +210,79 @@ def test_who_breaks_a_block_is_forgotten_alone_and_the_others_go_on(checkpoints:
         heard: dict[int, list[int]] = {}
 
         def hear(row: RowState, token: int, text: str | None) -> None:
-            heard.setdefault(row.index, []).append(token)
-            if row.index == 1 and row.num_generated == 2:
+            heard.setdefault(row.row, []).append(token)
+            if row is come[1].rows[0] and row.num_generated == 2:
                 raise RuntimeError("the second breaks")
 
         prompts = [Prompt(None, tuple(one)) for one in case.prompts]
-        come = [arrivals.offer(Request(one, FOUR, place), hear) for place, one in enumerate(prompts)]
+        come = [arrivals.offer(Request(one, FOUR, 7), hear) for one in prompts]  # whose number is the same goes on, too
         with pytest.raises(RuntimeError, match="the second breaks"):
             list(llm.generate_arriving(arrivals))
-        assert arrivals.requests == (2, 2) and arrivals.drop(1) == [come[1]]
+        second = come[1].rows[0].row
+        assert arrivals.requests == (2, 2) and arrivals.drop(second) == [come[1]]
         assert arrivals.requests == (0, 3) and arrivals.load.waiting == 3
-        assert list(llm.generate_arriving(arrivals)) == [come[0], come[2], come[3]] and arrivals.drop(1) == []
+        assert list(llm.generate_arriving(arrivals)) == [come[0], come[2], come[3]] and arrivals.drop(second) == []
     for place in (0, 2, 3):
         alone = [int(step[0].argmax()) for step in checkpoints.resident_logits(replace(case, gen_len=4), (place,))]
         assert list(come[place].completion.token_ids) == heard[place] == alone
+
+
+def test_where_a_block_fails_those_with_a_seat_are_lost_and_the_others_wait_on(checkpoints: Checkpoints, offload: Path) -> None:
+    case, fails = Case("opt", lengths=LENGTHS[:5], gpu_batch_size=2, num_gpu_batches=1), [True]
+
+    def hear(row: RowState, token: int, text: str | None) -> None:
+        if fails and row is come[1].rows[0] and row.num_generated == 2:
+            fails.clear()
+            raise OSError("the block fails")
+
+    with case.open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(LONGEST, MOST)
+        params = [SamplingParams(max_tokens=1), *[FOUR] * 4]
+        come = [arrivals.offer(Request(Prompt(None, tuple(one)), own), hear) for one, own in zip(case.prompts, params)]
+        over = list[Arrival]()
+        with pytest.raises(TaskFailed, match="the block fails"):
+            for one in llm.generate_arriving(arrivals):
+                over.append(one)
+        assert arrivals.load == (2, 2, 2) and arrivals.break_off() == come[1:3] and arrivals.load == (2, 0, 2)
+        over += llm.generate_arriving(arrivals)
+        assert over == [come[0], *come[3:]] and arrivals.break_off() == [], "nobody is left"
+    for place in (0, 3, 4):
+        alone = checkpoints.resident_logits(replace(case, gen_len=params[place].max_tokens), (place,))
+        assert list(come[place].completion.token_ids) == [int(step[0].argmax()) for step in alone]
+
+
+def test_where_a_block_fails_before_anybody_has_a_seat_nobody_is_tried_for_ever(
+    checkpoints: Checkpoints, offload: Path
+) -> None:
+    with Case("opt").open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(6, 4)
+        come = [arrivals.offer(Request(Prompt(None, (1, 2)), FOUR)) for _ in range(2)]
+        assert arrivals.break_off() == come and arrivals.load.waiting == 0
+        after = arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
+        assert list(llm.generate_arriving(arrivals)) == [after]
+
+
+def test_who_ends_in_the_pass_that_fails_is_told(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Sampler.sample
+
+    def broken(self: Sampler, logits: Any, params: Any, rows: Any, steps: Any, *others: Any) -> Any:
+        logits[0] = float("nan")
+        return sample(self, logits, params, rows, steps, *others)
+
+    monkeypatch.setattr(Sampler, "sample", broken)
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    with Case("opt", gpu_batch_size=2, num_gpu_batches=1).open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(6, 4)
+        first, second = (arrivals.offer(Request(Prompt(None, (1, 2)), params, 0)) for params in (scored, FOUR))
+        over = list[Arrival]()
+        with pytest.raises(TaskFailed) as failed:
+            for one in llm.generate_arriving(arrivals):
+                over.append(one)
+        assert over == [first] and first.completion.prompt_logprobs is not None
+        assert isinstance(failed.value.cause, NoTokenLeft) and failed.value.cause.row == second.rows[0].row
+        assert arrivals.drop(second.rows[0].row) == [second] and arrivals.load == (0, 0, 2)
 
 
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1], BY_HEAD[0]])
@@ -260,3 +321,103 @@ def test_where_all_who_had_come_give_up_the_next_is_waited_for(checkpoints: Chec
         arrivals.close()
         assert len(list(llm.generate_arriving(arrivals))) == sum(arrivals._sizes) and not arrivals.gather(3600.0)
         gathering.shutdown()
+
+
+# -- in the background --------------------------------------------------------------------------------------------------------
+
+
+def asked(case: Case, place: int, max_tokens: int = 4) -> Request:
+    return Request(Prompt(None, tuple(case.prompts[place])), SamplingParams(max_tokens=max_tokens), place)
+
+
+def picked(arrival: Arrival) -> list[int]:
+    return list(arrival.completion.token_ids)
+
+
+@pytest.mark.parametrize("num_gpu_batches", [1, 2])
+def test_whoever_waits_takes_a_seat_before_the_background_and_each_says_the_same(
+    num_gpu_batches: int, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("llama-gqa", lengths=LENGTHS[:8], gpu_batch_size=1, num_gpu_batches=num_gpu_batches)
+    with case.open(checkpoints, offload) as llm:
+        arrivals, come = llm.arrivals(LONGEST, MOST), dict[int, Arrival]()
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            if row.index == 0 and row.num_generated == 1:  # five have come in the background, and now three others
+                come.update({place: arrivals.offer(asked(case, place)) for place in (5, 6, 7)})
+                assert arrivals.load.waiting == 3
+
+        come[0] = arrivals.prepare(asked(case, 0), hear)
+        come |= {place: arrivals.prepare(asked(case, place)) for place in range(1, 5)}
+        arrivals.admit([come[place] for place in range(5)], in_background=True)
+        assert arrivals.load.waiting == 0 and arrivals.waiting_in_background == 5 and arrivals.requests == (0, 5)
+        over = list(llm.generate_arriving(arrivals))
+        assert arrivals.load.waiting == arrivals.waiting_in_background == 0 and arrivals.requests == (0, 0)
+    assert [place for one in over for place in come if come[place] is one][-3:] in ([2, 3, 4], [7, 3, 4])
+    for place, arrival in come.items():
+        alone = checkpoints.resident_logits(replace(case, gen_len=4), (place,))
+        assert picked(arrival) == [int(step[0].argmax()) for step in alone]
+
+
+def test_who_waits_in_the_background_keeps_nobody_else_waiting(checkpoints: Checkpoints, offload: Path) -> None:
+    """It would fill a batch that is empty, and waits for it, while others join; but if these go on and on, not for ever."""
+    case = Case("opt", lengths=LENGTHS[:1], gpu_batch_size=2, num_gpu_batches=2)
+    heard, tokens_before = list[int](), list[int]()
+    with case.open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(LONGEST, MOST)
+
+        def other(row: RowState, token: int, text: str | None) -> None:
+            heard.append(token)
+            if len(heard) == 1:
+                behind = [arrivals.prepare(asked(case, 0), background) for _ in range(6)]
+                arrivals.admit(behind, in_background=True)
+            if row.num_generated == 3 and len(tokens_before) < 6 * 4:
+                arrivals.offer(asked(case, 0), other)  # joins beside this one, at the next pass
+
+        def background(row: RowState, token: int, text: str | None) -> None:
+            tokens_before.append(len(heard))
+
+        arrivals.offer(asked(case, 0), other)
+        assert all(one.is_over for one in llm.generate_arriving(arrivals))
+    assert MOST <= tokens_before[0] <= 3 * MOST and len(tokens_before) == 6 * 4
+
+
+def test_the_background_gets_all_seats_when_the_block_is_over(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS[:1], gpu_batch_size=2, num_gpu_batches=2)
+    with case.open(checkpoints, offload) as llm:
+        arrivals, seated = llm.arrivals(LONGEST, MOST), list[int]()
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            seated.append(arrivals.load.seated)
+            if len(seated) == 1:
+                arrivals.admit([arrivals.prepare(asked(case, 0), hear) for _ in range(4)], in_background=True)
+
+        arrivals.offer(asked(case, 0), hear)
+        first = list(llm.generate_arriving(arrivals))
+        assert len(first) == 1 and seated == [1] * 4 and arrivals.waiting_in_background == 4
+        assert arrivals.gather(3600.0), "nobody is waited for"
+        assert len(list(llm.generate_arriving(arrivals))) == 4 and max(seated) == 4
+
+
+def test_who_loses_a_seat_in_the_background_comes_first_there(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS[:5], gpu_batch_size=3, num_gpu_batches=1)
+    with case.open(checkpoints, offload) as llm:
+        arrivals = llm.arrivals(LONGEST, MOST)
+
+        def hear(row: RowState, token: int, text: str | None) -> None:
+            if row.num_generated == 2:
+                raise RuntimeError("the first breaks")
+
+        broken = arrivals.offer(asked(case, 0), hear)
+        behind = [arrivals.offer(asked(case, place), in_background=True) for place in (1, 2, 3, 4)]
+        with pytest.raises(RuntimeError, match="the first breaks"):
+            list(llm.generate_arriving(arrivals))
+        assert arrivals.load == (0, 3, 3) and arrivals.drop(broken.rows[0].row) == [broken]
+        assert arrivals.load == (0, 0, 3) and arrivals.waiting_in_background == 4
+        last = arrivals.offer(asked(case, 0))
+        arrivals.give_up(behind[3])
+        assert arrivals.drop(behind[1].rows[0].row) == [behind[1]] and arrivals.waiting_in_background == 2
+        assert {*llm.generate_arriving(arrivals)} == {last, behind[0], behind[2]}
+        assert behind[3].completion.finish_reason == GIVEN_UP
+        left = [arrivals.offer(asked(case, 0), in_background=True), arrivals.offer(asked(case, 1))]
+        assert {*arrivals.abandon()} == {*left} and arrivals.requests == (0, 0) and not arrivals.waiting_in_background

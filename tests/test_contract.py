@@ -39,8 +39,9 @@ MIXES = (
     (0, 0, 100, 0, 100, 0),
     (100, 0, 0, 0, 0, 100),
 )
+MIXTURES = "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3", "neox-sequential", "qwen2-wordy"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3", "neox-sequential", "qwen2-wordy", *MIXTURES, "qwen2-near"),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),
@@ -110,6 +111,22 @@ FORMS = {
 @pytest.mark.parametrize("values", on_devices(FORMS))
 def test_every_form_of_checkpoints(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     hold_contract(Case(num_gpu_batches=3, **values), checkpoints, offload)
+
+
+NEAR = {
+    "percent": (MIXES[0], MIXES[2], MIXES[3]),
+    "gpu_batch_size": (1, 2, 3),
+    "sep_layer": (True, False),
+    "prefill_tokens": (1024, 12),
+    "kv_codec": (PLAIN, "group4"),
+    "attend_on": (DEVICE, HOST),
+    "gen_len": (4, 9),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(NEAR))
+def test_a_window_in_every_layer(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    hold_contract(Case("mistral-near", lengths=MANY, **values), checkpoints, offload)
 
 
 def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:

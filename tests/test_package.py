@@ -73,7 +73,8 @@ def test_the_installation_says_what_it_is(metadata: Distribution) -> None:
     assert (said["License-Expression"], said["License-File"], said["Requires-Python"]) == ("Apache-2.0", "LICENSE", ">=3.10")
     assert said.get_all("Project-URL") is None
     assert said["Description"].lstrip().startswith("# h2o_flexgen")
-    assert set(said.get_all("Provides-Extra") or ()) == {"test", "test-gpu", "eval", "plot", "bench", "ray", "helm", "serve"}
+    extras = {"test", "test-gpu", "test-web", "eval", "plot", "bench", "ray", "helm", "serve"}
+    assert set(said.get_all("Provides-Extra") or ()) == extras
 
 
 def test_the_installation_registers_a_command_and_the_harnesss_model(metadata: Distribution, installed: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +22,7 @@ from openai import OpenAI
 from h2o_flexgen import serve
 from h2o_flexgen.cli import serve_work
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.jobs.line import COMPLETIONS
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk
 from h2o_flexgen.serving.listening import Place
@@ -129,6 +133,86 @@ def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.Monke
     assert result.status == 128 + signal.SIGTERM and result.said[-1] == "terminated"
 
 
+# -- batches, whatever ends the server ---------------------------------------------------------------------------------------
+
+DIES = """
+import os, signal
+from h2o_flexgen.serving.counts import Counts
+tick = Counts.tick
+def dies(counts, one):
+    tick(counts, one)
+    if one.number == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+Counts.tick = dies
+from h2o_flexgen.serve import main
+raise SystemExit(main())
+"""
+REQUESTS = [{"prompt": f"Boat {place}", "max_tokens": 1 + place % 9, "n": 1 + place % 2} for place in range(30)]
+
+
+def new_batch(client: OpenAI) -> str:
+    lines = [{"custom_id": str(at), "method": "POST", "url": COMPLETIONS, "body": body} for at, body in enumerate(REQUESTS)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h").id
+
+
+def answers_of(client: OpenAI, batch_id: str) -> dict[str, list[str]]:
+    """What a batch says when it is over."""
+    waiting = threading.Event()
+    while (batch := client.batches.retrieve(batch_id)).status != "completed":
+        assert batch.status in ("validating", "in_progress", "finalizing"), batch
+        waiting.wait(0.01)
+    records = map(json.loads, client.files.content(batch.output_file_id or "").text.splitlines())
+    return {one["custom_id"]: [choice["text"] for choice in one["response"]["body"]["choices"]] for one in records}
+
+
+def test_a_batch_goes_on_whatever_ends_the_server(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    flags = [*map(str, ("--gather", "0", "--rows", 3, "--data-dir", tmp_path / "kept", "--seed", 3))]
+    place = tmp_path / "offload of the killed"
+    killed = [sys.executable, "-c", DIES, "--model", str(tiny), *map(str, PLAIN), "--offload-dir", str(place), *flags]
+    with subprocess.Popen(killed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        welcome = next(line for line in process.stdout if line.startswith("serving"))
+        url = re.findall(r"http://[^/]+/v1", welcome)[0]
+        with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS) as client:
+            batch = new_batch(client)
+    assert process.returncode == -signal.SIGKILL
+
+    def status() -> str:
+        found: str = json.loads((tmp_path / "kept" / "batches" / f"{batch}.json").read_text())["status"]
+        return found
+
+    assert status() in ("validating", "in_progress"), "the answer may have come before the check was over"
+    with monkeypatch.context() as ended:
+        tick = Counts.tick
+
+        def ends(counts: Counts, one: Tick) -> None:
+            tick(counts, one)
+            if one.number == 12:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        ended.setattr(Counts, "tick", ends)
+        visitor = Visitor(ended, lambda client: None)
+        result = command(*flags)
+        visitor.has_been_there()
+        assert result.status == 0 and status() == "in_progress" and len(result.said) == 1
+
+    answers: list[dict[str, list[str]]] = []
+
+    def visit(client: OpenAI) -> None:
+        answers.append(answers_of(client, batch))
+        answers.append(answers_of(client, new_batch(client)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    visitor = Visitor(monkeypatch, visit)
+    result = command(*flags)
+    visitor.has_been_there()
+    assert result.status == 0 and status() == "completed"
+    assert answers[0] == answers[1] and len(answers[0]) == len(REQUESTS), "what was cut off says what a whole one says"
+
+
 def test_whoever_reaches_it_from_elsewhere_is_spoken_of_and_has_to_show_a_key(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -164,7 +248,9 @@ def test_a_port_in_use_is_one_line_before_anything_is_opened(command: Any) -> No
             ("--prompt-len", 120, "--gen-len", 30),
             "error: --prompt-len and --gen-len: the prompt has 120 tokens",
         ),
-        (("--host", "no.such.host.invalid"), "error: --host no.such.host.invalid is no address ("),
+        (("--host", "no.such.host.invalid"), "error: --host no.such.host.invalid is no address of this machine ("),
+        (("--host", "a..b"), "error: --host a..b is no address of this machine (no name of a machine is written so); give one"),
+        (("--host", "192.0.2.1"), "error: --host 192.0.2.1 is no address of this machine (Cannot assign requested address)"),
         (("--api-key-file", "/no/such/file"), "error: --api-key-file /no/such/file"),
         (("--api-key-file", os.devnull), f"error: --api-key-file {os.devnull} has no key; write one a line"),
     ],

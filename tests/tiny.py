@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ VOCAB, POSITIONS, BLOCKS = 113, 128, 3
 _OPT = {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 80, "word_embed_proj_dim": 32}
 _LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56}
 _NEOX = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "rotary_pct": 0.5}
+_EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LLAMA3_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,10 +37,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {**_LLAMA, "num_key_value_heads": 1, "rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **_LLAMA3_ROPE}},
     ),
+    "llama-dynamic": ("llama", {**_LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama-yarn": (
+        "llama",
+        {**_LLAMA, "rope_theta": 700.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, **_YARN}},
+    ),
     "mistral": ("mistral", {**_LLAMA, "sliding_window": 64, "rope_theta": 300.0}),
+    "mistral-near": ("mistral", {**_LLAMA, "sliding_window": 6, "rope_theta": 300.0}),
+    "qwen2-near": ("qwen2", {**_LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True, "rope_theta": 1000.0}),
     "qwen2-wordy": ("qwen2", {**_LLAMA, "vocab_size": 1100, "tie_word_embeddings": True}),  # the table outweighs the layers
     "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),
+    "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "olmoe": ("olmoe", {**_LLAMA, "intermediate_size": 24, "num_experts": 9, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
+    "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",
@@ -82,7 +96,19 @@ def _spread(name: str) -> float:
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
-    return {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
+    named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
+    return {own: values for name, tensor in named.items() for own, values in _of_each_expert(name, tensor)}
+
+
+def _of_each_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of experts, which transformers holds as one tensor for a layer."""
+    prefix, of_all, kind = name.rpartition(".mlp.experts.")
+    if not of_all:
+        yield name, tensor
+        return
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    for number, own in enumerate(tensor):
+        yield from ((f"{prefix}{of_all}{number}.{part}.weight", one) for part, one in zip(parts, own.chunk(len(parts))))
 
 
 def save_tiny(

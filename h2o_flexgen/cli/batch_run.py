@@ -18,9 +18,9 @@ from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.index import SOUND, ChangedInput, Index
 from h2o_flexgen.jobs.job import FileJob
-from h2o_flexgen.jobs.line import BadLine
 from h2o_flexgen.jobs.output import Output
-from h2o_flexgen.jobs.records import BAD_REQUEST, BROKEN, RecordMaker, as_line, refusal
+from h2o_flexgen.jobs.recording import Recording
+from h2o_flexgen.jobs.records import BROKEN, RecordMaker
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
@@ -43,6 +43,10 @@ class JobRun:
     def _index(self) -> Index:
         return self.left.index
 
+    @property
+    def _recording(self) -> Recording:
+        return Recording(self._index, self.records, self.output)
+
     # -- requests that cannot be run -----------------------------------------------------------------------------------
 
     def record_refused(self) -> None:
@@ -50,21 +54,10 @@ class JobRun:
         finished = self.output.finished
         for place in (place for place in range(len(self._index)) if self._index.states[place] != SOUND):
             if finished.is_open(place):
-                self._refuse(place, *self._what_is_wrong(place))
+                self._recording.refuse_bad_line(place)
         for place in self.left.refused:
-            self._refuse(place, self._index.line(place).custom_id, self.left.reason(place))
+            self._recording.refuse(place, self.left.reason(place))
         self.output.sync()
-
-    def _what_is_wrong(self, place: int) -> tuple[str | None, str]:
-        try:
-            self._index.line(place)
-        except BadLine as bad:
-            return bad.custom_id, str(bad)
-        raise AssertionError(f"the line at place {place} is sound")
-
-    def _refuse(self, place: int, line_id: str | None, reason: str, status: int = BAD_REQUEST) -> None:
-        said = f"line {self._index.numbers[place]}: {reason}"
-        self.output.add(place, as_line(refusal(self._index.id_of(place, line_id), said, status)), failed=True)
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
@@ -96,13 +89,13 @@ class JobRun:
             broken = self._broken_in(left, listening)
             if broken is None:
                 return
-            self._record_broken(broken.row, str(broken), listening)
+            self._record_broken(broken.number, str(broken), listening)
             left = left.only(self.output.finished.is_open)
             listening.watch.begin_again()
 
     def _record_broken(self, number: int, reason: str, listening: Listening) -> None:
         place = self._index.place_of_number(number)
-        self._refuse(place, self._index.line(place).custom_id, reason, BROKEN)
+        self._recording.refuse(place, reason, BROKEN)
         listening.progress.note(f"line {self._index.numbers[place]} failed, and the others go on: {reason}")
 
     def _broken_in(self, left: FileJob, listening: Listening) -> NoTokenLeft | None:
@@ -111,7 +104,7 @@ class JobRun:
             with closing(self._completions(left, listening)) as completions:
                 for completion in completions:
                     place = self._index.place_of_number(completion.index)
-                    self._write(place, completion)
+                    self._recording.answer(place, completion)
                     listening.watch.finished(completion, left.size_of(place).gen_len)
         except TaskFailed as failed:
             if isinstance(failed.cause, NoTokenLeft):
@@ -128,11 +121,6 @@ class JobRun:
         yield from self.llm.generate_stream(
             left, seed=self.seed, on_stage=listening.stage, on_tick=listening.tick, on_shrink=listening.shrink
         )
-
-    def _write(self, place: int, completion: Completion) -> None:
-        line = self._index.line(place)
-        record = self.records.answer(self._index.id_of(place, line.custom_id), line, completion)
-        self.output.add(place, as_line(record), failed=False)
 
 
 @dataclass(frozen=True)

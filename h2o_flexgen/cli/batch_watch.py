@@ -24,7 +24,8 @@ from h2o_flexgen.sampling.output import Completion
 
 SECONDS_BETWEEN_METRICS = 2.0
 SUMMED = (
-    "number", "requests_done", "prompt_tokens", "generated_tokens", "computed_tokens", "prompt_seconds", "decode_seconds"
+    "number", "requests_done", "prompt_tokens", "spared_tokens", "generated_tokens", "computed_tokens",
+    "prompt_seconds", "decode_seconds",
 )  # fmt: skip
 
 
@@ -120,6 +121,7 @@ class Ticks:
             prompt_seconds=sum(tick.prompt_seconds for tick in ticks),
             decode_seconds=sum(tick.decode_seconds for tick in ticks),
             busy_seconds=busy,
+            spared_tokens=sum(tick.spared_tokens for tick in ticks),
         )
 
 

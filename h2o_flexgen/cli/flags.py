@@ -393,6 +393,10 @@ def add_sizes(group: Group, found: str = "") -> None:
 def add_sharing(group: Group) -> None:
     """Adds what becomes of prefixes that requests share."""
     group.switch("--shared-prefixes", Plan.shared_prefixes, "what requests begin with alike is computed and kept once")
+    add_prefix_policy(group)
+
+
+def add_prefix_policy(group: Group) -> None:
     pinned = f"{PINNED}: it is never evicted, and a budget is that of the tokens behind it"
     judged = f"{JUDGED}: it is evicted as if nobody shared it"
     group.choice("--prefix-policy", PREFIX_POLICIES, f"of shared prefixes; {pinned}; {judged}", Plan.prefix_policy)

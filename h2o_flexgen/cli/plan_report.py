@@ -76,6 +76,26 @@ class PlanReport:
     def arithmetic(self) -> Arithmetic:
         return Arithmetic.of(self.planned, self.processor)
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return TIERS if self.planned.site.accelerator else (HOST, DISK)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What is said of the plan, by what it is about."""
+        spec, plan, schedule = self.planned.spec, self.planned.plan, self.first.schedule
+        packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
+        beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
+        layers = "apart" if plan.sep_layer else "as one layer"
+        return {
+            "model": f"{spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
+            "schedule": f"{schedule.name}, {_buffers(schedule)}, attention and MLP {layers}",
+            "KV": f"{Kept(self.planned).line()}{packed}{beside}",
+            "numbers": self.arithmetic.line(),
+            "kernels": self.planned.site.processor.kernels,
+        }
+
     def lines(self) -> list[str]:
         return [*self._head(), "", *self._shares(), "", *self._needs()]
 
@@ -98,24 +118,21 @@ class PlanReport:
         }
 
     def _head(self) -> list[str]:
-        spec, plan = self.planned.spec, self.planned.plan
-        packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
-        beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
+        words = self.words
         lines = [
-            f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
+            f"model     {self.model}: {words['model']}",
             *self._found(),
             *self._work(),
-            f"schedule  {self.first.schedule.name}, {_buffers(self.first.schedule)}, "
-            f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
-            f"KV        {Kept(self.planned).line()}{packed}{beside}",
+            f"schedule  {words['schedule']}",
+            f"KV        {words['KV']}",
             *Kept(self.planned).by_head(),
-            *probe_lines(plan),
-            f"numbers   {self.arithmetic.line()}",
+            *probe_lines(self.planned.plan),
+            f"numbers   {words['numbers']}",
         ]
         lines += self._devices()
         if self.tokenizer_note:
             lines.append(f"tokens    {self.tokenizer_note}")
-        lines.append(f"kernels   {self.planned.site.processor.kernels}")
+        lines.append(f"kernels   {words['kernels']}")
         if self.packing and self.packing.nbytes:
             lines.append(f"the weights are packed first, once: {self.packing}")
         if self.dummy_weights:
@@ -143,6 +160,8 @@ class PlanReport:
         yield f"{prompts}, up to {workload.gen_len} to generate for each"
         sizes = [batch.size for batch in self.first.block.batches]
         yield f"block     {max(sizes)} seats x {len(sizes)} batches, in which rows come and go"
+        if workload.prefix_room:
+            yield f"prefixes  room for {workload.prefix_room} tokens of what requests begin with alike, {plan.prefix_policy}"
         shared = Counter(prefix for prefix in workload.prefixes if prefix is not None)
         if shared:
             saved = sum((rows - 1) * prefix.tokens for prefix, rows in shared.items())
@@ -162,7 +181,7 @@ class PlanReport:
         return f"in {spec.dtype}" if spec.forms == (PLAIN,) else f"with matrices as {' and '.join(forms)}"
 
     def _shares(self) -> list[str]:
-        tiers = TIERS if self.planned.site.accelerator else (HOST, DISK)
+        tiers = self.tiers
         names = [NAMES[tier] for tier in tiers]
         asked_of = "GPU + CPU / disk" if self._is_folded else " / ".join(names)
         rows = [["", f"requested % {asked_of}", f"placed % {' / '.join(names)}", *(f"bytes on {name}" for name in names)]]

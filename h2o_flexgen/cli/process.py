@@ -88,8 +88,8 @@ class RequestsPart:
             broken = self._broken_in(left, llm, link)
             if broken is None:
                 break
-            self._ended.add(broken.row)
-            link.say(Broken(broken.row, str(broken)))
+            self._ended.add(broken.number)
+            link.say(Broken(broken.number, str(broken)))
             left = left.only(lambda place: index.request_number(place) not in self._ended)
         index.close()
         link.say(Ended(_figures(llm.stats)))

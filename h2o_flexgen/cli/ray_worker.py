@@ -160,7 +160,7 @@ class Worker:
         except TaskFailed as failed:
             if not isinstance(failed.cause, NoTokenLeft):
                 raise
-            number = failed.cause.row
+            number = failed.cause.number
             del left[number]
             return Broken(number, str(failed.cause))
         yield Said(portion, tick=ticks[-1])

@@ -17,6 +17,7 @@ from h2o_flexgen.cli.flags import (
     Parser,
     add_compute,
     add_placement,
+    add_prefix_policy,
     add_sizes,
     memory_size,
     number,
@@ -35,7 +36,7 @@ from h2o_flexgen.cli.requests import (
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import parse_bytes
-from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.machine import Machine
@@ -46,12 +47,13 @@ from h2o_flexgen.text.dialogue import STYLES
 PROGRAM = "python -m h2o_flexgen.serve"
 WHERE_FOUND = f"where --percent is {AUTO}"
 KEYS = "--api-key-file"
-STACK = ("starlette", "uvicorn")  # what the extra brings
+DATA_DIR = "--data-dir"
+STACK = ("starlette", "uvicorn", "python_multipart")  # what the extra brings
 HOST, PORT = "127.0.0.1", 8000
 GATHER = "0.1s"
 ROWS, WAITING = 32, 1024
 PROMPT_LEN, GEN_LEN = 1024, 256
-MOST_BODY = "4MB"
+MOST_BODY, MOST_FILE = "4MB", "200MB"
 MOST_PORT = (1 << 16) - 1
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
@@ -77,6 +79,14 @@ class ListenRequest:
 
 
 @dataclass(frozen=True)
+class KeepRequest:
+    """The folder of files and batches, and how large a file may be."""
+
+    folder: Path
+    most_file_bytes: int
+
+
+@dataclass(frozen=True)
 class ServeRequest:
     """Everything that is asked of a server."""
 
@@ -85,10 +95,12 @@ class ServeRequest:
     plan: Plan | Asked  # the plan itself, or what is asked of one that is to be found
     machine: Machine | None  # the named one; None stands for this one
     listen: ListenRequest
+    keep: KeepRequest | None  # None: nothing is kept
     name: str  # by which clients know the model
     prompt_len: int | None  # of the longest prompt; None: as the model has room
     gen_len: int | None  # tokens of the longest completion
     rows: int  # that a plan is found for
+    prefix_room: int | None  # tokens for what requests share; None: as many as are of use and fit
     gather_seconds: float
     most_waiting: int
     style: str
@@ -119,10 +131,12 @@ def request_of(flags: Namespace) -> ServeRequest:
         plan=asked_of(flags, plan) if flags.percent == AUTO else plan,
         machine=machine,
         listen=_listen(flags),
+        keep=_keep(flags),
         name=flags.served_model_name or model.name,
         prompt_len=flags.prompt_len,
         gen_len=flags.gen_len,
         rows=flags.rows,
+        prefix_room=flags.prefix_room,
         gather_seconds=flags.gather,
         most_waiting=flags.queue,
         style=flags.style,
@@ -134,6 +148,14 @@ def request_of(flags: Namespace) -> ServeRequest:
 def _listen(flags: Namespace) -> ListenRequest:
     key_file = None if flags.api_key_file is None else Path(flags.api_key_file).expanduser()
     return ListenRequest(flags.host, flags.port, key_file, parse_bytes(flags.max_body))
+
+
+def _keep(flags: Namespace) -> KeepRequest | None:
+    if flags.data_dir is not None:
+        return KeepRequest(Path(flags.data_dir).expanduser(), parse_bytes(flags.max_file or MOST_FILE))
+    if flags.max_file is not None:
+        raise ValueError(f"--max-file is for files that are kept; add {DATA_DIR} FOLDER, or leave it out")
+    return None
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------------
@@ -153,6 +175,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
     _add_listening(parser.group("listening"))
     _add_requests(parser.group("requests"))
+    _add_batches(parser.group("files and batches"))
     parser.add_model()
     parser.add_tokenizer()
     _add_plan(parser.group("plan"))
@@ -179,10 +202,19 @@ def _add_requests(group: Group) -> None:
         "--queue", "N", "completions that may wait for a seat; then clients are turned away", whole(1, MOST_PROMPTS), WAITING
     )
     group.value("--rows", "N", f"completions that are computed at once, at most, {WHERE_FOUND}", whole(1, MOST_PROMPTS), ROWS)
+    room = "kept of what requests begin with alike, which is computed once; 0: nothing is shared"
+    usual = "as many as are of use and fit beside the seats, but 0 where answers would depend on who else asks"
+    group.value("--prefix-room", "TOKENS", f"{room} (default: {usual})", whole(0, MOST_TOKENS))
+    add_prefix_policy(group)
     styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
     drawn = "of requests that bring none, which draw by it and by when they came (default: another one each time)"
     group.value("--seed", "N", drawn, SEED)
+
+
+def _add_batches(group: Group) -> None:
+    group.value(DATA_DIR, "FOLDER", "where they are kept, and found again after a restart (default: there are none)")
+    group.value("--max-file", "SIZE", f"of a file; larger ones are refused (default: {MOST_FILE})", memory_size)
 
 
 def _add_plan(group: Group) -> None:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from socket import socket
 
@@ -20,32 +20,43 @@ from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
-from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.run_work import WITH_ROOM
-from h2o_flexgen.cli.serve_request import GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
+from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
+from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.evaluation.settings import model_settings, plan_settings
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.fields import Options
-from h2o_flexgen.jobs.job import Reading, without_number
+from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions
+from h2o_flexgen.planning.prefix_room import first_that_fits, rooms_to_search
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.app import make_app
+from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
+from h2o_flexgen.serving.batches.routes import BatchRoutes
+from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import Place, bound, is_loopback, listening, place_of
 from h2o_flexgen.serving.service import Service
+from h2o_flexgen.serving.status import Facts, Tier
 from h2o_flexgen.text.dialogue import choose_style
 
 TEMPERATURE, MAX_TOKENS = 1.0, 16  # of OpenAI, where a request does not say
@@ -56,10 +67,13 @@ def work(request: ServeRequest) -> None:
     with ExitStack() as stack:
         keys = Keys() if request.listen.key_file is None else Keys.read(request.listen.key_file, KEYS)
         opened = stack.enter_context(bound(Place(request.listen.host, request.listen.port)))
+        folder = None if request.keep is None else stack.enter_context(data_folder(request.keep.folder, DATA_DIR))
         llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
         server = Preparing(request, llm).server()
         readers = stack.enter_context(ThreadPoolExecutor(1, "reading"))
-        server.run(make_app(server.service(readers), server.counts, keys), opened)
+        service, hosts = server.service(readers), Hosts(request.listen.host if is_loopback(place_of(opened)) else None)
+        batches = None if folder is None else server.batches(folder, service)
+        server.run(make_app(service, server.counts, keys, hosts, server.facts, batches), opened, batches)
 
 
 @dataclass(frozen=True)
@@ -73,11 +87,13 @@ class Preparing:
         """Plans the seats, and loads the weights; refuses what does not fit."""
         room = self._room()
         self._find_plan(room)
-        arrivals = self.llm.arrivals(room.prompt_len, room.gen_len)
-        self._announce(arrivals)
+        with _named_as_flags():
+            arrivals = self.llm.arrivals(room.prompt_len, room.gen_len, prefix_room=self.request.prefix_room)
+        report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
+        self._announce(report, arrivals)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
             self.llm.load(Opening(progress).stage)
-        return Server(self.request, self.llm, arrivals, Counts())
+        return Server(self.request, self.llm, arrivals, Counts(), facts_of(self.request.name, report))
 
     def _room(self) -> Need:
         """The longest prompt and completion."""
@@ -93,11 +109,17 @@ class Preparing:
 
     def _find_plan(self, room: Need) -> None:
         """Finds a plan if none was given."""
-        request = self.request
-        if isinstance(request.plan, Plan):
+        request, asked = self.request, self.request.plan
+        if isinstance(asked, Plan):
             return
-        workload = Workload.running([room] * request.rows)
-        wish = Wish(request.plan, self.llm, workload, room.prompt_len, room.gen_len)
+        with _named_as_flags():
+            rooms = rooms_to_search(self.llm.plan, room.prompt_len, request.prefix_room)
+        first_that_fits(rooms, lambda tokens: self._search(asked, room, tokens))
+
+    def _search(self, asked: Asked, room: Need, prefix_room: int) -> None:
+        request = self.request
+        workload = Workload.arriving(room, request.rows, prefix_room)
+        wish = Wish(asked, self.llm, workload, room.prompt_len, room.gen_len)
         wish.refuse_impossible()
         with_room = wish.plan_with_room() if request.machine is None else None
         if with_room is not None:
@@ -107,22 +129,43 @@ class Preparing:
         machine = machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
         self._tell(wish.find(machine).lines())
 
-    def _announce(self, arrivals: Arrivals) -> None:
-        report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
-        self._tell(report.lines())
+    def _announce(self, report: PlanReport, arrivals: Arrivals) -> None:
+        self._tell([*report.lines(), *self._unshared(arrivals)])
         say_slow(kernel_reasons(report.arithmetic))
         say_threads(self.request.others, self.request.site.threads)
+
+    def _unshared(self, arrivals: Arrivals) -> Iterator[str]:
+        """Why requests share nothing, if nobody has asked for that."""
+        plan = self.llm.plan
+        can_share = plan.shares_prefixes and arrivals.longest_prompt > plan.least_prefix
+        if arrivals.planned.workload.prefix_room or self.request.prefix_room is not None or not can_share:
+            return
+        if not plan.answers_depend_on_prefixes:
+            yield "prefixes  nothing is shared: there is no room beside the seats"
+        elif plan.kv_codec == PLAIN and not plan.policy.echoes:
+            yield "prefixes  nothing is shared, as answers would depend on it; not so with --prefix-policy judged"
+        else:
+            yield "prefixes  nothing is shared, as answers would depend on it; --prefix-room says to share all the same"
 
     def _tell(self, lines: Iterable[str]) -> None:
         if self.request.verbose:
             say(lines)
 
 
+@contextmanager
+def _named_as_flags() -> Iterator[None]:
+    """A context in which errors name flags."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(str(error).replace("prefix_room", "--prefix-room")) from error
+
+
 class Server:
     """A model that is loaded, and the desk that serves it."""
 
-    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: Counts) -> None:
-        self._request, self._llm, self._arrivals, self.counts = request, llm, arrivals, counts
+    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: Counts, facts: Facts) -> None:
+        self._request, self._llm, self._arrivals, self.counts, self.facts = request, llm, arrivals, counts, facts
         self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
         terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
         self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk)
@@ -136,10 +179,23 @@ class Server:
         of_prompts, of_chats = usual_options(self._arrivals.most_tokens)
         return Service(self.desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))
 
-    def run(self, app: ASGIApp, opened: socket) -> None:
-        """Serves until a signal comes and everybody who was admitted has an answer."""
+    def batches(self, folder: DataFolder, service: Service) -> BatchRoutes:
+        request = self._request
+        assert request.keep is not None
+        work = BatchWork(folder, service, self._settings, note)
+        return BatchRoutes(work, self._limits, request.keep.most_file_bytes, request.seed, lambda: self.desk.is_closed)
+
+    def _settings(self) -> tuple[Settings, Settings]:
+        """What answers of batches depend on, and what only their last bits depend on."""
+        of_model, noted = model_settings(self._llm)
+        room = {"prompt_len": self._arrivals.longest_prompt, "gen_len": self._arrivals.most_tokens}
+        return {**of_model, **plan_settings(self._llm.plan), **room, "style": self._request.style}, noted
+
+    def run(self, app: ASGIApp, opened: socket, batches: BatchRoutes | None = None) -> None:
+        """Serves until a signal comes and everybody who was admitted has an answer. Batches are left as far as they are."""
         interrupts = Interrupts(self._end)
-        with interrupts.heard(), listening(app, opened, self._limits, self.desk.close):
+        working = nullcontext() if batches is None else batches.work.running()
+        with interrupts.heard(), listening(app, opened, self._limits, self.desk.close), working:
             interrupts.listen()
             say(self._welcome(place_of(opened)))
             try:
@@ -166,6 +222,21 @@ class Server:
         line = one_line(error) or f"{type(error).__name__}: {error}"
         note(f"a block has failed, and whoever lost by it was told: {line}")
         return f"the computation has failed: {line}"
+
+
+def facts_of(name: str, report: PlanReport) -> Facts:
+    """What the page of a server shows of its plan, as it was announced."""
+    held, budgets, workload = placed_bytes(report.first), report.budgets, report.planned.workload
+    tiers = [
+        Tier(
+            name=NAMES[tier],
+            held_bytes={kind: held[kind][tier] for kind in KINDS},
+            needed_bytes=budgets.needs(report.planned.footprint, tier),
+            budget_bytes=budgets.of(tier),
+        )
+        for tier in report.tiers
+    ]
+    return Facts(name, max(workload.prompt_lens), workload.gen_len, report.words, tuple(tiers))
 
 
 def usual_options(most_tokens: int) -> tuple[Options, Options]:

@@ -3,6 +3,7 @@ all."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -61,3 +62,15 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Locks an open file for this process, until it ends or closes the file. Returns whether no other process has it; where the
+    file system has no locks, that is not known."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

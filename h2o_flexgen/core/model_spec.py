@@ -33,6 +33,7 @@ class TensorSpec:
     itemsize: int
     stored_itemsize: int
     codec: str = PLAIN
+    is_never_packed: bool = False  # it is small, and whoever rounds it changes what is computed at all
 
     @property
     def numel(self) -> int:
@@ -64,12 +65,14 @@ class LayerSpec:
     out_width: int  # values per token handed to the next layer
     block: int | None = None  # the decoder block it belongs to; None before and behind all blocks
     has_kv: bool = False
+    window: int | None = None  # tokens that a token sees in its attention, itself included; None: all before it
     visits: tuple[str, ...] = (MLP_VISIT,)  # the prices of a visit beside its work, by their names in a machine
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
     token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
     halves: tuple[str, ...] = ()  # of an attention: the functions before it and behind it, where others attend
     behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
+    reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
 
     @property
     def takes_tokens(self) -> bool:
@@ -146,7 +149,8 @@ class LayerSpec:
     def computes(self) -> Hashable:
         """Everything that decides what a visit costs; the same for layers that differ only in their tensors' contents."""
         shapes = tuple((matrix.shape, matrix.codec, share) for matrix, share in self.multiplied)
-        return self.functions, self.visits, self.has_kv, self.token_table, self.logit_matrix, self.out_width, shapes
+        kind = self.functions, self.visits, self.has_kv, self.window, self.token_table, self.logit_matrix, self.out_width
+        return kind, shapes
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,11 @@ class ModelSpec:
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_kv)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer with KV."""
+        return tuple(self.layers[index].window for index in self.kv_layers)
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -284,13 +293,18 @@ class ModelSpec:
         table of positions stays as it is: it is small, and its rounding would be in every hidden state."""
         form = matrix_form(codec)
         tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.token_table}
-        packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
+        packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices if not tensor.is_never_packed}
 
         def changed(tensor: TensorSpec) -> TensorSpec:
             new = replace(tensor, codec=form)
             return new if tensor.name in packed and (tensor.codec == PLAIN or new.nbytes < tensor.nbytes) else tensor
 
         return self.map_tensors(changed)
+
+    def within_windows(self) -> ModelSpec:
+        """The same model for texts that are no longer than its windows, which then hide nothing."""
+        most = min([self.max_positions, *(window for window in self.windows if window is not None)])
+        return replace(self, max_positions=most, layers=tuple(replace(layer, window=None) for layer in self.layers))
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
         """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""
@@ -336,7 +350,7 @@ def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:
 
     visits = tuple(visit for visit in layer.visits if visit != ATTENTION_VISIT)
     first = half(False, functions=(*layer.functions[:at], before), out_width=width, visits=(ATTENTION_VISIT,), passing_width=0)
-    return first, half(True, functions=(behind, *layer.functions[at + 1 :]), has_kv=False, visits=visits)
+    return first, half(True, functions=(behind, *layer.functions[at + 1 :]), has_kv=False, window=None, visits=visits)
 
 
 def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:
@@ -347,6 +361,7 @@ def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:
         products=first.products + then.products,
         visits=first.visits + then.visits,
         passing_width=max(first.passing_width, then.passing_width),
+        reads_back=first.reads_back or then.reads_back,
     )
 
 

@@ -1,8 +1,9 @@
 """Shared prefixes: which requests begin with the same tokens, and which of these beginnings are worth computing once for all.
 
-Requests pass by once, in their order, and are not kept: a tree of what they have in common is. Where it outgrows its room, what
-few rows have is forgotten first, so among very many requests some small groups may be missed. What is found depends on the
-requests alone. The last token of a prompt is never shared: it makes the row's first logits.
+Requests pass by once, in their order, and are not kept: a tree of what they have in common is. Of a job (`PrefixFinder`) what
+is found depends on the requests alone, and where the tree outgrows its room, what few rows have is forgotten first, so among
+very many requests some small groups may be missed. Of requests that arrive (`Beginnings`) what nobody has asked for longest is
+forgotten first. The last token of a prompt is never shared: it makes the row's first logits.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 LEAST_TOKENS = 32  # of a prefix: to attend a shorter one apart costs about what its prompt would
 ROOM = 32 << 20  # bytes of the tree
+ROOM_OF_ARRIVALS = 8 << 20
 ROOM_TOKENS = 16
 NODE_BYTES = 500  # of a node beside its tokens
 MOST_CANDIDATES = 4096  # beginnings that are weighed against each other
@@ -23,13 +26,19 @@ NOBODY = -1
 
 
 class SharedPrefix(NamedTuple):
+    """The first tokens of what is kept under the number of a group."""
+
     group: int
     tokens: int
 
     @property
     def room(self) -> int:
-        """Tokens that it takes room for: as many as begin and end at a cache line, whatever a token takes."""
-        return -(-self.tokens // ROOM_TOKENS) * ROOM_TOKENS
+        return room_of(self.tokens)
+
+
+def room_of(tokens: int) -> int:
+    """Tokens that a prefix takes room for: as many as begin and end at a cache line, whatever a token takes."""
+    return -(-tokens // ROOM_TOKENS) * ROOM_TOKENS
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,23 @@ class PrefixGroups:
         return PrefixGroups(tuple(self.lengths[group] for group in numbers), tuple(left[group] for group in numbers), groups)
 
 
+def bytes_of(ids: Sequence[int]) -> bytes:
+    """Tokens as they are compared."""
+    return array("i", ids).tobytes()
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """Tokens that two texts begin with."""
+    low, high = 0, min(len(one), len(other)) // TOKEN
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[: middle * TOKEN] == other[: middle * TOKEN]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 @dataclass(slots=True)
 class _Node:
     """A beginning: that of its parent, and the tokens of its label behind it."""
@@ -67,90 +93,60 @@ class _Node:
     label: bytes
     rows: int  # that begin so
     children: dict[bytes, _Node] = field(default_factory=dict)  # by their first token
+    last: int = 0  # the number of the last text that begins so
 
 
-class PrefixFinder:
-    def __init__(self, least: int = LEAST_TOKENS, own: int = 1, room: int = ROOM) -> None:
-        """`least`: the tokens from which on a prefix is worth sharing; `own`: the last tokens of a prompt, which are not."""
-        self._least = least
-        self._own = own
-        self._room = room
-        self._taken_in_by = array("i")  # for each number of a node: itself, or the node that it became a part of
-        self._ends = array("i")  # for each request, the number of the node where it ended
-        self._root = self._node(b"", 0)
-        self._bytes = 0
+class _Tree:
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.numbers = 0  # that nodes were given
+        self._texts = count(1)
+        self.root = self._node(b"")
 
-    def add(self, ids: Sequence[int], rows: int = 1) -> None:
-        """Takes the next request: its tokens, and how many rows it is."""
-        text, at, node = array("i", ids[: -self._own]).tobytes(), 0, self._root
+    def add(self, text: bytes, rows: int) -> _Node:
+        """Adds a text, and returns the node where it ends."""
+        at, node, number = 0, self.root, next(self._texts)
         node.rows += rows
         while at < len(text):
             node, at = self._child(node, text, at)
             node.rows += rows
-        self._ends.append(node.number)
-        if self._bytes > self._room:
-            self._forget()
+            node.last = number
+        return node
 
-    def groups(self) -> PrefixGroups:
-        """The groups whose prefixes save most, of the requests so far."""
-        chosen, group_of_node = _Choice(self._root, self._least).made()
-        of_request = array("i", (group_of_node.get(self._alive(number), NOBODY) for number in self._ends))
-        return PrefixGroups(tuple(depth for depth, _ in chosen), tuple(rows for _, rows in chosen), of_request)
+    def path(self, text: bytes) -> Iterator[tuple[_Node, int]]:
+        """The nodes that a text passes, each with the tokens up to its end. The last one may be left in its middle."""
+        at, node = 0, self.root
+        while at < len(text) and (child := node.children.get(text[at : at + TOKEN])) is not None:
+            inside = common_tokens(child.label, text[at : at + len(child.label)])
+            yield child, at // TOKEN + inside
+            if inside * TOKEN < len(child.label):
+                return
+            node, at = child, at + len(child.label)
 
-    # -- the tree ------------------------------------------------------------------------------------------------------
+    def remove(self, leaf: _Node, parent: _Node) -> None:
+        del parent.children[leaf.label[:TOKEN]]
+        self.nbytes -= NODE_BYTES + len(leaf.label)
 
-    def _node(self, label: bytes, rows: int) -> _Node:
-        self._taken_in_by.append(len(self._taken_in_by))
-        return _Node(self._taken_in_by[-1], label, rows)
+    def _node(self, label: bytes, rows: int = 0, last: int = 0) -> _Node:
+        self.numbers += 1
+        return _Node(self.numbers - 1, label, rows, last=last)
 
     def _child(self, node: _Node, text: bytes, at: int) -> tuple[_Node, int]:
         """The node that a text goes on to, and where it is then. A node is cut in two where the text leaves its label."""
         key = text[at : at + TOKEN]
         child = node.children.get(key)
         if child is None:
-            child = node.children[key] = self._node(text[at:], 0)
-            self._bytes += NODE_BYTES + len(child.label)
+            child = node.children[key] = self._node(text[at:])
+            self.nbytes += NODE_BYTES + len(child.label)
             return child, len(text)
         if text.startswith(child.label, at):
             return child, at + len(child.label)
-        common = _common_bytes(child.label, text[at : at + len(child.label)])
-        upper = node.children[key] = self._node(child.label[:common], child.rows)
+        common = TOKEN * common_tokens(child.label, text[at : at + len(child.label)])
+        upper = node.children[key] = self._node(child.label[:common], child.rows, child.last)
         child.label = child.label[common:]
         upper.children[child.label[:TOKEN]] = child
-        self._bytes += NODE_BYTES
+        self.nbytes += NODE_BYTES
         return upper, at + common
-
-    def _forget(self) -> None:
-        """Makes room: the ends of single rows go first, then what two share, and so on."""
-        most = 1
-        while self._bytes > self._room // 2:
-            for node, parent, _ in reversed(list(_down_from(self._root))):
-                if parent is not None and not node.children and node.rows <= most:
-                    del parent.children[node.label[:TOKEN]]
-                    self._taken_in_by[node.number] = parent.number
-                    self._bytes -= NODE_BYTES + len(node.label)
-            most *= 2
-
-    def _alive(self, number: int) -> int:
-        """The number of the node that a node has become a part of."""
-        last = number
-        while self._taken_in_by[last] != last:
-            last = self._taken_in_by[last]
-        while number != last:  # who asks next finds it at once
-            self._taken_in_by[number], number = last, self._taken_in_by[number]
-        return last
-
-
-def _common_bytes(one: bytes, other: bytes) -> int:
-    """Bytes of the tokens that two texts begin with."""
-    low, high = 0, min(len(one), len(other)) // TOKEN
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * TOKEN] == other[: middle * TOKEN]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * TOKEN
 
 
 def _down_from(root: _Node) -> Iterator[tuple[_Node, _Node | None, int]]:
@@ -161,6 +157,81 @@ def _down_from(root: _Node) -> Iterator[tuple[_Node, _Node | None, int]]:
         depth += len(node.label) // TOKEN
         yield node, parent, depth
         waiting.extend((child, node, depth) for child in node.children.values())
+
+
+class Beginnings:
+    """What requests began with that have come so far, the last of them at least."""
+
+    def __init__(self, room: int = ROOM_OF_ARRIVALS) -> None:
+        self._room = room
+        self._tree = _Tree()
+
+    def add(self, ids: Sequence[int], rows: int = 1) -> None:
+        """Takes note of a request that has come, and of how many rows it is."""
+        self._tree.add(bytes_of(ids), rows)
+        if self._tree.nbytes > self._room:
+            self._forget()
+
+    def common(self, ids: Sequence[int]) -> int:
+        """The tokens that a request, which was taken note of, begins with like any other row."""
+        return max((tokens for node, tokens in self._tree.path(bytes_of(ids)) if node.rows > 1), default=0)
+
+    def _forget(self) -> None:
+        """Makes room: ends go that nobody has come to for longest, until half of it is free."""
+        while self._tree.nbytes > self._room // 2:
+            leaves = [(node.last, node, parent) for node, parent, _ in _down_from(self._tree.root) if not node.children]
+            leaves.sort(key=lambda leaf: leaf[0])
+            for _, leaf, parent in leaves[: max(1, len(leaves) // 2)]:
+                if parent is not None:
+                    self._tree.remove(leaf, parent)
+
+
+# -- a job -----------------------------------------------------------------------------------------------------------------
+
+
+class PrefixFinder:
+    def __init__(self, least: int = LEAST_TOKENS, own: int = 1, room: int = ROOM) -> None:
+        """`least`: the tokens from which on a prefix is worth sharing; `own`: the last tokens of a prompt, which are not."""
+        self._least = least
+        self._own = own
+        self._room = room
+        self._tree = _Tree()
+        self._taken_in_by = array("i")  # for each number of a node: itself, or the node that it became a part of
+        self._ends = array("i")  # for each request, the number of the node where it ended
+
+    def add(self, ids: Sequence[int], rows: int = 1) -> None:
+        """Takes the next request: its tokens, and how many rows it is."""
+        self._ends.append(self._tree.add(bytes_of(ids[: -self._own]), rows).number)
+        if self._tree.nbytes > self._room:
+            self._forget()
+
+    def groups(self) -> PrefixGroups:
+        """The groups whose prefixes save most, of the requests so far."""
+        chosen, group_of_node = _Choice(self._tree.root, self._least).made()
+        of_request = array("i", (group_of_node.get(self._alive(number), NOBODY) for number in self._ends))
+        return PrefixGroups(tuple(depth for depth, _ in chosen), tuple(rows for _, rows in chosen), of_request)
+
+    def _forget(self) -> None:
+        """Makes room: the ends of single rows go first, then what two share, and so on."""
+        self._taken_in_by.extend(range(len(self._taken_in_by), self._tree.numbers))
+        most = 1
+        while self._tree.nbytes > self._room // 2:
+            for node, parent, _ in reversed(list(_down_from(self._tree.root))):
+                if parent is not None and not node.children and node.rows <= most:
+                    self._tree.remove(node, parent)
+                    self._taken_in_by[node.number] = parent.number
+            most *= 2
+
+    def _alive(self, number: int) -> int:
+        """The number of the node that a node has become a part of."""
+        if number >= len(self._taken_in_by):
+            return number  # it came after all that was forgotten
+        last = number
+        while self._taken_in_by[last] != last:
+            last = self._taken_in_by[last]
+        while number != last:  # who asks next finds it at once
+            self._taken_in_by[number], number = last, self._taken_in_by[number]
+        return last
 
 
 # -- which prefixes are worth it -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from h2o_flexgen.core.prefixes import NOBODY, SharedPrefix
+from h2o_flexgen.core.prefixes import NOBODY, SharedPrefix, room_of
 
 
 class Need(NamedTuple):
@@ -67,8 +67,14 @@ class PrefixRoom(NamedTuple):
     """Room for the prefixes that rows share, in tokens."""
 
     longest: int  # tokens of the longest prefix
-    of_batch: int  # for the prefixes of those who have a seat
+    of_batch: int  # for the prefixes of those who have a seat; of requests that arrive, for those that a pass computes
     of_all: int  # for all prefixes of all rows that come and go
+
+    @classmethod
+    def planned(cls, tokens: int, longest: int, batches: int) -> PrefixRoom:
+        """The room of each of so many batches where nobody is known yet: all have these tokens together."""
+        longest = min(longest, tokens)
+        return cls(longest, max(room_of(longest), room_of(-(-tokens // batches))), tokens)
 
 
 @dataclass(frozen=True)

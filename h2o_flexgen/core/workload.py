@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need, Seats, seats_of
+from h2o_flexgen.core.prefixes import SharedPrefix, room_of
+from h2o_flexgen.core.seats import Need, PrefixRoom, Seats, seats_of
 
 MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
 MOST_BATCHES = 10_000  # batches in a block
@@ -172,6 +172,7 @@ class Workload:
     gen_lens: tuple[int, ...] | None = None  # where rows come and go: the tokens that each may grow, at most `gen_len`
     prefixes: tuple[SharedPrefix | None, ...] = ()  # what each of these shares with others, unless nobody shares anything
     copies_prefixes: bool = False  # rows take them into their own slots
+    prefix_room: int = 0  # where nobody is known yet: tokens of prefixes that may be kept for those who come
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -199,6 +200,11 @@ class Workload:
         gen_lens = tuple(need.gen_len for need in needs)
         lengths, shared = tuple(need.prompt_len for need in needs), tuple(prefixes) if any(prefixes) else ()
         return cls(lengths, max((1, *gen_lens)), None, gen_lens, shared, copies_prefixes)
+
+    @classmethod
+    def arriving(cls, need: Need, rows: int, prefix_room: int = 0) -> Workload:
+        """So many rows that are not known yet, none of which needs more; and room for what they may turn out to share."""
+        return replace(cls.running([need] * rows), prefix_room=room_of(prefix_room))
 
     def thinned(self, most: int) -> Workload:
         """A workload like this one, of no more rows, if rows come and go: the neediest, and the others evenly chosen."""
@@ -265,11 +271,17 @@ class Workload:
     def _running_block(self, batch_size: int, num_batches: int, rows: Sequence[int] | None) -> Block:
         """Its steps are passes over the weights: never more than there are tokens to generate, and prompts to be read."""
         enough = min(num_batches, -(-(self.num_prompts if rows is None else len(rows)) // batch_size))
-        each = [own.for_batches_of(batch_size) for own in self._seats(enough, rows)]
+        each = [self._with_room(own.for_batches_of(batch_size), enough) for own in self._seats(enough, rows)]
         batches = tuple(
             Batch(own.queue[:batch_size], (own.longest_prompt,) * min(batch_size, len(own.queue)), seats=own) for own in each
         )
         return Block(batches, sum(own.work for own in each) + 1)
+
+    def _with_room(self, seats: Seats, batches: int) -> Seats:
+        """The seats with the room for prefixes that was asked for, if it was."""
+        if not self.prefix_room:
+            return seats
+        return replace(seats, prefixes=PrefixRoom.planned(self.prefix_room, seats.longest_prompt - 1, batches))
 
     def _seats(self, batches: int, rows: Sequence[int] | None) -> tuple[Seats, ...]:
         """All rows are divided once for each number of batches: a search asks for very many sizes."""

@@ -4,6 +4,8 @@ at the next pass over the weights.
 The block is planned before anybody comes, for the longest prompt and the most tokens that are admitted, and runs until nobody
 is left. A batch that nobody wanted at its turn stays empty until then. If so many wait that they would fill it, nobody joins
 for a while: the block ends with its rows, and the next one has all seats.
+
+Some come in the background: they have a queue of their own, and take the seats that are free when nobody else waits.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from h2o_flexgen.engine.held import HeldBytes, held_bytes
 from h2o_flexgen.engine.job import Request, prompt_of
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
+from h2o_flexgen.engine.sharing import NOTHING, Sharing
+from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -37,7 +41,7 @@ OnPiece = Callable[[RowState, int, "str | None"], object]  # row, its newest tok
 class Load(NamedTuple):
     """How many rows wait, and how many of the seats are taken."""
 
-    waiting: int
+    waiting: int  # not in the background
     seated: int
     seats: int
 
@@ -48,6 +52,7 @@ class Arrival:
     def __init__(self, rows: Sequence[RowState], on_piece: OnPiece | None) -> None:
         self.rows = rows
         self.on_piece = on_piece
+        self.in_background = False
         self.is_given_up = False
 
     @property
@@ -56,7 +61,7 @@ class Arrival:
 
     @property
     def completion(self) -> Completion:
-        return completion_of(self.rows)
+        return replace(completion_of(self.rows), cached_tokens=self.rows[0].shared_tokens)
 
 
 class TooLong(ValueError):
@@ -68,6 +73,8 @@ class Closed(ValueError):
 
 
 class Arrivals(Waiting):
+    keeps_prefixes = True
+
     def __init__(self, planned: WorkloadPlan, maker: RowMaker) -> None:
         """`planned`: a workload of rows that come and go, each of them as long as any row may be."""
         self.planned = planned
@@ -76,28 +83,46 @@ class Arrivals(Waiting):
         self._numbers, self._places = count(), count()
         self._changed = Condition()
         self._queue: deque[RowState] = deque()
+        self._background: deque[RowState] = deque()
         self._seated: dict[int, RowState] = {}
         self._of_row: dict[int, Arrival] = {}  # of all rows that have not ended
+        self._needs: dict[int, Need] = {}  # of rows that have a seat, from when it is known what they share
+        self._sharing = Sharing(planned.plan) if planned.workload.prefix_room else None
         self._is_closed = False
         self.seat_in(planned.blocks.first)
 
     # -- those who come, in any thread -------------------------------------------------------------------------------------
 
-    def offer(self, request: Request, on_piece: OnPiece | None = None) -> Arrival:
-        """Puts a request, whose prompt is read, at the end of the queue; without max_tokens it gets as many as there may be.
+    def offer(self, request: Request, on_piece: OnPiece | None = None, in_background: bool = False) -> Arrival:
+        """Puts a request, whose prompt is read, at the end of a queue; without max_tokens it gets as many as there may be.
         `on_piece` hears of every token, in the thread that computes."""
+        arrival = self.prepare(request, on_piece)
+        self.admit([arrival], in_background)
+        return arrival
+
+    def prepare(self, request: Request, on_piece: OnPiece | None = None) -> Arrival:
+        """A request that may be admitted. One that has no room in a seat is refused."""
         number = next(self._numbers) if request.index is None else request.index
-        rows = self._maker.rows_of(number, self._bounded(number, request), on_piece is not None, 0)
-        arrival = Arrival(rows, on_piece)
+        return Arrival(self._maker.rows_of(number, self._bounded(number, request), on_piece is not None, 0), on_piece)
+
+    def admit(self, arrivals: Iterable[Arrival], in_background: bool = False) -> None:
+        """Puts all of these at the end of a queue at once, so that a block that begins has seats for them all."""
+        come = list(arrivals)
+        if self._sharing is not None:
+            self._sharing.take_note((arrival.rows[0].prompt_ids, len(arrival.rows)) for arrival in come)
         with self._changed:
             if self._is_closed:
                 raise Closed("no more requests are taken")
-            for row in rows:
-                row.row = next(self._places)
-                self._of_row[row.row] = arrival
-            self._queue += rows
+            for arrival in come:
+                arrival.in_background = in_background
+                for row in arrival.rows:
+                    row.row = next(self._places)
+                    self._of_row[row.row] = arrival
+                self._queue_of(arrival).extend(arrival.rows)
             self._changed.notify_all()
-        return arrival
+
+    def _queue_of(self, arrival: Arrival) -> deque[RowState]:
+        return self._background if arrival.in_background else self._queue
 
     def _bounded(self, number: int, request: Request) -> Request:
         prompt_len, params = len(prompt_of(request).ids), one_params(request.params)
@@ -113,9 +138,10 @@ class Arrivals(Waiting):
         """Nobody waits for this one any more: its rows leave the queue, and those with a seat end at their next token."""
         with self._changed:
             arrival.is_given_up = True
+            queue = self._queue_of(arrival)
             for row in arrival.rows:
-                if row in self._queue:
-                    self._queue.remove(row)
+                if row in queue:
+                    queue.remove(row)
                     del self._of_row[row.row]
                     row.stop(GIVEN_UP)
 
@@ -133,6 +159,12 @@ class Arrivals(Waiting):
             return Load(len(self._queue), len(self._seated), sum(self._sizes))
 
     @property
+    def waiting_in_background(self) -> int:
+        """How many rows wait there."""
+        with self._changed:
+            return len(self._background)
+
+    @property
     def requests(self) -> tuple[int, int]:
         """How many requests have a row with a seat, and how many have none yet."""
         with self._changed:
@@ -144,45 +176,62 @@ class Arrivals(Waiting):
     def kv_bytes(self) -> HeldBytes:
         """Keys and values of the rows that have a seat, and what all seats can hold."""
         with self._changed:
-            return held_bytes(self._block, list(self._seated.values()))
+            return held_bytes(self._block, [(row, self._needs.get(row.row)) for row in self._seated.values()])
 
     def gather(self, seconds: float) -> bool:
-        """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds.
-        Returns whether anybody waits: if not, nobody will ever come."""
+        """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds;
+        who comes in the background does not wait for others. Returns whether anybody waits: if not, nobody will ever come."""
         with self._changed:
-            while self._queue or not self._is_closed:
-                if not self._changed.wait_for(lambda: self._queue or self._is_closed, SECONDS_BETWEEN_LOOKS):
+            while self._waiting or not self._is_closed:
+                if not self._changed.wait_for(lambda: self._waiting or self._is_closed, SECONDS_BETWEEN_LOOKS):
                     continue
                 self._wait_for_others(monotonic() + seconds)
-                if self._queue:
+                if self._waiting:
                     return True  # otherwise all who had come have given up meanwhile
             return False
 
+    @property
+    def _waiting(self) -> int:
+        """How many rows wait in both queues."""
+        return len(self._queue) + len(self._background)
+
     def _wait_for_others(self, until: float) -> None:
         """Waits for others than the first, while there is room for them and anybody waits at all."""
-        while (left := until - monotonic()) > 0 and not self._is_closed and 0 < len(self._queue) < sum(self._sizes):
+        while (left := until - monotonic()) > 0 and not self._is_closed and self._queue and self._waiting < sum(self._sizes):
             self._changed.wait(min(left, SECONDS_BETWEEN_LOOKS))
 
     def abandon(self) -> list[Arrival]:
         """Forgets all who wait or have a seat, since nothing can be computed for them, and says who they are."""
         with self._changed:
-            left = [*dict.fromkeys(self._of_row.values())]
-            self._queue.clear()
-            self._seated.clear()
-            self._of_row.clear()
-            return left
+            return self._forget(self._of_row.values())
 
-    def drop(self, index: int) -> list[Arrival]:
-        """Forgets the requests with this number, of which one has broken the block, and says who they are. All others that had
-        a seat wait again, before those who had none."""
+    def break_off(self) -> list[Arrival]:
+        """Forgets those who had a seat in a block that has failed, and says who they are: the others wait on. If nobody had
+        one yet, no request is to blame, and all are forgotten: otherwise they would be tried for ever."""
+        with self._changed:
+            waiting = {row.row for queue in (self._queue, self._background) for row in queue}
+            seated = [arrival for place, arrival in self._of_row.items() if place not in waiting]
+            return self._forget(seated or self._of_row.values())
+
+    def drop(self, row: int) -> list[Arrival]:
+        """Forgets the request of this row, which has broken the block, and returns it. All others that had a seat wait again,
+        before those who had none."""
         self.left(())
         with self._changed:
-            broken = {id(row): self._of_row[row.row] for row in self._queue if row.index == index}
-            lost = [*dict.fromkeys(broken.values())]
-            own = {id(row) for arrival in lost for row in arrival.rows}
-            self._queue = deque(row for row in self._queue if id(row) not in own)
-            self._of_row = {place: arrival for place, arrival in self._of_row.items() if arrival not in lost}
-            return lost
+            return self._forget([self._of_row[row]] if row in self._of_row else [])
+
+    def _forget(self, requests: Iterable[Arrival]) -> list[Arrival]:
+        """Forgets all rows of these requests when no block runs, and names each once."""
+        lost = [*dict.fromkeys(requests)]
+        own = {row.row for arrival in lost for row in arrival.rows}
+        for queue in (self._queue, self._background):
+            left = [row for row in queue if row.row not in own]
+            queue.clear()
+            queue.extend(left)
+        self._seated.clear()
+        self._needs.clear()
+        self._of_row = {place: arrival for place, arrival in self._of_row.items() if place not in own}
+        return lost
 
     def on_token(self, row: int, token: int, text: str | None) -> None:
         """Tells whoever listens to this row, and ends it if nobody waits for it."""
@@ -207,30 +256,45 @@ class Arrivals(Waiting):
         self._sizes = [batch.size for batch in planned.block.batches]
         self._passes_left = [planned.block.gen_len] * len(self._sizes)
         self._empty: set[int] = set()  # batches that nobody wanted
+        self._held_back = [0] * len(self._sizes)  # passes in which the background left free seats to the next block
 
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
         """The first places of the workload, as many as rows have lost their seats: all places are alike. These rows come
-        first."""
+        first, each in its queue."""
         with self._changed:
             left = [row for row in self._seated.values() if not row.finished]
             self._seated.clear()
+            self._needs.clear()
             for row in left:
                 row.start_anew()
-            self._queue.extendleft(reversed(left))
+            for row in reversed(left):
+                self._queue_of(self._of_row[row.row]).appendleft(row)
         return range(len(left))
 
     def end(self, row: RowState) -> None:
         with self._changed:
-            del self._seated[row.row]
+            del self._seated[row.row], self._needs[row.row]
+
+    def choose(self, row: RowState, kept: PrefixStore, room: int) -> SharedPrefix | None:
+        shared = NOTHING if self._sharing is None else self._sharing.choice(row.prompt_ids, kept, room)
+        need = Need.behind(shared.prefix, row.prompt_len, row.max_tokens, self.planned.plan.copies_prefixes)
+        if not all(level.policy.suits(need) for level in self._block.levels):
+            shared, need = NOTHING, Need(row.prompt_len, row.max_tokens)
+        with self._changed:
+            self._needs[row.row] = need
+        row.shared_tokens = shared.spared
+        return shared.source
 
     def need(self, row: RowState) -> Need:
-        return Need(row.prompt_len, row.max_tokens)
+        return self._needs[row.row]
 
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
-        """The first in the queue, longest prompts first. Called at each pass of a batch, until nobody is left in it."""
+        """The first in the queue and then those of the background, longest prompts first. Called at each pass of a batch, until
+        nobody is left in it."""
         with self._changed:
             self._passes_left[batch] -= 1
             taken = [self._queue.popleft() for _ in range(self._admitted(batch, len(seated)))]
+            taken += [self._background.popleft() for _ in range(self._fill_in(batch, len(seated) + len(taken)))]
             self._seated |= {row.row: row for row in taken}
             if not seated and not taken:
                 self._empty.add(batch)
@@ -239,6 +303,23 @@ class Arrivals(Waiting):
     def _admitted(self, batch: int, seated: int) -> int:
         """How many of those who wait may join now."""
         free = min(self._sizes[batch] - seated, len(self._queue))
-        would_fill_another = any(len(self._queue) - free >= self._sizes[one] for one in self._empty)
-        is_ending = self._passes_left[batch] < self.most_tokens
-        return 0 if would_fill_another or is_ending else free
+        return 0 if self._would_fill_another(len(self._queue) - free) or self._is_ending(batch) else free
+
+    def _fill_in(self, batch: int, seated: int) -> int:
+        """How many of the background may join now: nobody while others wait. They too wait for an empty batch that they would
+        fill, but no longer than the block can go on without newcomers: after that it is newcomers that keep it from ending."""
+        free = min(self._sizes[batch] - seated, len(self._background))
+        if not free or self._queue or self._is_ending(batch):
+            return 0
+        if self._would_fill_another(len(self._background) - free) and self._held_back[batch] < self.most_tokens:
+            self._held_back[batch] += 1
+            return 0
+        return free
+
+    def _would_fill_another(self, left: int) -> bool:
+        """Whether so many who are left over would fill a batch that is empty."""
+        return any(left >= self._sizes[one] for one in self._empty)
+
+    def _is_ending(self, batch: int) -> bool:
+        """Whether a row that begins now could still grow when all passes are over."""
+        return self._passes_left[batch] < self.most_tokens

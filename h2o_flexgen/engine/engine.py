@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,7 @@ class _Measures:
 
     tokens: int = 0
     prompt_tokens: int = 0
+    spared_tokens: int = 0  # of prompts, which others had computed
     computed_tokens: int = 0  # with pads
     step: int = 0  # the step that is computed
     clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
@@ -136,7 +137,7 @@ class _Progress:
     seats: int
     busy_seconds: Callable[[], Mapping[str, float]]  # of each lane, so far
     heard: deque[Task] = field(default_factory=deque)  # COMPUTEs that are over, of all devices
-    told: tuple[int, int, int] = (0, 0, 0)  # tokens of passes that were told of: prompts, generated, computed
+    told: tuple[int, int, int, int] = (0, 0, 0, 0)  # tokens of passes that were told of: prompts, spared, generated, computed
 
     @property
     def is_done(self) -> bool:
@@ -156,6 +157,7 @@ class _Progress:
     def at_the_head(self, rows: BatchRows, task: Task, logits_of: LogitsOf) -> None:
         there, measures, prompt_tokens = list(rows.alive), self.measures, rows.prompt_tokens
         measures.prompt_tokens += prompt_tokens
+        measures.spared_tokens += rows.spared_tokens
         measures.computed_tokens += rows.tokens
         try:
             tokens = self.listening.at_head(rows, self.hidden.take(task.batch), logits_of, task.step)
@@ -168,14 +170,15 @@ class _Progress:
             self._tell_of_pass(self.listening.on_pass, task.step)
 
     def _tell_of_pass(self, on_pass: OnPass, step: int) -> None:
-        prompt, generated, computed = self.told
+        prompt, spared, generated, computed = self.told
         now = self.measures
-        self.told = now.prompt_tokens, now.tokens, now.computed_tokens
+        self.told = now.prompt_tokens, now.spared_tokens, now.tokens, now.computed_tokens
         on_pass(
             Pass(
                 seats=self.seats,
                 alive=sum(len(rows.alive) for rows in self.rows),
                 prompt_tokens=now.prompt_tokens - prompt,
+                spared_tokens=now.spared_tokens - spared,
                 generated_tokens=now.tokens - generated,
                 computed_tokens=now.computed_tokens - computed,
                 seconds=now.step_seconds[step],
@@ -208,6 +211,7 @@ class Engine:
         self._weights = [WeightStore(spec, tiers, source, own) for spec, own in zip(specs, memories.of_devices, strict=True)]
         judges = [judges_of(self._spec, spec, plan, own) for spec, own in zip(specs, memories.of_devices)]
         self._judges = {layer: judge for of_device in judges for layer, judge in of_device.items()}
+        self._lasting: PrefixStore | None = None  # of a block that is over, for the next one
 
     def trim(self) -> None:
         """Frees buffers that the blocks of an earlier workload left for reuse: the next ones may have other sizes."""
@@ -234,6 +238,7 @@ class Engine:
 
     def open_kv(self, planned: BlockPlan) -> KVLevels:
         """A home for the block's KV; the caller closes it. That of texts that live on is handed to `run` again."""
+        self._forget_prefixes()
         return self._kv_on(planned, self._memories)
 
     def _kv_on(self, planned: BlockPlan, memories: Memories) -> KVLevels:
@@ -272,8 +277,9 @@ class Engine:
     ) -> Generator[RowState, None, BlockRun]:
         """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those who
         wait for a seat; `stop_at` ends the run early at a task; `on_pass` hears of a pass when its rows were handed out, and
-        may raise; `kv` holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends
-        the block, everything held for it is given back, and the run reports the `shortage`."""
+        may raise; `kv` holds what an earlier block has left. Rows that had finished before an error are handed out, and then it
+        is raised. Want of memory is an error, unless it `may_run_out`: then it ends the block, everything held for it is given
+        back, and the run reports the `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
         measures, finished, passes, shortage = _Measures(), list[RowState](), list[Pass](), None
         listening = _Listening(at_head, on_visit, stop_at, None if on_pass is None else passes.append)
@@ -294,6 +300,7 @@ class Engine:
         except Exception as error:
             shortage = shortage_in(error) if may_run_out else None
             if shortage is None:
+                yield from _taken(finished)
                 raise
             measures.count(measures.step, 0)
         if shortage is not None:
@@ -321,7 +328,7 @@ class Engine:
         with ExitStack() as opened:
             with torch.inference_mode():
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-                prefixes = opened.enter_context(closing(PrefixStore(planned, self._memories, self._judges)))
+                prefixes = opened.enter_context(self._prefixes(planned, isinstance(rows, Waiting) and rows.keeps_prefixes))
                 asked = opened.enter_context(
                     closing(AskedStore(self._spec, bool(self._judges), block, schedule, self._memories))
                 )
@@ -357,6 +364,31 @@ class Engine:
                     measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
+
+    @contextmanager
+    def _prefixes(self, planned: BlockPlan, last: bool) -> Iterator[PrefixStore]:
+        """What rows of a block share. Where prefixes `last`, they are kept for the next block, unless this one breaks or
+        another workload comes between them."""
+        store, self._lasting = self._lasting, None
+        if store is not None and not (last and store.serves(planned)):
+            store.close()
+            store = None
+        if store is None:
+            store = PrefixStore(planned, self._memories, self._judges)
+        try:
+            yield store
+        except BaseException:
+            store.close()
+            raise
+        if last:
+            self._lasting = store
+        else:
+            store.close()
+
+    def _forget_prefixes(self) -> None:
+        if self._lasting is not None:
+            self._lasting.close()
+            self._lasting = None
 
     def _give_back(self) -> None:
         gc.collect()
@@ -444,7 +476,7 @@ class Engine:
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
-        if state.graphs is not None and state.graphs.take(rows):
+        if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
             state.hidden.put(task, state.graphs.compute(visit, rows, hidden, self._captured(visit, cache)))
             return
         if cache is not None:
@@ -518,7 +550,11 @@ class Engine:
 
 
 def _cache_of(part: Part, cache: LayerCache) -> LayerCache:
-    return cache.part(part.rows) if part.prefix is None else cache.prefixes[part.prefix]
+    if part.prefix is None:
+        return cache.part(part.rows)
+    own = cache.prefixes[part.prefix]
+    own.share({source.group: cache.prefixes[source.group] for source, _ in part.now.groups})
+    return own
 
 
 def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None) -> BlockRun:

@@ -16,16 +16,17 @@ class HeldBytes(NamedTuple):
     of_seats: int  # that can be held at most
 
 
-def held_bytes(planned: BlockPlan, rows: Sequence[RowState]) -> HeldBytes:
+def held_bytes(planned: BlockPlan, rows: Sequence[tuple[RowState, Need | None]]) -> HeldBytes:
+    """`rows`: each with what it needs in its own slots, once that is known. What they share is not counted."""
     kv = HeldKV(planned.spec, planned.levels, planned.block)
     places = [(layer, batch) for layer in planned.spec.kv_layers for batch in range(len(planned.block.batches))]
     of_head = planned.spec.kv_bytes_per_head
     heads = [sum(map(len, level.heads)) for level in planned.levels]
-    held = sum(of_head * own * _slots(planned, level, row) for row in rows for level, own in enumerate(heads))
+    needed = ((row, need or Need(row.prompt_len, row.max_tokens)) for row, need in rows)
+    held = sum(of_head * own * _slots(planned, level, *each) for each in needed for level, own in enumerate(heads))
     return HeldBytes(held, sum(kv.image_bytes(*place) for place in places))
 
 
-def _slots(planned: BlockPlan, level: int, row: RowState) -> int:
+def _slots(planned: BlockPlan, level: int, row: RowState, need: Need) -> int:
     """Slots that a row holds in each head of a level, between two passes."""
-    need = Need(row.prompt_len, row.max_tokens)
     return planned.levels[level].policy.alone(need).counts(row.num_generated)[0]

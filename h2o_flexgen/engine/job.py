@@ -38,6 +38,11 @@ def prompt_of(request: Request) -> Prompt:
     return request.prompt
 
 
+def without_number(reason: str, number: int) -> str:
+    """The reason in the words of those who know a prompt by its line, or by what they have sent."""
+    return reason.replace(f"prompt {number} ", "the prompt ")
+
+
 class Job(Protocol):
     @property
     def sizes(self) -> Sequence[Size]: ...
@@ -76,9 +81,5 @@ def workload_of_job(job: Job, plan: Plan, spec: ModelSpec, most_shared: int | No
 
 
 def prefix_finder(plan: Plan) -> PrefixFinder | None:
-    """Finds what requests begin with alike, as far as this plan can share it; None if it shares nothing. Where rows take copies
-    that are judged, all queries that may count in that are their own."""
-    if not plan.shares_prefixes:
-        return None
-    own = plan.policy.last_queries if plan.copies_prefixes else None
-    return PrefixFinder(plan.least_prefix, own or 1)
+    """Finds what requests begin with alike, as far as this plan can share it; None if it shares nothing."""
+    return PrefixFinder(plan.least_prefix, plan.least_own) if plan.shares_prefixes else None

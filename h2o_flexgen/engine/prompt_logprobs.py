@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.engine.many_positions import LogitsOf, side_by_side
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.rows import BatchRows, SharedOf
 from h2o_flexgen.engine.stores.prefixes import Prefix
 from h2o_flexgen.sampling.output import StepLogprobs
 from h2o_flexgen.sampling.ranking import logprobs_of
@@ -24,7 +24,7 @@ def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions
     asking = [_Asking.of(row, own, rows.prefix_of(row)) for row, own in rows.prompts(hidden) if row.wants_prompt_logprobs]
     found = _logprobs([each for one in asking for each in one.scored], logits_of, positions)
     for one in asking:
-        shared = () if one.prefix is None else _of_prefix(one.prefix, one.count, logits_of, positions)
+        shared = () if one.shared is None else _of_prefix(*one.shared, one.count, logits_of, positions)
         one.row.prompt_logprobs = (None, *shared, *found[: one.positions])
         del found[: one.positions]
 
@@ -44,30 +44,31 @@ class _Asking:
     """A row that asks for the log-probabilities of its prompt, and what of it is its own."""
 
     row: RowState
-    prefix: Prefix | None
+    shared: SharedOf | None
     scored: Sequence[_Scored]
     count: int
 
     @classmethod
-    def of(cls, row: RowState, own: Tensor, prefix: Prefix | None) -> _Asking:
+    def of(cls, row: RowState, own: Tensor, shared: SharedOf | None) -> _Asking:
         count, ids = row.params.prompt_logprobs or 0, row.prompt_ids[-len(own) :]
         scored = [_Scored(own[:-1], ids[1:], count)]
-        if prefix is not None and prefix.hidden is not None:
-            scored.insert(0, _Scored(prefix.hidden[-1:], ids[:1], count))
-        return cls(row, prefix, scored, count)
+        if shared is not None and shared.prefix.hidden is not None:
+            scored.insert(0, _Scored(shared.prefix.hidden[shared.tokens - 1 : shared.tokens], ids[:1], count))
+        return cls(row, shared, scored, count)
 
     @property
     def positions(self) -> int:
         return sum(len(each.tokens) for each in self.scored)
 
 
-def _of_prefix(prefix: Prefix, count: int, logits_of: LogitsOf, positions: int) -> Sequence[StepLogprobs]:
-    """Those of a prefix; they are made again only for somebody who wants more likeliest tokens than all before."""
+def _of_prefix(prefix: Prefix, tokens: int, count: int, logits_of: LogitsOf, positions: int) -> Sequence[StepLogprobs]:
+    """Those of the first tokens of a prefix; they are made again only for somebody who wants more likeliest tokens than all
+    before."""
     assert prefix.hidden is not None
     if count > prefix.likeliest:
         prefix.logprobs = _logprobs([_Scored(prefix.hidden[:-1], prefix.ids[1:], count)], logits_of, positions)
         prefix.likeliest = count
-    return [replace(one, top=one.top[:count]) for one in prefix.logprobs]
+    return [replace(one, top=one.top[:count]) for one in prefix.logprobs[: tokens - 1]]
 
 
 def _logprobs(each: Sequence[_Scored], logits_of: LogitsOf, positions: int) -> list[StepLogprobs]:

@@ -38,6 +38,7 @@ class RowState:
         self.seen = list(prompt_ids)  # prompt and generated ids
         self.prompt_len = len(self.seen)
         self.logprobs: list[StepLogprobs] = []
+        self.shared_tokens = 0  # of its prompt that others, who had arrived before, have had computed
         self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # survive a new start
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 
 # a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
 OnToken = Callable[[int, int, str | None], object]  # row, token, new text if the row's text is followed
@@ -41,6 +42,13 @@ class Part:
     def now(self) -> KVStep:
         """The step, for what all levels know alike: rows, tokens and what rows share, but not their slots."""
         return self.levels[0]
+
+
+class SharedOf(NamedTuple):
+    """What a row shares: the first tokens of a prefix."""
+
+    prefix: Prefix
+    tokens: int
 
 
 class BatchRows:
@@ -152,9 +160,14 @@ class BatchRows:
     def note_prefixes(self, hidden: Tensor) -> None:
         """Keeps the hidden states of shared prefixes that are computed now: whoever asks gets log-probabilities of them."""
 
-    def prefix_of(self, row: RowState) -> Prefix | None:
+    def prefix_of(self, row: RowState) -> SharedOf | None:
         """What a row shares with others."""
         return None
+
+    @property
+    def spared_tokens(self) -> int:
+        """Tokens of the prompts that are read which need not be computed, as others have had them computed."""
+        return 0
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         parts, start = [], 0
@@ -210,7 +223,11 @@ class BatchRows:
         rows = [self._rows[place] for place in growing]
         params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
-        picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
+        try:
+            picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
+        except NoTokenLeft as broken:
+            broken.row = rows[broken.place].row  # numbers of prompts may be given twice
+            raise
         self._newest = picked.where_picked
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known

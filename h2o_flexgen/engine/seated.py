@@ -3,7 +3,7 @@
 Newcomers have their prompts read in the next pass over the weights, beside the decode step of the others: a visit is then
 computed in parts, of which the first has the newest tokens of those who were there, and each other one the prompts of a few
 newcomers. From the pass after that on they are rows like the others. What a row may hold depends on the row alone. A prefix
-that newcomers share, and that nobody has kept, is a part of its own before theirs.
+that newcomers share, and that nobody has kept, is a part of its own before theirs; it may begin with a copy of another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows, Part, padded
-from h2o_flexgen.engine.stores.prefixes import Prefix, PrefixStore
+from h2o_flexgen.engine.rows import BatchRows, Part, SharedOf, padded
+from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
@@ -47,6 +47,7 @@ class SeatedRows(BatchRows):
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
+        self._copied: list[int] = []  # groups of which a prefix is a copy that the next pass computes
         super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back)
         if not self._rows:
             self.last_step = 0  # nobody came
@@ -62,20 +63,27 @@ class SeatedRows(BatchRows):
 
     def _join(self) -> list[Part]:
         """Gives newcomers their seats, and returns the prefixes that have to be computed for them."""
-        seated = [self._waiting.need(row).prefix for row in self._rows]
-        newcomers, parts = self._waiting.take(self._place, seated), []
+        seated, seats = [self._waiting.need(row).prefix for row in self._rows], self._batch.seats
+        newcomers, parts = self._waiting.take(self._place, seated), list[Part]()
+        room = 0 if seats is None else seats.prefixes.of_batch
         for row in newcomers:
+            source = self._waiting.choose(row, self._prefixes, room - sum(part.tokens.numel() for part in parts))
             need = self._waiting.need(row)
             self._slots[row.row] = [policy.alone(need) for policy in self._policies]
-            if need.prefix is not None and self._prefixes.use(need.prefix, row.prompt_ids[: need.prefix.tokens]):
-                parts.append(self._computing(need.prefix, row))
-        self._rows += newcomers
+            if need.prefix is not None and self._prefixes.use(need.prefix, row.prompt_ids[: need.prefix.tokens], source):
+                parts.append(self._computing(need.prefix, source, row))
+        self._rows += sorted(newcomers, key=lambda row: -self._waiting.need(row).read)  # neighbours have few pads
         return parts
 
-    def _computing(self, prefix: SharedPrefix, row: RowState) -> Part:
-        length = prefix.tokens
-        levels = self._steps_of((policy.whole(length) for policy in self._policies), capacity=length)
-        return Part(slice(0), levels, self._uploaded(torch.tensor([row.prompt_ids[:length]])), prefix.group)
+    def _computing(self, prefix: SharedPrefix, source: SharedPrefix | None, row: RowState) -> Part:
+        """The part that computes a prefix, or what stands in it behind its source."""
+        length, slots = prefix.tokens, [policy.whole(prefix.tokens) for policy in self._policies]
+        tokens = row.prompt_ids[:length]
+        if source is not None:
+            slots, tokens = [whole.behind(source.tokens) for whole in slots], tokens[source.tokens :]
+            self._copied.append(source.group)
+        levels = self._steps_of(slots, () if source is None else (source,), capacity=length)
+        return Part(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group)
 
     def _decoding(self) -> tuple[KVStep, ...]:
         steps = [[slots.at(row.num_generated) for slots in self._slots[row.row]] for row in self._rows]
@@ -99,13 +107,26 @@ class SeatedRows(BatchRows):
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):
             if part.prefix is not None:
-                self._prefixes[part.prefix].hidden = states[0].clone()
+                self._prefixes[part.prefix].hidden = torch.cat((*self._hidden_of_sources(part), states[0]))
 
-    def prefix_of(self, row: RowState) -> Prefix | None:
+    def _hidden_of_sources(self, part: Part) -> Iterator[Tensor]:
+        for source in part.now.prefixes:
+            if source is not None and (hidden := self._prefixes[source.group].hidden) is not None:
+                yield hidden[: source.tokens]
+
+    def prefix_of(self, row: RowState) -> SharedOf | None:
         shared = self._waiting.need(row).prefix
-        return None if shared is None else self._prefixes[shared.group]
+        return None if shared is None else SharedOf(self._prefixes[shared.group], shared.tokens)
+
+    @property
+    def spared_tokens(self) -> int:
+        joining = self._rows[self.joining] if self.joining is not None else []
+        shared = (prefix.tokens for row in joining if (prefix := self._waiting.need(row).prefix) is not None)
+        return sum(shared) - sum(part.tokens.numel() for part in self.parts if part.prefix is not None)
 
     def _drop(self, step: int, growing: Sequence[int]) -> None:
+        while self._copied:
+            self._prefixes.leave(self._copied.pop())
         for row in self._rows:
             if row.finished:
                 if (prefix := self._waiting.need(row).prefix) is not None:

@@ -18,6 +18,7 @@ class Pass(NamedTuple):
     computed_tokens: int  # with pads
     seconds: float
     busy_seconds: Mapping[str, float]  # by lane, since the block began
+    spared_tokens: int = 0  # of prompts, that need not be computed as others have had them computed
 
 
 OnPass = Callable[[Pass], None]
@@ -37,6 +38,7 @@ class Tick:
     prompt_seconds: float  # of passes that read prompts
     decode_seconds: float  # of all others
     busy_seconds: Mapping[str, float]  # by lane
+    spared_tokens: int = 0  # of prompts, that were not computed as others have had them computed
 
 
 OnTick = Callable[[Tick], None]
@@ -60,7 +62,12 @@ class Ticker:
 
     def __call__(self, one: Pass) -> None:
         self.passes += 1
-        self.tokens.update(prompt=one.prompt_tokens, generated=one.generated_tokens, computed=one.computed_tokens)
+        self.tokens.update(
+            prompt=one.prompt_tokens,
+            spared=one.spared_tokens,
+            generated=one.generated_tokens,
+            computed=one.computed_tokens,
+        )
         self.seconds[one.prompt_tokens > 0] += one.seconds  # type: ignore[assignment]
         self.busy = one.busy_seconds
         if self.on_tick is not None:
@@ -73,6 +80,7 @@ class Ticker:
             alive=one.alive,
             seats=one.seats,
             prompt_tokens=self.tokens["prompt"],
+            spared_tokens=self.tokens["spared"],
             generated_tokens=self.tokens["generated"],
             computed_tokens=self.tokens["computed"],
             prompt_seconds=self.seconds[True],

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.queues import Queues
 
@@ -17,6 +19,8 @@ MakeRow = Callable[[int], RowState]  # from its place in the workload
 
 class Waiting(ABC):
     """The rows of a block in which rows come and go, as far as they have not ended."""
+
+    keeps_prefixes: ClassVar[bool] = False  # what they shared is of use to those of the next block
 
     @abstractmethod
     def seat_in(self, planned: BlockPlan) -> None:
@@ -29,6 +33,11 @@ class Waiting(ABC):
     @abstractmethod
     def end(self, row: RowState) -> None:
         """Takes the seat of a row that has ended."""
+
+    def choose(self, row: RowState, kept: PrefixStore, room: int) -> SharedPrefix | None:
+        """Decides what a row shares that takes a seat now, where that is not known before. Returns what that is to begin with a
+        copy of, if it is new. `room`: the tokens of prefixes that may still be computed in the next pass."""
+        return None
 
     @abstractmethod
     def need(self, row: RowState) -> Need:

@@ -19,10 +19,14 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 
 def usage(completions: Iterable[Completion]) -> Said:
-    """The tokens of prompts, each counted once, and of everything that was generated."""
-    counted = [(len(one.prompt_token_ids), sum(len(output.token_ids) for output in one.outputs)) for one in completions]
-    read, generated = sum(each for each, _ in counted), sum(each for _, each in counted)
-    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+    """The tokens of prompts, each counted once, and of everything that was generated; where it is known, also how many of the
+    former had been computed for others."""
+    told = list(completions)
+    read = sum(len(one.prompt_token_ids) for one in told)
+    generated = sum(len(output.token_ids) for one in told for output in one.outputs)
+    cached = [one.cached_tokens for one in told if one.cached_tokens is not None]
+    details: Said = {"prompt_tokens_details": {"cached_tokens": sum(cached)}} if cached else {}
+    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated, **details}
 
 
 @dataclass(frozen=True)

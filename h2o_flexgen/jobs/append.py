@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 from types import TracebackType
 
-from h2o_flexgen.core.files import sync_folder
+from h2o_flexgen.core.files import lock, sync_folder
 from h2o_flexgen.core.hints import reason
 
 MODE = 0o644
@@ -24,21 +23,14 @@ class AppendFile:
         except OSError as error:
             raise ValueError(f"{path} cannot be written ({reason(error)}); give another file") from error
         try:
-            self._lock()
+            if not lock(self._descriptor):
+                raise ValueError(f"{self.path} is being written by another process; wait for its end")
             sync_folder(path.parent)
             self.size = os.fstat(self._descriptor).st_size
         except BaseException:
             os.close(self._descriptor)
             raise
         self._is_synced = True
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{self.path} is being written by another process; wait for its end") from None
-        except OSError:
-            return  # a file system without locks
 
     def append(self, line: bytes) -> int:
         """Appends a line and returns where it begins. If it does not fit, none of it stays."""

@@ -44,8 +44,13 @@ class CheckedFile:
 
 def check_file(file: InputFile, defaults: Options, known: Part | None = None, on_line: OnLine | None = None) -> CheckedFile:
     """Reads every line once. `known` is what an earlier run had checked."""
-    checker = _Checker(Index(file, LineReader(file.is_json, defaults)), known)
-    for raw in file.lines():
+    return check_lines(Index(file, LineReader(file.is_json, defaults)), known, on_line)
+
+
+def check_lines(index: Index, known: Part | None = None, on_line: OnLine | None = None, named: int = NAMED) -> CheckedFile:
+    """Reads every line of an index's file, and puts it there. `named`: how many bad lines are told of."""
+    checker = _Checker(index, known, named)
+    for raw in index.file.lines():
         checker.take(raw)
         if on_line is not None:
             on_line(raw.number)
@@ -53,8 +58,8 @@ def check_file(file: InputFile, defaults: Options, known: Part | None = None, on
 
 
 class _Checker:
-    def __init__(self, index: Index, known: Part | None) -> None:
-        self._index, self._known = index, known
+    def __init__(self, index: Index, known: Part | None, named: int) -> None:
+        self._index, self._known, self._named = index, known, named
         self._digest = blake2b(digest_size=16)
         self._end = self._chats = 0
         self._refused: list[tuple[int, str]] = []
@@ -77,7 +82,7 @@ class _Checker:
             self._index.add(raw, line.custom_id, SOUND)
 
     def _note(self, number: int, bad: BadLine) -> None:
-        if len(self._refused) < NAMED:
+        if len(self._refused) < self._named:
             self._refused.append((number, str(bad)))
 
     def _refuse_json_in_disguise(self, raw: RawLine) -> None:
@@ -95,12 +100,12 @@ class _Checker:
         index = self._index
         if not len(index):
             raise ValueError(f"{index.file.name} is empty; write a request per line")
-        for place in index.settle_ids()[:NAMED]:
+        for place in index.settle_ids()[: self._named]:
             try:
                 index.line(place)
             except BadLine as bad:
                 self._refused.append((index.numbers[place], str(bad)))
         digest = self._digest.hexdigest()
         is_known = self._known is None or (self._digest_of_known or digest) == self._known.digest
-        named = tuple(sorted(set(self._refused))[:NAMED])
+        named = tuple(sorted(set(self._refused))[: self._named])
         return CheckedFile(index, Part(self._end, digest), self._chats, named, index.num_refused, is_known)

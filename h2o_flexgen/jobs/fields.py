@@ -15,7 +15,7 @@ from h2o_flexgen.sampling.params import DEFAULTS, INSTEAD, SamplingParams
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
-MAX_TOKENS, OTHER_MAX_TOKENS, BIAS = "max_tokens", "max_completion_tokens", "logit_bias"
+MAX_TOKENS, OTHER_MAX_TOKENS, BIAS, BEST_OF = "max_tokens", "max_completion_tokens", "logit_bias", "best_of"
 UNUSED = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _NO_TOOLS = "there are no tools; write them into the prompt"
 NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that are let pass with the value that changes nothing
@@ -25,10 +25,9 @@ NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that a
     "tool_choice": (lambda value: value == "none", _NO_TOOLS),
     "modalities": (lambda value: value == ["text"], "only text is made"),
     "suffix": (lambda value: value == "", "texts are only continued at their end"),
-    "best_of": (lambda value: type(value) is int and value == 1, INSTEAD["best_of"]),
 }
 ELSEWHERE: Mapping[str, str] = {
-    **{name: advice for name, advice in INSTEAD.items() if name not in NEUTRAL},
+    **{name: advice for name, advice in INSTEAD.items() if name not in (*NEUTRAL, BEST_OF)},
     "id": "it is called custom_id",
     "prompt_token_ids": "prompt takes token ids, too",
     "text": "it is called prompt",
@@ -40,7 +39,7 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 _TAKEN_AS_THEY_ARE = frozenset(one.name for one in fields(SamplingParams)) - {MAX_TOKENS, LOGPROBS, PROMPT_LOGPROBS, BIAS}
-_BOTH = _TAKEN_AS_THEY_ARE | UNUSED | NEUTRAL.keys() | {MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, TOKEN_IDS}
+_BOTH = _TAKEN_AS_THEY_ARE | UNUSED | NEUTRAL.keys() | {MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS}
 OF_PROMPTS = _BOTH | {ECHO}
 OF_CHATS = _BOTH | {TOP_LOGPROBS}
 
@@ -88,7 +87,18 @@ def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options) 
         changed[PROMPT_LOGPROBS] = logprobs
     elif changed.get(MAX_TOKENS) == 0:
         raise ValueError("max_tokens is 0, which is for prompts that are only scored; add echo and logprobs, or give 1 or more")
-    return Options(defaults.params_with(changed), echo, token_ids)
+    params = defaults.params_with(changed)
+    _refuse_to_choose(found.get(BEST_OF), params)
+    return Options(params, echo, token_ids)
+
+
+def _refuse_to_choose(best_of: object, params: SamplingParams) -> None:
+    """Refuses to make more completions than are returned, unless they are all the same."""
+    if best_of is None:
+        return
+    is_number = type(best_of) is int and best_of > 0
+    if not is_number or not (params.is_greedy or best_of == params.n):
+        raise ValueError(f"{BEST_OF} is {shown(best_of)}; {INSTEAD[BEST_OF]}")
 
 
 def _max_tokens(found: Mapping[str, object]) -> dict[str, object]:

@@ -138,8 +138,8 @@ class Index:
 
 
 def read_line(reader: LineReader, raw: bytes) -> Line:
-    if len(raw) > LONGEST_LINE:
-        raise BadLine(f"it is longer than {format_bytes(LONGEST_LINE)}")
+    if len(raw) > (most := min(reader.most_bytes, LONGEST_LINE)):
+        raise BadLine(f"it is longer than {format_bytes(most)}")
     return reader.read(raw)
 
 

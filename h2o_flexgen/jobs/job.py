@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TypeAlias, overload
 
 from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups
-from h2o_flexgen.engine.job import Request, Size, prompt_of
+from h2o_flexgen.engine.job import Request, Size, prompt_of, without_number
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.text.dialogue import Style
@@ -52,11 +52,6 @@ class Reading:
             return request, self.size_of(number, request)
         except ValueError as error:
             raise ValueError(without_number(str(error), number)) from error
-
-
-def without_number(reason: str, number: int) -> str:
-    """The reason in the words of those who know a prompt by its line, or by what they have sent."""
-    return reason.replace(f"prompt {number} ", "the prompt ")
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.jobs.fields import Options, read_options
+from h2o_flexgen.jobs.input_file import LONGEST_LINE
 from h2o_flexgen.sampling.elsewhere import refuse_unknown
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, read_chat, token_ids
@@ -57,6 +59,9 @@ class LineReader:
 
     is_json: bool
     defaults: Options
+    url: str | None = None  # that all requests are for, in the form of OpenAI's batches; None: any form will do
+    read_body: ReadBody | None = None  # if bodies are not read as those of files are
+    most_bytes: int = LONGEST_LINE
 
     def read(self, data: bytes) -> Line:
         try:
@@ -75,6 +80,8 @@ class LineReader:
             custom_id = _custom_id(given.pop(CUSTOM_ID, None))
             if any(name in given for name in ENVELOPE):
                 return self._read_envelope(custom_id, given)
+            if self.url is not None:
+                raise ValueError(f"it is no request of a batch; write an object with {', '.join(ENVELOPE)}")
             return self._read_body(custom_id, given, given.get(MESSAGES) is not None)
         except ValueError as error:
             raise BadLine(str(error), custom_id) from error
@@ -88,15 +95,20 @@ class LineReader:
         url, body = given.get("url"), given.get(BODY)
         if url not in (COMPLETIONS, CHAT):
             raise ValueError(f'url is {shown(url)}; known are "{COMPLETIONS}" and "{CHAT}"')
+        if self.url not in (None, url):
+            raise ValueError(f'url is "{url}", but this batch is for "{self.url}"')
         if not isinstance(body, dict):
             raise ValueError(f"{BODY} is {shown(body)}; it is the request, an object")
         return self._read_body(custom_id, body, url == CHAT)
 
     def _read_body(self, custom_id: str | None, body: Mapping[str, object], is_chat: bool) -> Line:
-        lines = read_body(body, is_chat, self.defaults)
+        lines = (self.read_body or read_body)(body, is_chat, self.defaults)
         if len(lines) > 1:
             raise ValueError(f"{PROMPT} is a list of {len(lines)} prompts; write a line for each")
         return replace(lines[0], custom_id=custom_id)
+
+
+ReadBody: TypeAlias = Callable[[Mapping[str, object], bool, Options], list[Line]]
 
 
 def read_json(data: bytes) -> object:

@@ -23,12 +23,11 @@ def as_line(record: Record) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n"
 
 
-def refusal(custom_id: str, reason: str, status: int = BAD_REQUEST) -> Record:
+def refusal(custom_id: str, reason: str, status: int = BAD_REQUEST, code: str | None = None) -> Record:
     """The record of a request that cannot be run, or whose run has failed."""
     kind = f"{KINDS[status].removesuffix('_error')}_error"
-    return _record(
-        custom_id, _response(custom_id, status, error_body(reason, kind)), {"code": KINDS[status], "message": reason}
-    )
+    response = _response(custom_id, status, error_body(reason, kind, code))
+    return _record(custom_id, response, {"code": code or KINDS[status], "message": reason})
 
 
 def is_refusal(record: Record) -> bool:

@@ -69,7 +69,7 @@ class OutputReader:
                 start = end
 
     def _entry(self, where: str, line: bytes, start: int, end: int) -> Entry:
-        if _is_of_a_crash(line):
+        if is_of_a_crash(line):
             return Entry(start, end, None)
         try:
             record = parse_json(line)
@@ -95,7 +95,7 @@ class OutputReader:
         return True
 
 
-def _is_of_a_crash(line: bytes) -> bool:
+def is_of_a_crash(line: bytes) -> bool:
     """Whether a line is what a crash leaves of records: half of one, or zeros in the place of what was not yet written."""
     return b"\0" in line or (not line.endswith(b"\n") and line[: len(BEGINNING)] == BEGINNING[: len(line)])
 

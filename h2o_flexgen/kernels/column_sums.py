@@ -8,12 +8,27 @@ matrix of queries by keys is ever held.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More
+
+
+class Near(NamedTuple):
+    """A window: a token sees so many tokens, itself included."""
+
+    before: Tensor  # (rows,): keys of each row before its queries
+    window: int
+
+    def of(self, rows: slice, queries: slice, keys: int, held: int) -> Tensor:
+        """The mask of keys too far away for these queries, (rows, queries, keys): the first `held` stand before all queries."""
+        places, own = torch.arange(keys, device=self.before.device), self.before[rows, None, None]
+        turns = torch.where(places < held, places, places - held + own)  # among the keys that a row has
+        asked = torch.arange(queries.start, queries.stop, device=self.before.device)[:, None] + own
+        return asked - turns >= self.window
 
 
 def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, scored_bytes: int, gathers: str = SUM) -> Tensor:
@@ -41,12 +56,13 @@ def outcome_and_sums(
     v: Tensor,
     weights: Tensor | None,
     is_held: Tensor | None,
-    more: More,
+    more: More | None,
     scored_bytes: int,
     gathers: str = SUM,
+    near: Near | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The outcome (rows, tokens, heads * dim) where each query has one more key, and what the others got where there are
-    weights. Shapes and the rest as above."""
+    """The outcome (rows, tokens, heads * dim) where each query has one more key, or sees only what is near, and what keys got
+    where there are weights. Shapes and the rest as above."""
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     held, group = keys - tokens, heads // kv_heads
@@ -56,11 +72,16 @@ def outcome_and_sums(
     for row, start, end in _blocks(rows, 0, tokens, max(1, scored_bytes // (4 * heads * keys))):
         there = None if is_held is None else is_held[row]
         scores = _scores(grouped[row, :, :, start:end], k[row, :, : held + end], there)
-        own = more.scores[row, start:end].transpose(1, 2).reshape(*scores.shape[:3], 1)
-        shares, share = torch.softmax(torch.cat((scores, own), dim=-1), dim=-1).split((held + end, 1), dim=-1)
+        if near is not None:
+            far = near.of(row, slice(start, end), held + end, held).repeat(1, group, 1).unsqueeze(1)
+            scores.masked_fill_(far, -torch.inf)
+        own = None if more is None else more.scores[row, start:end].transpose(1, 2).reshape(*scores.shape[:3], 1)
+        every = scores if own is None else torch.cat((scores, own), dim=-1)
+        shares, share = torch.softmax(every, dim=-1).split((held + end, every.shape[-1] - held - end), dim=-1)
         made = (shares @ v[row, :, : held + end].float()).view(-1, heads, end - start, dim).transpose(1, 2)
-        share = share.reshape(-1, heads, end - start, 1).transpose(1, 2)
-        out[row, start:end] = (made + share * more.values[row, start:end]).to(q.dtype)
+        if more is not None:
+            made = made + share.reshape(-1, heads, end - start, 1).transpose(1, 2) * more.values[row, start:end]
+        out[row, start:end] = made.to(q.dtype)
         if got is not None and weights is not None:
             _gather(got[row, :, : held + end], shares, weights[row, start:end], gathers)
     return out.view(rows, tokens, heads * dim), got

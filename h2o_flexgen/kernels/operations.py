@@ -136,14 +136,21 @@ def _plain(kept: Kept, like: Tensor) -> Kept:
 
 
 def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: Tensor,
+    weights: Tensor | None,
+    more: More | None = None,
+    gathers: str = SUM,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of prompts: q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim). If there are more keys than
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
     tokens), fp32, from 0 on, say how much the shares of queries count. -> (rows, tokens, heads * dim), and where there are
     weights what each key got, (rows, kv_heads, keys) in fp32: the sum over queries and their heads, or the highest. With
-    `more`, a query has one more key, whose share the others lack."""
-    out, got = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more, gathers)
+    `more`, a query has one more key, whose share the others lack; with a `window`, it sees so many tokens, itself included."""
+    out, got = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more, gathers, window)
     return out, got
 
 

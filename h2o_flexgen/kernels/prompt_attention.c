@@ -1,5 +1,5 @@
-/* Attention of a prompt: every new token attends what its row held before and the new tokens up to itself; and, where asked, the
-   attention each key got from all of them, the sum or the highest share. Products of queries and keys are computed once: a block of
+/* Attention of a prompt: every new token attends what its row held before and the new tokens up to itself, or the nearest of them
+   where there is a window; and, where asked, the attention each key got from all of them, the sum or the highest share. Products of queries and keys are computed once: a block of
    queries has its scores, for all the keys it sees, in a few hundred kilobytes, where they become shares, are gathered by key, and
    are multiplied with the values.
 
@@ -20,6 +20,7 @@ typedef struct {
     float *room;            /* rooms of all threads, one behind the other */
     prompt_room wide;       /* the layout of each room */
     long rows, heads, kv_heads, new_tokens, all_tokens, dim;
+    long window; /* tokens that a token sees, itself included */
     float scale;
     int is_highest; /* keys get the highest share of all queries, not the sum of all */
 } prompt;
@@ -54,6 +55,18 @@ static ALWAYS_INLINE long query_at(const prompt *p, long row, long token, long h
     return (row * p->new_tokens + token) * p->heads + head;
 }
 
+/* The place of the first key that a token sees: those before the new ones stand from 0 on, the new ones behind their room. */
+static ALWAYS_INLINE long first_seen(const prompt *p, long row, long token)
+{
+    const long before = p->before[row], oldest = before + token + 1 - p->window; /* among those that there are */
+    return oldest <= 0 ? 0 : oldest < before ? oldest : oldest - before + p->all_tokens - p->new_tokens;
+}
+
+static ALWAYS_INLINE long not_below(long least, long at)
+{
+    return at > least ? at - least : 0;
+}
+
 /* Attends a block of queries of one head from `first` on: writes their outcome, and gathers what keys got. */
 static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, long first, rooms room, int kind)
 {
@@ -61,13 +74,14 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
     const long held = p->all_tokens - p->new_tokens, left = p->new_tokens - first;
     const long queries = left < PROMPT_QUERIES ? left : PROMPT_QUERIES;
     const long tiles_here = (queries + TILE_ROWS - 1) / TILE_ROWS, end = held + first + queries;
+    const long start = first_seen(p, row, first) / NEAR * NEAR; /* no query of the block sees keys before it */
     for (long query = 0; query < queries; query++) {
         foresee(&p->q, row, head, first + query + AHEAD, p->new_tokens, p->dim);
         widen_row(slot_at(&p->q, row, head, first + query), room.q + query * wide.dim, p->dim, p->scale, kind);
     }
     memset(room.q + queries * wide.dim, 0, (tiles_here * TILE_ROWS - queries) * wide.dim * sizeof(float));
 
-    for (long key = 0; key < end; key += PANEL)
+    for (long key = start; key < end; key += PANEL)
         for (long at = 0; at < tiles_here; at++) {
             const long last = held + first + (at + 1) * TILE_ROWS, seen = last < end ? last : end;
             if (key < seen)
@@ -77,11 +91,13 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
 
     float parts[PROMPT_QUERIES], factors[PROMPT_QUERIES], more[PROMPT_QUERIES], any = 0.0f;
     for (long query = 0; query < queries; query++) {
-        float *scores = room.scores + query * wide.stride, top = -INFINITY;
+        float *scores = room.scores + query * wide.stride + start, top = -INFINITY;
+        const long from = first_seen(p, row, first + query) - start, seen = held + first + query + 1 - start;
         const float score = score_of_more(p->more, query_at(p, row, first + query, head));
         if (score != -INFINITY)
             top = score;
-        float total = exponentials(scores, p->before[row], held, held + first + query + 1, rounded_up(end, 4 * LANES), &top);
+        float total = exponentials(scores, from, not_below(start, p->before[row]), not_below(start, held), seen,
+                                   rounded_up(end, 4 * LANES) - start, &top);
         more[query] = score != -INFINITY ? exponential(score - top) : 0.0f;
         if (score != -INFINITY)
             total += more[query];
@@ -90,15 +106,15 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
         any += factors[query] != 0.0f;
     }
     if (any && p->is_highest)
-        gather_columns(room.scores, wide.stride, factors, queries, room.got, end, 1);
+        gather_columns(room.scores + start, wide.stride, factors, queries, room.got + start, end - start, 1);
     else if (any)
-        gather_columns(room.scores, wide.stride, factors, queries, room.got, end, 0);
+        gather_columns(room.scores + start, wide.stride, factors, queries, room.got + start, end - start, 0);
 
-    for (long key = 0; key < end; key += NEAR)
+    for (long key = start; key < end; key += NEAR)
         for (long at = 0; at < tiles_here; at++) {
             const long last = held + first + (at + 1) * TILE_ROWS, seen = last < end ? last : end;
             for (long column = 0; column < p->dim && key < seen; column += PANEL)
-                tile_of(p->dim - column, key > 0)(room.scores + at * TILE_ROWS * wide.stride + key, wide.stride,
+                tile_of(p->dim - column, key > start)(room.scores + at * TILE_ROWS * wide.stride + key, wide.stride,
                                                   room.values + key * wide.dim + column, wide.dim,
                                                   room.out + at * TILE_ROWS * wide.dim + column, wide.dim,
                                                   seen - key < NEAR ? seen - key : NEAR);

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kernels.column_sums import column_sums, outcome_and_sums
+from h2o_flexgen.kernels.column_sums import Near, column_sums, outcome_and_sums
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
@@ -20,7 +20,14 @@ from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, prompt_threads
 
 
 def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: Tensor,
+    weights: Tensor | None,
+    more: More | None = None,
+    gathers: str = SUM,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     assert k.dtype == v.dtype == q.dtype
     rows, heads, tokens, dim = q.shape
@@ -40,7 +47,7 @@ def prompt_attention(
         MoreKeys.of(more),
         pointer(room),
         *laid,
-        *(rows, heads, kv_heads, tokens, keys, dim),
+        *(rows, heads, kv_heads, tokens, keys, dim, window or keys),
         dim**-0.5,
         gathers == MAX,
     )
@@ -49,10 +56,19 @@ def prompt_attention(
 
 
 def prompt_attention_twin(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: Tensor,
+    weights: Tensor | None,
+    more: More | None = None,
+    gathers: str = SUM,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     held = k.shape[2] - q.shape[2]
     is_held = torch.arange(held, device=k.device) < before[:, None, None] if held else None  # (rows, 1, held)
+    if window is not None:
+        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers, Near(before, window))
     if more is not None:
         return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers)
     got = None if weights is None else column_sums(q, k, weights, is_held, SCORED_BYTES, gathers)
@@ -91,7 +107,7 @@ class _Prompt(ctypes.Structure):
         ("more", MoreKeys),
         ("room", ctypes.c_void_p),
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
-        *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim", "window")),
         ("scale", ctypes.c_float),
         ("is_highest", ctypes.c_int),
     )

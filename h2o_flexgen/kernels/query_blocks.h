@@ -18,6 +18,7 @@
 #define AHEAD 16                   /* tokens that are prefetched */
 #define NEAR 64                    /* keys whose values stay in the nearest cache for a block of queries */
 
+_Static_assert(NEAR % PANEL == 0 && NEAR % (4 * LANES) == 0, "what begins near is a whole tile");
 _Static_assert(PROMPT_KEYS % PANEL == 0 && PROMPT_KEYS % (4 * LANES) == 0 && REGISTER_VALUES % LANES == 0 &&
                    PROMPT_QUERIES % TILE_ROWS == 0,
                "whole tiles");
@@ -152,13 +153,16 @@ static ALWAYS_INLINE void lay_keys(const slots *from, long row, long head, long 
 
 /* -- shares ---------------------------------------------------------------------------------------------------------------- */
 
-/* Turns the scores of a query into exp(score - largest score) and gives their sum. The first `seen` count, except those between
-   `before` and `hidden`; the others, up to `end`, become zero. `largest` is that of scores elsewhere, and becomes that of all. */
-static ALWAYS_INLINE float exponentials(float *scores, long before, long hidden, long seen, long end, float *largest)
+/* Turns the scores of a query into exp(score - largest score) and gives their sum. Those from `first` up to `seen` count, except
+   those between `before` and `hidden`; the others, up to `end`, become zero. `largest` is that of scores elsewhere, and becomes
+   that of all. */
+static ALWAYS_INLINE float exponentials(float *scores, long first, long before, long hidden, long seen, long end, float *largest)
 {
     const long whole = rounded_up(seen, LANES);
     float lanes[LANES], top = *largest, total = 0.0f;
     floats tops = all(top), totals = {0};
+    for (long key = 0; key < first; key++)
+        scores[key] = -INFINITY;
     for (long key = before; key < hidden; key++)
         scores[key] = -INFINITY;
     for (long key = seen; key < whole; key++)
@@ -173,6 +177,7 @@ static ALWAYS_INLINE float exponentials(float *scores, long before, long hidden,
         totals += one;
         memcpy(scores + key, &one, sizeof one);
     }
+    memset(scores, 0, first * sizeof *scores);
     memset(scores + before, 0, (hidden - before) * sizeof *scores);
     memset(scores + seen, 0, (end - seen) * sizeof *scores);
     memcpy(lanes, &totals, sizeof lanes);

@@ -121,7 +121,7 @@ static ALWAYS_INLINE void attend_block(const sharing *s, part own, piece here, l
 
     for (long query = 0; query < queries; query++) {
         float top = here.start ? done->tops[first + query] : -INFINITY;
-        const float total = exponentials(room.scores + query * wide.stride, 0, 0, here.count, here.count, &top);
+        const float total = exponentials(room.scores + query * wide.stride, 0, 0, 0, here.count, here.count, &top);
         bring_down(done, first + query, here, top, total, sums + query * wide.dim, wide.dim);
     }
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
@@ -131,10 +132,11 @@ class KVCache:
         self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
     ) -> tuple[Tensor, Tensor | None]:
         """What queries attend, and what each held and new token gets from those that count."""
+        window = None if scores is None else scores.policy.sees
         if now.echo:
-            return attend_with_echo(now, q, k, v, more)
+            return attend_with_echo(now, q, k, v, more, window)
         weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
-        return prompt_attention(q, k, v, now.counts, weights, more, gathers)
+        return prompt_attention(q, k, v, now.counts, weights, more, gathers, window)
 
     def _known(self, now: KVStep, scores: SlotScores | None) -> SlotScores | None:
         """What is known of the tokens held, oldest first."""
@@ -173,15 +175,15 @@ class KVCache:
             return None
         (rows, tokens, heads), dim = q.shape[:3], q.shape[3]
         if len(now.groups) == 1 and len(now.groups[0][1]) == rows:
-            return self._of_prefix(now.groups[0][0].group, q)
+            return self._of_prefix(now.groups[0][0], q)
         scores = torch.full((rows, tokens, heads), -torch.inf, device=q.device)
         values = torch.zeros(rows, tokens, heads, dim, device=q.device)
         for prefix, own in now.groups:
-            scores[own], values[own] = self._of_prefix(prefix.group, q[own])
+            scores[own], values[own] = self._of_prefix(prefix, q[own])
         return More(scores, values)
 
-    def _of_prefix(self, group: int, q: Tensor) -> More:
-        (keys, values), codec = self.prefixes[group].image[:, 0], self._coding.codec
+    def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
+        (keys, values), codec = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.codec
         more = shared_attention(q.flatten(0, 1), Kept(keys, codec), Kept(values, codec))
         return More(more.scores.view(q.shape[:3]), more.values.view(q.shape))
 
@@ -189,7 +191,7 @@ class KVCache:
         """The keys and values of the prefixes that rows share, for each of them. (rows, kv_heads, held, width) each"""
         halves = self.image.new_zeros(2, now.rows, self.image.shape[2], now.held, self.image.shape[-1])
         for prefix, rows in now.groups:
-            halves[:, rows, :, : prefix.tokens] = self.prefixes[prefix.group].image
+            halves[:, rows, :, : prefix.tokens] = self.prefixes[prefix.group].image[:, :, :, : prefix.tokens]
         return halves[0], halves[1]
 
     # -- decode ----------------------------------------------------------------------------------------------------------

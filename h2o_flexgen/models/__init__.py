@@ -30,6 +30,10 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "mistral": ("llama", "Llama"),
     "qwen2": ("llama", "Llama"),
     "qwen3": ("llama", "Llama"),
+    "mixtral": ("mixture", "MixtureOfExperts"),
+    "olmoe": ("mixture", "MixtureOfExperts"),
+    "qwen2_moe": ("mixture", "MixtureOfExperts"),
+    "qwen3_moe": ("mixture", "MixtureOfExperts"),
     "gpt_neox": ("neox", "NeoX"),
 }
 

@@ -10,6 +10,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH
 
 BLOCKS, HEADS, VOCAB, POSITIONS = 1 << 12, 1 << 14, 1 << 26, 1 << 30  # as with those of a width: far more than any model has
+MOST_EXPERTS = 1 << 12
 
 REQUIRED = {
     "num_hidden_layers": BLOCKS,
@@ -24,7 +25,11 @@ OPTIONAL = {
     "head_dim": MOST_HEAD_DIM,
     "word_embed_proj_dim": MOST_WIDTH,
     "sliding_window": POSITIONS,
+    "moe_intermediate_size": MOST_WIDTH,
+    "shared_expert_intermediate_size": MOST_WIDTH,
 }
+NONE_IF_ZERO = ("sliding_window",)
+EXPERTS, CHOSEN = ("num_experts", "num_local_experts"), "num_experts_per_tok"  # transformers reads either name
 BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # smallest and largest value
 NUMBERS = {
     "rope_theta": BASE,
@@ -44,11 +49,12 @@ def check_config(values: Mapping[str, Any], architecture: str, name: str) -> Non
         for key, most in {**REQUIRED, mlp_width: MOST_WIDTH}.items():
             _check_size(key, values.get(key), most)
         for key, most in OPTIONAL.items():
-            if values.get(key) is not None:
+            if values.get(key) is not None and not (key in NONE_IF_ZERO and values[key] == 0):
                 _check_size(key, values[key], most)
         for place in (values, values.get("rope_parameters"), values.get("rope_scaling")):
             _check_numbers(place if isinstance(place, Mapping) else {})
         _check_heads(values)
+        _check_experts(values)
         eos_ids_of(values.get(EOS))
     except ValueError as error:
         raise ValueError(f"the config of {shown(name)} is not valid: {error}; download the model again") from error
@@ -75,6 +81,14 @@ def _check_heads(values: Mapping[str, Any]) -> None:
     kv_heads = values.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+
+
+def _check_experts(values: Mapping[str, Any]) -> None:
+    for key in (key for key in EXPERTS if values.get(key) is not None):
+        _check_size(key, values[key], MOST_EXPERTS)
+        chosen = values.get(CHOSEN)
+        if chosen is not None:
+            _check_size(CHOSEN, chosen, values[key])
 
 
 def eos_ids_of(value: object) -> frozenset[int]:

@@ -29,6 +29,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     share: float = 0.0
+    is_never_packed: bool = False
 
 
 Parameters = Mapping[str, Parameter]  # by their names inside the layer
@@ -37,6 +38,11 @@ Parameters = Mapping[str, Parameter]  # by their names inside the layer
 def linear(name: str, out_width: int, in_width: int, bias: bool, share: float = 1.0) -> Parameters:
     weight = {f"{name}.weight": Parameter((out_width, in_width), share)}
     return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
+
+
+def router(name: str, out_width: int, in_width: int) -> Parameters:
+    """A matrix whose products choose what is computed."""
+    return {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True)}
 
 
 def norm(name: str, width: int, weight: bool = True, bias: bool = True) -> Parameters:
@@ -62,8 +68,8 @@ class Origin:
     stored_as: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str, parameter: Parameter) -> TensorSpec:
-        itemsize = DTYPE_BYTES[self.dtype]
-        return TensorSpec(self.stored_as.get(name, self.prefix + name), parameter.shape, itemsize, itemsize)
+        itemsize, stored_as = DTYPE_BYTES[self.dtype], self.stored_as.get(name, self.prefix + name)
+        return TensorSpec(stored_as, parameter.shape, itemsize, itemsize, is_never_packed=parameter.is_never_packed)
 
 
 def layer(function: LayerFunction | HeadFunction, parameters: Parameters, out_width: int, origin: Origin) -> LayerSpec:
@@ -82,11 +88,13 @@ def embedding(function: LayerFunction, tokens: Parameters, others: Parameters, o
     return replace(layer(function, joined(tokens, others), out_width, origin), token_table=next(iter(tokens)))
 
 
-def attention(before: Parameters, behind: Parameters, out_width: int, origin: Origin) -> LayerSpec:
+def attention(
+    before: Parameters, behind: Parameters, out_width: int, origin: Origin, window: int | None = None
+) -> LayerSpec:
     """The attention of an architecture in halves; the parameters `behind` are used when all is attended."""
     whole = layer(InHalves.attention, joined(before, behind), out_width, origin)
     halves = tuple(function.__name__ for function in (InHalves.before_attended, InHalves.behind_attended))
-    return replace(whole, has_kv=True, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
+    return replace(whole, has_kv=True, window=window, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
 
 
 def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:
@@ -119,8 +127,10 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         tensors=tuple(pair for part in parts for pair in part.tensors),
         products=tuple(product for part in parts for product in part.products),
         has_kv=any(part.has_kv for part in parts),
+        window=next((part.window for part in parts if part.has_kv), None),
         visits=tuple(visit for part in parts for visit in part.visits),
         passing_width=max(part.passing_width for part in parts),
+        reads_back=any(part.reads_back for part in parts),
     )
 
 

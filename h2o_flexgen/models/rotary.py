@@ -17,14 +17,17 @@ from h2o_flexgen.models.layout import Config
 
 
 class Rotary:
-    """Rotates the pairs (j, j + half) of a head's first 2 * half values by position * frequency[j]; the rest stays."""
+    """Rotates the pairs (j, j + half) of a head's first 2 * half values by position * frequency[j]; the rest stays. `stretch`:
+    what is rotated becomes so many times as long."""
 
-    def __init__(self, frequencies: Tensor) -> None:
+    def __init__(self, frequencies: Tensor, stretch: float = 1.0) -> None:
         self._frequencies = {frequencies.device: frequencies}  # one copy per device: nothing is moved in the token loop
+        self._stretch = stretch
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         angles = positions[..., None, None].float() * self._on(positions.device)  # (rows, tokens, 1, half)
-        return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
+        cos, sin = (each if self._stretch == 1.0 else each.mul_(self._stretch) for each in (angles.cos(), angles.sin()))
+        return Turn(cos.to(dtype), sin.to(dtype))
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate(x, self.turn(positions, x.dtype))
@@ -66,7 +69,8 @@ class Rope:
         if self.kind not in SCALINGS:
             raise ValueError(f"rope type {self.kind!r} is not supported; known are {', '.join(SCALINGS)}")
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-        return Rotary(SCALINGS[self.kind](frequencies, self.scaling))
+        stretch = _stretch_of_yarn(self.scaling) if self.kind == YARN else 1.0
+        return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, **self.scaling}), stretch)
 
 
 def _unscaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
@@ -84,6 +88,10 @@ def _positive(scaling: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+def _positive_or(scaling: Mapping[str, Any], name: str, usual: float) -> float:
+    return usual if scaling.get(name) is None else _positive(scaling, name)
+
+
 def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return frequencies / _positive(scaling, "factor")
 
@@ -96,6 +104,36 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return frequencies * (kept + (1.0 - kept) / _positive(scaling, "factor"))
 
 
+def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them by their
+    number."""
+    count, length = len(frequencies), _positive(scaling, "original_max_position_embeddings")
+
+    def number(turns: float) -> float:
+        """The number of the wave that fits so often into the original length."""
+        return count * math.log(length / (turns * 2 * math.pi)) / math.log(_positive(scaling, "rope_theta"))
+
+    low, high = (number(_positive_or(scaling, name, usual)) for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * count - 1)
+    stretched = ((torch.arange(count, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return frequencies * (1.0 - stretched) + frequencies / _positive(scaling, "factor") * stretched
+
+
+def _stretch_of_yarn(scaling: Mapping[str, Any]) -> float:
+    factor = _positive(scaling, "factor")
+
+    def of(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return _positive(scaling, "attention_factor")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return of(_positive(scaling, "mscale")) / of(_positive(scaling, "mscale_all_dim"))
+    return of(1.0)
+
+
 def _divided(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Each frequency has a divisor of its own."""
     divisors, count = scaling["divisors"], len(frequencies)
@@ -104,10 +142,12 @@ def _divided(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return frequencies / torch.tensor(divisors, dtype=torch.float32)
 
 
-DIVIDED = "divided"
+DIVIDED, YARN = "divided", "yarn"
 SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     "default": _unscaled,
+    "dynamic": _unscaled,  # what it does is done to texts longer than the model has positions
     "linear": _linear,
     "llama3": _llama3,
+    YARN: _yarn,
     DIVIDED: _divided,
 }

@@ -190,6 +190,12 @@ class Plan:
         return self.shares_prefixes and (is_kept_whole or self.kv_codec != PLAIN)
 
     @property
+    def least_own(self) -> int:
+        """The last tokens of a prompt, which a row never shares. Where it takes copies that are judged, all queries that may
+        count in that are its own."""
+        return (self.policy.last_queries if self.copies_prefixes else None) or 1
+
+    @property
     def prefix_note_bytes(self) -> int:
         """Bytes kept for a token of a shared prefix and a KV head beside key and value: for rows that take a copy of them."""
         return self.policy.score_bytes if self.copies_prefixes else 0

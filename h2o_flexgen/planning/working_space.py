@@ -173,10 +173,10 @@ def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
 
 def _parts(plan: Plan, batch: Batch, levels: Sequence[Heads]) -> Iterator[list[Heads]]:
     """The prompts of a batch that are computed at once; and the longest prefix that rows share, which is computed by itself and
-    is kept as a whole. Where rows take copies of it, it stands before their prompts."""
+    is kept as a whole, and may begin with a copy of another. Where rows take copies of it, it stands before their prompts."""
     longest = batch.longest_prefix
-    if longest:
-        whole = Occupancy(Batch((0,), (longest,)), (Budget(longest),), 1)
+    for known in (0, 1) if longest > 1 else (0,) if longest else ():
+        whole = Occupancy(Batch((0,), (longest - known,), (known,)), (Budget(longest),), 1)
         yield [at._replace(occupancy=whole) for at in levels]
     for part in batch.kinds_of_parts(plan.prefill_tokens):
         if longest and plan.copies_prefixes:

@@ -78,6 +78,8 @@ def what_would_fit(asked: WorkloadPlan, budgets: Budgets) -> str:
         if replace(asked, plan=plan).fits(budgets):
             found.append(f"gpu_batch_size {size}")
             break
+    if (room := asked.workload.prefix_room) and replace(asked, workload=replace(asked.workload, prefix_room=0)).fits(budgets):
+        found.append(f"less than {room} tokens of prefix_room")
     tier = budgets.first_exceeded(asked.footprint)
     with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(asked.plan, tier, kept))
     for plan in with_less:

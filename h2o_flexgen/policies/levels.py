@@ -16,8 +16,9 @@ from math import inf, log
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
-from h2o_flexgen.policies.options import DEFAULT_KEPT
+from h2o_flexgen.policies.options import DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.window import Window
 
 MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log.md)
 NEARLY_ALL = 0.9  # heads that would keep more than this keep all
@@ -36,7 +37,23 @@ class Level:
 
 
 def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
-    """The levels of a model, that which keeps most first."""
+    """The levels of a model: those of a policy, that which keeps most first, for layers that see everything, and those of
+    windows for the others."""
+    levels, windows = _levels_of_policy(policy, budgets, spec), spec.windows
+    if not any(windows):
+        return levels
+    whole = tuple(replace(one, heads=tuple(own if w is None else () for own, w in zip(one.heads, windows))) for one in levels)
+    near = tuple(_of_window(policy, width, spec) for width in sorted({width for width in windows if width is not None}))
+    return (*(one for one in whole if any(one.heads)), *near)
+
+
+def _of_window(policy: KVPolicy, width: int, spec: ModelSpec) -> Level:
+    heads = tuple(range(spec.kv_heads))
+    keeping = Window(KVOptions(recent=width - 1, positions=policy.options.positions))
+    return Level(keeping, tuple(heads if own == width else () for own in spec.windows))
+
+
+def _levels_of_policy(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
     if budgets is None:
         return (Level(policy, (tuple(range(spec.kv_heads)),) * len(spec.kv_layers)),)
     budgets.refuse_other(spec)

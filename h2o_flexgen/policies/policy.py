@@ -69,6 +69,11 @@ class KVPolicy(ABC):
         return self.usual_sinks if self.options.sinks is None else self.options.sinks
 
     @property
+    def sees(self) -> int | None:
+        """The tokens that a token of a prompt sees, itself included; None: all before it."""
+        return None
+
+    @property
     def rolls(self) -> bool:
         return self.options.positions == ROLLING
 

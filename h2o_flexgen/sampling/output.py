@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -51,6 +51,7 @@ class Completion:
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # one per token; None for the first, which follows nothing
     others: tuple[Output, ...] = ()  # continuations behind the first
+    cached_tokens: int | None = field(default=None, compare=False)  # of a prompt that arrived: those computed for others before
 
     @property
     def outputs(self) -> tuple[Output, ...]:

@@ -116,9 +116,11 @@ def _with_given(tokens: Tensor, given: Sequence[int | None] | None, upload: Uplo
 class NoTokenLeft(ValueError):
     """No token of a row can be picked, for what is said."""
 
-    def __init__(self, row: int, reason: str) -> None:
+    def __init__(self, place: int, number: int, reason: str) -> None:
         super().__init__(reason)
-        self.row = row  # its place in the whole input
+        self.place = place  # among the rows that were sampled together
+        self.number = number  # of its prompt in the whole input
+        self.row: int | None = None  # its place among all rows, which whoever seats them adds
 
 
 def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows: Sequence[int], steps: Sequence[int]) -> None:
@@ -130,11 +132,13 @@ def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows:
     of_model = logits[place].max().item()
     if not math.isfinite(of_model):
         raise NoTokenLeft(
+            place,
             rows[place],
             f"logits of prompt {rows[place]} at step {steps[place]} have the maximum {of_model}; "
             "the checkpoint is broken or overflows its dtype: try bfloat16 or float32",
         )
     raise NoTokenLeft(
+        place,
         rows[place],
         f"the sampling params of prompt {rows[place]} leave no token to pick at step {steps[place]} (the highest score is "
         f"{best[place].item()}); ease allowed_token_ids, min_tokens or repetition_penalty",

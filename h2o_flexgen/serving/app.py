@@ -8,49 +8,74 @@ from dataclasses import dataclass
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
-from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts
+from h2o_flexgen.serving.batches.routes import BatchRoutes, routes_without_folder
+from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts, batches_text
+from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
+from h2o_flexgen.serving.page import page
 from h2o_flexgen.serving.problems import (
     Problem,
     Refused,
     broken,
     ending,
     other_method,
+    unknown_host,
     unknown_key,
     unknown_model,
     unknown_path,
 )
 from h2o_flexgen.serving.service import CLIENT_HAS_GONE, Service
+from h2o_flexgen.serving.status import Facts, status
 
-GUARDED = "/v1"  # whatever lies below asks for a key
+STATUS = "/status"
+GUARDED = ("/v1", STATUS)  # whatever begins so asks for a key
 MODELS = "/v1/models"
 OWNER = "h2o_flexgen"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, counts: Counts, keys: Keys) -> Starlette:
-    routes = [*_state_routes(service, counts), *_model_routes(service), *_completion_routes(service)]
+def make_app(
+    service: Service, counts: Counts, keys: Keys, hosts: Hosts, facts: Facts, batches: BatchRoutes | None = None
+) -> ASGIApp:
+    """`batches`: None where nothing is kept."""
+    routes = [
+        *_page_routes(service, counts, facts),
+        *_state_routes(service, counts, batches),
+        *_model_routes(service),
+        *_completion_routes(service),
+        *(routes_without_folder() if batches is None else batches.routes()),
+    ]
     handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
-    return Starlette(
-        routes=routes,
-        exception_handlers=handlers,  # type: ignore[arg-type]
-        middleware=[Middleware(Door, counts, keys)],
-    )
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Door(app, counts, keys, hosts)  # outside of all that answers, of errors too
 
 
-def _state_routes(service: Service, counts: Counts) -> list[Route]:
+def _page_routes(service: Service, counts: Counts, facts: Facts) -> list[Route]:
+    shown = page()
+
+    async def root(request: Request) -> Response:
+        return shown
+
+    async def state(request: Request) -> Response:
+        said = status(facts, service.desk.is_closed, service.desk.now, counts)
+        return JSONResponse(said, headers={"Cache-Control": "no-store"})
+
+    return [Route("/", root), Route(STATUS, state)]
+
+
+def _state_routes(service: Service, counts: Counts, batches: BatchRoutes | None) -> list[Route]:
     async def health(request: Request) -> Response:
         return _told(ending()) if service.desk.is_closed else JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(counts.text(service.desk.now), media_type=MEDIA_TYPE)
+        text = counts.text(service.desk.now) + ("" if batches is None else batches_text(batches.work.batches))
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     return [Route("/health", health), Route("/metrics", metrics)]
 
@@ -81,11 +106,12 @@ def _completion_routes(service: Service) -> list[Route]:
 
 @dataclass(frozen=True)
 class Door:
-    """Lets in who has a key, and counts answers."""
+    """Lets in who means this server and has a key, and counts answers."""
 
     app: ASGIApp
     counts: Counts
     keys: Keys
+    hosts: Hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
@@ -93,9 +119,15 @@ class Door:
                 self.counts.answered(message["status"])
             await send(message)
 
-        is_guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
-        is_known = not is_guarded or self.keys.admit(Headers(scope=scope).get("authorization"))
-        await (self.app if is_known else _told(unknown_key()))(scope, receive, counted)
+        await self._behind(scope["path"], Headers(scope=scope))(scope, receive, counted)
+
+    def _behind(self, path: str, headers: Headers) -> ASGIApp:
+        """What answers a request with this path and these headers."""
+        if not self.hosts.admit(host := headers.get("host")):
+            return _told(unknown_host(host or ""))
+        if path.startswith(GUARDED) and not self.keys.admit(headers.get("authorization")):
+            return _told(unknown_key())
+        return self.app
 
 
 def _told(problem: Problem) -> Response:

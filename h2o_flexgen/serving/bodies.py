@@ -30,9 +30,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != JSON:
         raise Refused(no_json(kind))
-    said = request.headers.get("content-length", "")
-    asks_first = request.headers.get("expect", "").lower() == "100-continue"
-    if asks_first and said.isdigit() and int(said) > limits.body_bytes:
+    if asks_to_send_more(request, limits.body_bytes):
         raise Refused(too_large(limits.body_bytes))
     try:
         body = await asyncio.wait_for(_read(request, limits.body_bytes), limits.body_seconds)
@@ -41,6 +39,13 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if body is None:
         raise Refused(too_large(limits.body_bytes))
     return body
+
+
+def asks_to_send_more(request: Request, most: int) -> bool:
+    """Whether the client waits to hear that it may send a body of more than so many bytes."""
+    said = request.headers.get("content-length", "")
+    asks_first = request.headers.get("expect", "").lower() == "100-continue"
+    return asks_first and said.isdigit() and int(said) > most
 
 
 async def _read(request: Request, most: int) -> bytes | None:

@@ -6,16 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import TypeAlias
 
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import one_params
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.serving.counts import Counts, Now
-from h2o_flexgen.serving.problems import Problem, Refused, broken, ending, queue_full
+from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full, too_many
 
 RETRY_SECONDS = 2  # when to ask again whom a full queue turned away
 
@@ -27,6 +29,9 @@ class Listener:
     on_piece: OnPiece | None  # None: only whole completions are wanted
     over: Callable[[Completion], object]
     fail: Callable[[Problem], object]
+
+
+Prepared: TypeAlias = "tuple[Arrival, Listener]"
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Desk:
         self._lock = Lock()
         self._listeners: dict[Arrival, Listener] = {}
         self._is_closed = False
+        self._hear_of_end: list[Callable[[], object]] = []
 
     # -- for those who ask -------------------------------------------------------------------------------------------------
 
@@ -66,19 +72,34 @@ class Desk:
         """Hands in the requests of a body: all of them, or none."""
         if self._is_closed:
             raise Refused(ending())
-        if (waiting := self._arrivals.load.waiting) >= self._terms.most_waiting:
-            raise Refused(queue_full(waiting, RETRY_SECONDS))
-        come: list[Arrival] = []
+        self._refuse_too_many(sum(one_params(request.params).n for request, _ in requests))
+        return self.admit([self.prepare(*each) for each in requests])
+
+    def prepare(self, request: Request, listener: Listener) -> Prepared:
+        """A request that may be admitted. One that has no room in a seat is refused."""
+        return self._arrivals.prepare(request, listener.on_piece), listener
+
+    def admit(self, prepared: Sequence[Prepared], in_background: bool = False) -> list[Arrival]:
+        """Lets all of these wait for seats, or none."""
+        arrivals = [arrival for arrival, _ in prepared]
+        with self._lock:
+            self._listeners.update(prepared)  # before its listener is known it cannot be over
         try:
-            for request, listener in requests:
-                with self._lock:  # before its listener is known it cannot be over
-                    arrival = self._arrivals.offer(request, listener.on_piece)
-                    self._listeners[arrival] = listener
-                come.append(arrival)
+            self._arrivals.admit(arrivals, in_background)
         except BaseException:
-            self.give_up(come)
+            with self._lock:
+                for arrival in arrivals:
+                    del self._listeners[arrival]
             raise
-        return come
+        return arrivals
+
+    def _refuse_too_many(self, rows: int) -> None:
+        """Refuses rows for which there is no room in seats and queue together; for ever, or as long as others have it."""
+        load, most = self._arrivals.load, self._terms.most_waiting
+        if rows > load.seats + most:
+            raise Refused(too_many(rows, load.seats, most))
+        if load.waiting + load.seated + rows > load.seats + most:
+            raise Refused(queue_full(load.waiting, rows, most, RETRY_SECONDS))
 
     def give_up(self, arrivals: Sequence[Arrival]) -> None:
         """Nobody waits for these any more."""
@@ -91,7 +112,12 @@ class Desk:
 
     @property
     def now(self) -> Now:
-        return Now(*self._arrivals.requests, *self._arrivals.load, *self._arrivals.kv_bytes)
+        arrivals = self._arrivals
+        return Now(*arrivals.requests, *arrivals.load, *arrivals.kv_bytes, arrivals.waiting_in_background)
+
+    def when_closed(self, hear: Callable[[], object]) -> None:
+        """Tells somebody later that nobody is admitted any more, be it in a signal's handler."""
+        self._hear_of_end.append(hear)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -99,6 +125,8 @@ class Desk:
         """Admits nobody any more; whoever was admitted is served to the end. It may be called by a signal's handler."""
         self._is_closed = True
         self._arrivals.close()
+        for hear in self._hear_of_end:
+            hear()
 
     def hand_back(self) -> None:
         """Ends it for all who were admitted, when nothing is computed any more."""
@@ -127,11 +155,17 @@ class Desk:
                 listener.over(completion)
 
     def _survive(self, error: Exception) -> None:
-        """Tells those whose computation is lost. If a single request broke the block, only that one is; the others start anew
-        from their prompts, and keep what they were told."""
+        """Tells those whose computation is lost: all who had a seat. If a single request broke the block, only that one is; the
+        others start anew from their prompts, and keep what they were told."""
         cause = error.cause if isinstance(error, TaskFailed) else error
-        lost = self._arrivals.drop(cause.row) if isinstance(cause, NoTokenLeft) else []
-        self._tell(lost or self._arrivals.abandon(), broken(self._on_broken(error)))
+        said, lost = self._on_broken(error), list[Arrival]()
+        if isinstance(cause, NoTokenLeft):
+            said = without_number(said, cause.number)
+            lost = [] if cause.row is None else self._arrivals.drop(cause.row)
+        if lost:
+            self._tell(lost, broken_by_itself(said))
+        else:
+            self._tell(self._arrivals.break_off(), broken(said))
 
     def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
         for arrival in lost:

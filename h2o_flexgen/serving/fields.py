@@ -51,6 +51,16 @@ def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> Ask
         raise Refused(bad_request(str(error), param=_blamed(str(error), given))) from error
 
 
+def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options, model: str) -> list[Line]:
+    """The requests of a batch's line, which may be what a body may be; a ValueError says what is wrong with it."""
+    if given.get(MODEL) not in (None, model):
+        raise ValueError(unknown_model(given[MODEL], model).message)
+    asked = _asked(given, is_chat, defaults)
+    if asked.is_streamed:
+        raise ValueError(f"{STREAM} is True; records come whole; leave it out")
+    return list(asked.lines)
+
+
 def _asked(given: Mapping[str, object], is_chat: bool, defaults: Options) -> Asked:
     own = (STREAM, STREAM_OPTIONS, *IGNORED)
     is_streamed = _truth(STREAM, given.get(STREAM))

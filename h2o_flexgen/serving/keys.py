@@ -8,7 +8,7 @@ from pathlib import Path
 
 from h2o_flexgen.core.files import read_text
 
-SCHEME = "bearer"
+SCHEME = b"bearer"
 LEAST = 8  # characters: a shorter one is soon guessed
 
 
@@ -30,9 +30,9 @@ class Keys:
         return cls(tuple(key.encode() for key in keys))
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether this header has a known key. All keys are compared, whichever fits."""
+        """Whether this header, whose bytes were read as latin-1, has a known key. All keys are compared, whichever fits."""
         if not self.known:
             return True
-        scheme, _, given = (authorization or "").partition(" ")
-        is_known = sum(compare_digest(key, given.strip().encode("utf-8", "surrogateescape")) for key in self.known)
+        scheme, _, given = (authorization or "").encode("latin-1").partition(b" ")
+        is_known = sum(compare_digest(key, given.strip()) for key in self.known)
         return is_known > 0 and scheme.lower() == SCHEME

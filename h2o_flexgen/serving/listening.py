@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EADDRNOTAVAIL
 from ipaddress import ip_address
 
 import uvicorn
@@ -16,6 +17,7 @@ from h2o_flexgen.core.hints import reason
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.connections import BoundedConnection, bounded
 
+LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 SECONDS_TO_SEND = 30  # for what was answered to reach clients, at the end
 SECONDS_AT_ONCE = 1  # the same, where it is ended at once
@@ -40,7 +42,9 @@ def bound(place: Place) -> Iterator[socket.socket]:
     try:
         family, kind, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ValueError(f"--host {place.host} is no address ({reason(error)}); give one of this machine") from error
+        raise _no_address(place, reason(error)) from error
+    except UnicodeError as error:  # what names may not have, like two dots in a row
+        raise _no_address(place, "no name of a machine is written so") from error
     with socket.socket(family, kind) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that ended a moment ago is no hindrance
         try:
@@ -131,6 +135,12 @@ def _forget_who_does_not_read(opened: socket.socket, seconds: float) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
 
+def _no_address(place: Place, why: str) -> ValueError:
+    return ValueError(f"--host {place.host} is no address of this machine ({why}); give one that is, like {LOOPBACK}")
+
+
 def _unusable(place: Place, error: Exception) -> ValueError:
     why = reason(error) if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.errno == EADDRNOTAVAIL:
+        return _no_address(place, why)
     return ValueError(f"port {place.port} of {place.host} cannot be had ({why}); give another --port, or 0 for a free one")

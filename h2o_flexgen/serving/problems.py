@@ -11,6 +11,7 @@ from h2o_flexgen.jobs.answers import Said, error_body
 
 RETRY = "Retry-After"
 WRONG, BROKEN, CROWDED = "invalid_request_error", "server_error", "rate_limit_error"
+TOO_LONG, COMPUTATION_FAILED, ENDING = "context_length_exceeded", "computation_failed", "ending"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ def unknown_key() -> Problem:
     return Problem(401, f"no such API key; {how}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
+def unknown_host(asked: str) -> Problem:
+    what = f"this server listens to its machine alone, which is not called {shown(asked)}"
+    return Problem(421, f"{what}; ask localhost, or have a proxy send that as Host", code="unknown_host")
+
+
 def unknown_model(asked: object, known: str) -> Problem:
     hint = did_you_mean(asked, [known]) if isinstance(asked, str) else ""
     message = f"the model {shown(asked)} is not here; this server has {shown(known)}{hint}"
@@ -73,14 +79,73 @@ def no_json(given: str) -> Problem:
     return Problem(415, f"the content type is {shown(given)}; send application/json", code="unsupported_content_type")
 
 
-def queue_full(waiting: int, seconds: int) -> Problem:
-    message = f"{waiting} completions wait for a seat, and no more are taken; ask again in {seconds} s"
+def too_many(rows: int, seats: int, most_waiting: int) -> Problem:
+    room = f"there are {seats} seats, and {most_waiting} may wait"
+    return bad_request(f"{rows} completions are asked for at once, and {room}; ask in parts", "too_many_completions")
+
+
+def queue_full(waiting: int, rows: int, most_waiting: int, seconds: int) -> Problem:
+    beside = f"{waiting} completions wait for a seat, and {most_waiting} may"
+    message = f"{beside}: there is no room for {rows} more; ask again in {seconds} s"
     return Problem(429, message, CROWDED, "queue_full", headers={RETRY: str(seconds)})
 
 
 def broken(reason: str) -> Problem:
-    return Problem(500, reason, BROKEN, "computation_failed")
+    return Problem(500, reason, BROKEN, COMPUTATION_FAILED)
+
+
+def broken_by_itself(reason: str) -> Problem:
+    """Nobody else had a part in it: to ask again is of no use."""
+    return Problem(500, reason, BROKEN, "request_failed")
 
 
 def ending() -> Problem:
-    return Problem(503, "this server is ending; ask another, or this one when it is back", BROKEN, "ending")
+    return Problem(503, "this server is ending; ask another, or this one when it is back", BROKEN, ENDING)
+
+
+# -- of files and batches --------------------------------------------------------------------------------------------------
+
+
+def no_data_folder() -> Problem:
+    message = "this server keeps no files, and so runs no batches: they need a folder; start it with --data-dir FOLDER"
+    return Problem(404, message, code="no_data_dir")
+
+
+def unknown_file(file_id: str) -> Problem:
+    return Problem(404, f"there is no file {shown(file_id)}", code="file_not_found", param="id")
+
+
+def unknown_batch(batch_id: str) -> Problem:
+    return Problem(404, f"there is no batch {shown(batch_id)}", code="batch_not_found", param="id")
+
+
+def other_purpose(file_id: str, purpose: str, wanted: str) -> Problem:
+    message = f"the purpose of {file_id} is {shown(purpose)}; a batch reads one of {shown(wanted)}"
+    return bad_request(message, param="input_file_id")
+
+
+def file_in_use(file_id: str, batch_id: str) -> Problem:
+    message = f"{file_id} is read by {batch_id}, which has not ended; wait for that, or cancel it"
+    return Problem(409, message, code="file_in_use")
+
+
+def no_longer(batch_id: str, status: str) -> Problem:
+    return Problem(409, f"{batch_id} is {status}, and can no longer be cancelled", code="batch_ended")
+
+
+def no_form(given: str) -> Problem:
+    message = f"the content type is {shown(given)}; send a form, as multipart/form-data with its boundary"
+    return Problem(415, message, code="unsupported_content_type")
+
+
+def other_site(origin: str) -> Problem:
+    return Problem(403, f"pages of {shown(origin)} may not send files here", code="other_origin")
+
+
+def file_too_large(limit: int) -> Problem:
+    message = f"the file has more than {format_bytes(limit)}, which is the limit here; send it in parts"
+    return Problem(413, message, code="file_too_large", headers={"Connection": "close"})
+
+
+def cannot_write(why: str) -> Problem:
+    return Problem(507, f"the server's folder cannot be written ({why}); ask whoever runs it", BROKEN, "insufficient_storage")

@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
-from h2o_flexgen.engine.job import Request, prompt_of
+from h2o_flexgen.engine.job import Request, prompt_of, without_number
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.fields import Options
-from h2o_flexgen.jobs.job import Reading, without_number
+from h2o_flexgen.jobs.job import Reading
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.serving.bodies import Limits, read_body
@@ -27,7 +27,7 @@ from h2o_flexgen.serving.chunks import END, Chunks, as_event
 from h2o_flexgen.serving.desk import Desk, Listener
 from h2o_flexgen.serving.exchange import Exchange, Whole
 from h2o_flexgen.serving.fields import Asked, read_asked
-from h2o_flexgen.serving.problems import Problem, Refused, bad_request, ending
+from h2o_flexgen.serving.problems import TOO_LONG, Problem, Refused, bad_request, ending
 
 CLIENT_HAS_GONE = 499  # as others log it; nobody reads it
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that chunks pass proxies as they come
@@ -164,4 +164,4 @@ def _refusing(*numbers: int) -> Iterator[None]:
         for number in numbers:
             reason = without_number(reason, number)
         is_long = isinstance(error, TooLong)
-        raise Refused(bad_request(reason, "context_length_exceeded" if is_long else None)) from error
+        raise Refused(bad_request(reason, TOO_LONG if is_long else None)) from error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.cli import serve_request
-from h2o_flexgen.cli.serve_request import ServeRequest, parse, request_of, seconds
+from h2o_flexgen.cli.serve_request import KeepRequest, ServeRequest, parse, request_of, seconds
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
@@ -24,7 +24,7 @@ def test_without_flags_the_model_of_the_package_is_served_to_this_machine_alone(
     request = asked()
     assert request.model.name == request.name == DEMO and isinstance(request.plan, Asked)
     assert (request.listen.host, request.listen.port, request.listen.key_file) == ("127.0.0.1", 8000, None)
-    assert (request.gather_seconds, request.listen.most_body_bytes) == (0.1, 4_000_000)
+    assert (request.gather_seconds, request.listen.most_body_bytes, request.keep) == (0.1, 4_000_000, None)
 
 
 def test_flags_say_where_and_for_whom() -> None:
@@ -34,6 +34,19 @@ def test_flags_say_where_and_for_whom() -> None:
     assert request.listen.key_file == Path("~/keys").expanduser() and request.listen.most_body_bytes == 10**9
     assert (request.gather_seconds, request.most_waiting, request.rows, request.seed) == (2.0, 5, 7, 4)
     assert (request.prompt_len, request.gen_len) == (9, 3)
+
+
+def test_files_are_kept_where_a_folder_is_named() -> None:
+    assert asked("--data-dir", "~/x").keep == KeepRequest(Path("~/x").expanduser(), 200_000_000)
+    assert asked("--data-dir", "x", "--max-file", "3kB").keep == KeepRequest(Path("x"), 3000)
+    said = "--max-file is for files that are kept; add --data-dir FOLDER, or leave it out"
+    assert one_line(lambda: asked("--max-file", "3kB")) == said
+
+
+def test_what_requests_share_has_the_room_that_is_asked_for() -> None:
+    assert (asked().prefix_room, asked("--prefix-room", 0).prefix_room) == (None, 0)
+    request = asked("--prefix-room", 2048, "--prefix-policy", "judged", "--kv-policy", "h2o")
+    assert request.prefix_room == 2048 and request.first_plan.copies_prefixes
 
 
 def test_a_plan_of_ones_own_is_taken_as_it_is() -> None:

@@ -15,6 +15,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.plan import JUDGED, PINNED
 from h2o_flexgen.quant.codec import PLAIN
+from tests import test_arriving_prefixes as arriving
 from tests import test_conversation as talks
 from tests import test_shared_prefixes as prefixes
 from tests import test_stream as stream
@@ -91,6 +92,21 @@ SHARING = {
 def test_shared_prefixes(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     case = prefixes.SharedCase(own=prefixes.OWN[:8], growth=(2, 1, 3, 1, 4, 2, 1, 3), device=NAME, **values)
     prefixes.hold_contract(case, by_twins, offload)
+
+
+ARRIVING = {
+    "percent": MIXES[2:4],
+    "num_gpu_batches": (1, 2),
+    "prefix_policy": (PINNED, JUDGED),
+    "attend_on": (DEVICE, HOST),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(ARRIVING)))
+def test_prefixes_that_arrive(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    policy = POLICIES[0] if values["prefix_policy"] == PINNED else POLICIES[2]
+    case = arriving.ArrivingCase("llama-gqa", growth=(2, 1, 3, 1, 4, 2, 1, 3, 2, 1), policy=policy, device=NAME, **values)
+    arriving.hold_contract(case, by_twins, offload, room=80, at_once=2)
 
 
 TALKS = {

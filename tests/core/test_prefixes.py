@@ -9,7 +9,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
+from h2o_flexgen.core.prefixes import Beginnings, PrefixFinder, PrefixGroups, SharedPrefix
 
 TEXTS = draw.lists(draw.tuples(draw.lists(draw.integers(0, 1), min_size=1, max_size=7), draw.integers(1, 3)), max_size=7)
 
@@ -80,3 +80,35 @@ def test_a_header_is_found_among_more_requests_than_there_is_room_for() -> None:
     assert groups.lengths == (500,) and groups.rows[0] >= 990
     assert all((groups.of(place) is None) == (place % 3 > 0) for place in range(1000, 3000))
     assert grown < 1 << 19
+
+
+# -- of requests that arrive --------------------------------------------------------------------------------------------------
+
+
+@given(TEXTS)
+def test_a_request_begins_like_the_one_that_is_most_like_it(texts: list[tuple[list[int], int]]) -> None:
+    beginnings = Beginnings()
+    for place, (ids, rows) in enumerate(texts):
+        beginnings.add(ids, rows)
+        others = [other for other, count in texts[: place + 1] for _ in range(count)]
+        others.remove(ids)
+        assert beginnings.common(ids) == max((_alike(ids, other) for other in others), default=0)
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((place for place, both in enumerate(zip(one, other)) if both[0] != both[1]), min(len(one), len(other)))
+
+
+def test_what_nobody_has_asked_for_longest_is_forgotten_first() -> None:
+    asked_for_again, once = list(range(500)), list(range(1000, 1500))
+    beginnings = Beginnings(room=1 << 15)
+    for text in (asked_for_again, once):
+        beginnings.add([*text, 1])
+    for place in range(2000):
+        beginnings.add([5000 + place, *range(place, place + 20)])
+        if place % 10 == 0:
+            beginnings.add([*asked_for_again, 10 + place])
+    assert beginnings._tree.nbytes <= 1 << 15
+    beginnings.add([*asked_for_again, 2])
+    beginnings.add([*once, 2])
+    assert beginnings.common([*asked_for_again, 2]) == 500 and beginnings.common([*once, 2]) == 0

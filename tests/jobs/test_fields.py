@@ -61,8 +61,17 @@ def test_biases_have_token_ids_as_names() -> None:
 
 def test_what_changes_no_answer_is_let_pass() -> None:
     harmless = {"model": "x", "user": "me", "metadata": {"a": 1}, "stream": False, "store": True, "tools": []}
-    neutral = {"response_format": {"type": "text"}, "tool_choice": "none", "best_of": 1, "suffix": "", "modalities": ["text"]}
+    neutral = {"response_format": {"type": "text"}, "tool_choice": "none", "suffix": "", "modalities": ["text"]}
     assert options(**harmless, **neutral).params == DEFAULTS.params
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"best_of": 1}, {"best_of": 5, "temperature": 0}, {"best_of": 3, "n": 3}],
+)
+def test_the_best_of_as_many_as_are_returned_is_let_pass_and_of_greedy_ones(given: dict[str, Any]) -> None:
+    without = {name: value for name, value in given.items() if name != "best_of"}
+    assert options(**given) == options(**without)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,8 @@ def test_what_changes_no_answer_is_let_pass() -> None:
         ({"stream": 0}, "stream is 0; records come whole; leave it out"),
         ({"tools": [{}]}, "tools is [{}]; there are no tools; write them into the prompt"),
         ({"best_of": True}, "best_of is True; make n completions"),
+        ({"best_of": 0}, "best_of is 0; make n completions"),
+        ({"best_of": 3, "n": 2, "temperature": 1}, "best_of is 3; make n completions and choose by cumulative_logprob"),
         ({"response_format": {"type": "json_object"}}, "no text is held to a grammar"),
         ({"temprature": 1}, "unknown field 'temprature'; did you mean temperature?"),
         ({"max_new_tokens": 1}, "unknown field 'max_new_tokens': it is called max_tokens"),

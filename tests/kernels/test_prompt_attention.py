@@ -36,8 +36,8 @@ class Drawn(NamedTuple):
     def rows(self, rows: slice) -> Drawn:
         return Drawn(*(tensor[rows] for tensor in self))
 
-    def attended(self, gathers: str = SUM) -> tuple[Tensor, Tensor]:
-        out, got = prompt_attention(*self, gathers=gathers)
+    def attended(self, gathers: str = SUM, window: int | None = None) -> tuple[Tensor, Tensor]:
+        out, got = prompt_attention(*self, gathers=gathers, window=window)
         assert got is not None
         return out, got
 
@@ -62,12 +62,15 @@ def with_threads(count: int, given: Drawn, gathers: str) -> tuple[Tensor, Tensor
         torch.set_num_threads(before)
 
 
-def exact(given: Drawn, gathers: str = SUM) -> tuple[Tensor, Tensor]:
+def exact(given: Drawn, gathers: str = SUM, window: int | None = None) -> tuple[Tensor, Tensor]:
     (rows, heads, tokens, dim), (kv_heads, keys) = given.q.shape, given.k.shape[1:3]
     k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (given.k, given.v))
     place, held = torch.arange(keys), keys - tokens
     later = place > torch.arange(tokens)[:, None] + held
     missing = (place >= given.before[:, None, None]) & (place < held)
+    if window is not None:
+        turn = torch.where(place < held, place, place - held + given.before[:, None])[:, None]  # among the row's own keys
+        missing = missing | (turn <= torch.arange(tokens)[:, None] + given.before[:, None, None] - window)
     scores = given.q.double() @ k.transpose(2, 3) * dim**-0.5
     shares = scores.masked_fill((later | missing)[:, None], -torch.inf).softmax(-1)
     weighted = (shares * given.weights[:, None, :, None]).view(rows, kv_heads, -1, keys)  # all heads of a group
@@ -97,6 +100,28 @@ def test_c_is_as_near_to_float64_as_torch(
             assert ours.shape == theirs.shape == wanted.shape
             assert (ours.double() - wanted).abs().max() <= tolerance * max(1.0, scale) * wanted.abs().max()
             assert (ours.double() - theirs.double()).abs().max() <= 2 * tolerance * max(1.0, scale) * wanted.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [1, 7, 64, 150])
+def test_a_window_hides_what_is_far_away(
+    variant: str, dtype: torch.dtype, shape: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = drawn(shape, dtype)
+    monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", never)
+    for gathers in (SUM, MAX):
+        with used(variant):
+            out, got = given.attended(gathers, window)
+        twin, twin_got = prompt_attention_twin(*given, gathers=gathers, window=window)
+        expected, expected_got = exact(given, gathers, window)
+        assert twin_got is not None
+        for ours, wanted, tolerance in (
+            *((one, expected, TOLERANCES[dtype]) for one in (out, twin)),
+            *((one, expected_got, SUMS) for one in (got, twin_got)),
+        ):
+            assert (ours.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

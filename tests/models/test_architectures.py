@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.checkpoints import hub
+from h2o_flexgen.checkpoints.experts import usual_name
 from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config
 from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.layout import Config
@@ -90,7 +91,8 @@ def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
     _, logits = reference_generate(model, weights_by_layer(model, hf_tensors(kind)), PROMPTS, 1)
     assert logits[0].dtype == torch.bfloat16
     exact = torch.stack([row_logits[0] for _, row_logits in expected(kind)])
-    assert (logits[0].float() - exact).norm() < 0.05 * exact.norm()
+    allowed = 0.2 if "experts" in str(model.spec.layers) else 0.05  # rounding may give a token to another expert
+    assert (logits[0].float() - exact).norm() < allowed * exact.norm()
 
 
 @pytest.mark.parametrize("sep_layer", [True, False], ids=["apart", "joined"])
@@ -98,7 +100,7 @@ def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
 def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, sep_layer: bool, tmp_path: Path) -> None:
     spec = create_model(tiny_config(kind), "float32", sep_layer).spec
     save_tiny(kind, tmp_path, seed=3)
-    stored = load_file(tmp_path / "model.safetensors")  # tied ones once
+    stored = {usual_name(name): one for name, one in load_file(tmp_path / "model.safetensors").items()}  # tied ones once
     assert {name: tensor.shape for name, tensor in spec.tensors.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in hf_tensors(kind).items())
     assert spec.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
@@ -180,17 +182,26 @@ def test_rotation_keeps_dtype_shape_and_lengths_and_depends_on_distance_only(dty
 # -- windows ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sliding_window_limits_the_positions() -> None:
-    assert create_model(tiny_config("mistral"), "float32").spec.max_positions == 64
-    assert create_model(tiny_config("mistral", sliding_window=None), "float32").spec.max_positions == POSITIONS
+def test_a_window_hides_nothing_of_texts_within_it() -> None:
+    spec = create_model(tiny_config("mistral"), "float32").spec
+    assert spec.windows == (64,) * 3 and spec.max_positions == POSITIONS
+    within = spec.within_windows()
+    assert within.windows == (None,) * 3 and within.max_positions == 64 and within.tensors == spec.tensors
+    for window in (None, POSITIONS):
+        assert create_model(tiny_config("mistral", sliding_window=window), "float32").spec.windows == (None,) * 3
 
 
 @pytest.mark.parametrize(
-    ("use_sliding_window", "dense_layers", "positions"), [(False, 0, POSITIONS), (True, 3, POSITIONS), (True, 1, 32)]
+    ("use_sliding_window", "dense_layers", "windows"),
+    [(False, 0, (None,) * 3), (True, 3, (None,) * 3), (True, 1, (None, 32, 32)), (True, 0, (32,) * 3)],
 )
-def test_a_window_counts_only_where_layers_use_it(use_sliding_window: bool, dense_layers: int, positions: int) -> None:
+def test_a_window_counts_only_where_layers_use_it(
+    use_sliding_window: bool, dense_layers: int, windows: tuple[int | None, ...]
+) -> None:
     changes = {"use_sliding_window": use_sliding_window, "sliding_window": 32, "max_window_layers": dense_layers}
-    assert create_model(tiny_config("qwen2", **changes), "float32").spec.max_positions == positions
+    for sep_layer in (True, False):
+        spec = create_model(tiny_config("qwen2", **changes), "float32", sep_layer).spec
+        assert spec.windows == spec.cut_at_attention().windows == windows and spec.max_positions == POSITIONS
 
 
 # -- shapes that ship with the package -------------------------------------------------------------------------------
@@ -202,10 +213,13 @@ PUBLISHED = {
     "EleutherAI/pythia-2.8b": 2.775e9,
     "EleutherAI/pythia-6.9b": 6.857e9,
     "EleutherAI/pythia-12b": 11.846e9,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14.3e9,
     "Qwen/Qwen2.5-7B": 7.61e9,
     "Qwen/Qwen2.5-32B": 32.5e9,
     "Qwen/Qwen2.5-72B": 72.7e9,
+    "Qwen/Qwen3-30B-A3B": 30.5e9,
     "Qwen/Qwen3-8B": 8.2e9,
+    "allenai/OLMoE-1B-7B-0924": 6.92e9,
     "facebook/opt-125m": 125e6,
     "facebook/opt-350m": 331e6,
     "facebook/opt-1.3b": 1.3e9,
@@ -224,6 +238,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-70B": 70.55e9,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1.10e9,
     "mistralai/Mistral-7B-v0.1": 7.24e9,
+    "mistralai/Mixtral-8x7B-v0.1": 46.7e9,
     "mistralai/Mistral-7B-v0.3": 7.25e9,
 }
 
@@ -238,7 +253,7 @@ def test_known_shapes_add_up_to_the_published_number_of_parameters(name: str) ->
     assert config is not None
     spec = create_model(config, "bfloat16", name=name).spec
     assert spec.weight_bytes / 2 == pytest.approx(PUBLISHED[name], rel=0.015)
-    assert spec.width == spec.heads * spec.head_dim
+    assert spec.width == spec.heads * spec.head_dim or getattr(config, "head_dim", None) == spec.head_dim
 
 
 @pytest.mark.parametrize("name", ["facebook/opt-30b", "opt-30b", "OPT-30B", "Facebook/OPT-30b"])
@@ -290,8 +305,14 @@ def test_an_unknown_architecture_is_named_beside_the_known_ones(architecture: st
         ("opt", {"activation_function": "mish"}, ["'mish'", "relu"]),
         (
             "llama-mha",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
-            ["'yarn'", "default", "linear", "llama3"],
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "factor": 2.0,
+                    **dict.fromkeys(("short_factor", "long_factor"), [1.0] * 4),
+                }
+            },
+            ["'longrope'", "default", "linear", "llama3", "yarn"],
         ),
     ],
 )

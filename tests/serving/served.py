@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from h2o_flexgen.cli.serve_work import usual_options
+from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.requests import ModelRequest
+from h2o_flexgen.cli.serve_work import facts_of, usual_options
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.job import Reading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.serving.app import make_app
+from h2o_flexgen.serving.batches.data_folder import data_folder
+from h2o_flexgen.serving.batches.routes import BatchRoutes
+from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import Counts
 from h2o_flexgen.serving.desk import Desk, Terms
+from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import Place, bound, listening, place_of
 from h2o_flexgen.serving.service import Service
@@ -45,9 +53,11 @@ class GatedCounts(Counts):
         self.is_held = threading.Event()
         self._may_go = threading.Event()
         self._may_go.set()
+        self._passes_to_go = 0
         self.ends_at_once = False
 
-    def hold(self) -> None:
+    def hold(self, after: int) -> None:
+        self._passes_to_go = after
         self._may_go.clear()
 
     def let_go(self) -> None:
@@ -55,7 +65,8 @@ class GatedCounts(Counts):
 
     def tick(self, tick: Tick) -> None:
         super().tick(tick)
-        if not self._may_go.is_set():
+        self._passes_to_go -= 1
+        if not self._may_go.is_set() and self._passes_to_go <= 0:
             self.is_held.set()
             assert self._may_go.wait(PATIENCE_SECONDS)
         if self.ends_at_once:
@@ -67,7 +78,9 @@ class Served:
     place: Place
     desk: Desk
     counts: GatedCounts
-    told: list[str] = field(default_factory=list)  # why blocks have failed
+    llm: LLM
+    data: Path | None
+    told: list[str] = field(default_factory=list)  # why blocks have failed, and batches
 
     @property
     def base_url(self) -> str:
@@ -86,9 +99,9 @@ class Served:
         return socket.create_connection((self.place.host, self.place.port))
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """A context in which nothing is computed behind the next pass."""
-        self.counts.hold()
+    def held(self, after: int = 1) -> Iterator[None]:
+        """A context in which nothing is computed behind the next pass, or behind so many."""
+        self.counts.hold(after)
         try:
             yield
         finally:
@@ -112,6 +125,10 @@ def served(
     limits: Limits = Limits(),  # noqa: B008  # frozen
     seed: int | None = 5,
     room: tuple[int, int] = (PROMPT_LEN, GEN_LEN),
+    data: Path | None = None,
+    most_file_bytes: int = 10_000_000,
+    settings: Mapping[str, object] = MappingProxyType({"model": MODEL}),
+    seconds_of_rest: float = 3600.0,
 ) -> Iterator[Served]:
     counts, told = GatedCounts(), list[str]()
 
@@ -119,21 +136,29 @@ def served(
         told.append(str(error))
         return f"the computation has failed: {error}"
 
-    desk = Desk(llm, llm.arrivals(*room), Terms(0.0, most_waiting, seed), counts, broken)
+    arrivals = llm.arrivals(*room)
+    desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
+    facts = facts_of(MODEL, PlanReport.of(llm, ModelRequest(MODEL, MODEL, dummy_weights=False), arrivals.planned))
     reading = Reading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")
-    with ThreadPoolExecutor(1) as readers, bound(HERE) as opened:
-        service = Service(desk, reading, Answers(MODEL, llm.tokenizer), *usual, limits, readers, 17)
-        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)))
-        with listening(app, opened, limits, desk.close):
-            computing.start()
-            try:
-                yield Served(place_of(opened), desk, counts, told)
-            finally:
-                counts.let_go()
-                desk.close()
-                computing.join()
+    with ExitStack() as stack:
+        readers, opened = stack.enter_context(ThreadPoolExecutor(1)), stack.enter_context(bound(HERE))
+        service, batches = Service(desk, reading, Answers(MODEL, llm.tokenizer), *usual, limits, readers, 17), None
+        if data is not None:
+            folder = stack.enter_context(data_folder(data, "--data-dir"))
+            work = BatchWork(folder, service, lambda: ({**settings}, {}), told.append, seconds_of_rest)
+            batches = BatchRoutes(work, limits, most_file_bytes, seed, lambda: desk.is_closed)
+        app = make_app(service, counts, Keys(tuple(key.encode() for key in keys)), Hosts(HERE.host), facts, batches)
+        stack.enter_context(listening(app, opened, limits, desk.close))
+        stack.enter_context(nullcontext() if batches is None else batches.work.running())
+        computing.start()
+        try:
+            yield Served(place_of(opened), desk, counts, llm, data, told)
+        finally:
+            counts.let_go()
+            desk.close()
+            computing.join()
 
 
 def run(desk: Desk) -> None:

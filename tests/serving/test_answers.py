@@ -59,15 +59,14 @@ def test_many_clients_at_once_each_hear_what_the_resident_loop_says(
 
 
 def test_two_hundred_clients_at_once_streamed_and_whole(server: Served, llm: LLM) -> None:
-    asked, gate = prompts(200), asyncio.Semaphore(200)
+    asked = prompts(200)
 
     async def one(client: Any, place: int) -> list[int]:
         given = {**GREEDY, "prompt": asked[place], "max_tokens": 3, "extra_body": IDS}
-        async with gate:
-            if place % 2:
-                answer = await client.completions.create(**given)
-                return list(answer.choices[0].token_ids)
-            chunks = [chunk async for chunk in await client.completions.create(**given, stream=True)]
+        if place % 2:
+            answer = await client.completions.create(**given)
+            return list(answer.choices[0].token_ids)
+        chunks = [chunk async for chunk in await client.completions.create(**given, stream=True)]
         return [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", ())]
 
     async def all_at_once() -> list[list[int]]:
@@ -194,6 +193,22 @@ def test_the_model_and_the_state_are_told(llm: LLM) -> None:
         'h2o_flexgen_completions_total{finish_reason="length"}': 1,
     }
     assert after["h2o_flexgen_seats"] == 4 and after["h2o_flexgen_kv_held_bytes"] == 0
+
+
+def test_what_was_computed_for_others_is_told(llm: LLM) -> None:
+    head = [random.Random(8).randrange(4, VOCAB) for _ in range(40)]
+    with served(llm, room=(64, 8)) as server, server.http() as http, server.client() as client:
+        usages = []
+        for place, options in enumerate(({"n": 2, "temperature": 1}, {"temperature": 0}, {"temperature": 0})):
+            given = {"model": MODEL, "prompt": [*head, place], "max_tokens": 2, **options}
+            usages.append(client.completions.create(**given).usage)
+        *_, last = client.completions.create(**given, stream=True, stream_options={"include_usage": True})
+        server.until(lambda: server.counts.totals()["passes"] == 8)
+        told = metrics(http.get("/metrics").text)
+    assert [usage.prompt_tokens for usage in usages] == [41] * 3
+    assert [usage.prompt_tokens_details.cached_tokens for usage in (*usages, last.usage)] == [0, 40, 40, 40]
+    assert told["h2o_flexgen_shared_prompt_tokens_total"] == 4 * 40
+    assert told["h2o_flexgen_prompt_tokens_total"] == 5 * 41 - 4 * 40
 
 
 def metrics(text: str) -> dict[str, float]:

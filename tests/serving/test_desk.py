@@ -80,7 +80,7 @@ def socket_of(server: Served, body: dict[str, Any]) -> socket.socket:
     """A connection on which a request was sent, whose answer nobody has read."""
     raw = socket.create_connection((server.place.host, server.place.port))
     content = json.dumps(body).encode()
-    headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    headers = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
     raw.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + content)
     return raw
 
@@ -88,17 +88,29 @@ def socket_of(server: Served, body: dict[str, Any]) -> socket.socket:
 def test_whoever_comes_while_the_queue_is_full_is_told_when_to_ask_again(llm: LLM) -> None:
     with served(llm, most_waiting=2) as server:
         with server.held():
-            first = Asking(server, prompt="x", max_tokens=2)
+            seated = Asking(server, prompt="x", n=4, temperature=1, max_tokens=2)
             assert server.counts.is_held.wait(PATIENCE_SECONDS)
-            waiting = [Asking(server, prompt="x", max_tokens=2) for _ in range(2)]
-            server.until(lambda: server.desk.now.rows_waiting == 2)
+            first = Asking(server, prompt="x", max_tokens=2)
+            server.until(lambda: server.desk.now.rows_waiting == 1)
             with server.http() as http:
-                answer = http.post("/v1/completions", json={"prompt": "x"})
+                answer = http.post("/v1/completions", json={"prompt": "x", "n": 2})
+            second = Asking(server, prompt="x", max_tokens=2)
+            server.until(lambda: server.desk.now.rows_waiting == 2)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "2"
         said = answer.json()["error"]
         assert (said["type"], said["code"]) == ("rate_limit_error", "queue_full")
-        assert said["message"] == "2 completions wait for a seat, and no more are taken; ask again in 2 s"
-        assert all(one.answer.usage.completion_tokens == 2 for one in (first, *waiting))
+        room = "1 completions wait for a seat, and 2 may: there is no room for 2 more"
+        assert said["message"] == f"{room}; ask again in 2 s"
+        assert all(one.answer.usage.completion_tokens == 2 for one in (first, second)) and len(seated.answer.choices) == 4
+
+
+def test_a_body_for_which_there_can_be_no_room_is_refused_for_ever(llm: LLM) -> None:
+    with served(llm, most_waiting=1) as server, server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": ["x"] * 3, "n": 2})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_many_completions"
+        said = "6 completions are asked for at once, and there are 4 seats, and 1 may wait; ask in parts"
+        assert answer.json()["error"]["message"] == said and server.desk.now.rows_waiting == 0
+        assert http.post("/v1/completions", json={"prompt": ["x"] * 5, "max_tokens": 1}).status_code == 200
 
 
 def test_after_it_is_closed_those_who_were_admitted_are_served_and_nobody_else(llm: LLM) -> None:
@@ -161,6 +173,35 @@ def test_a_block_that_fails_is_told_to_its_clients_and_the_next_goes_on(llm: LLM
         assert len(server.told) == 2 and ended(server) == {"error": 2, "length": 1}
 
 
+def test_a_block_that_fails_takes_nobody_with_it_who_had_no_seat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(logits: Any, place: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    breaking(monkeypatch, lambda params, step: params.top_k == 17 and step == 2, fail)
+    with served(llm) as server:
+        with server.held():
+            lost = Asking(server, prompt="x", n=4, temperature=1, max_tokens=4, extra_body={"top_k": 17})
+            assert server.counts.is_held.wait(PATIENCE_SECONDS)
+            waiting = Asking(server, prompt=["x"] * 3, max_tokens=4)
+            server.until(lambda: server.desk.now.rows_waiting == 3)
+        assert isinstance(lost.answer, openai.InternalServerError) and "Input/output error" in str(lost.answer)
+        assert len(waiting.answer.choices) == 3 and ended(server) == {"error": 4, "length": 3} and len(server.told) == 1
+
+
+def test_a_block_that_cannot_even_begin_is_told_to_all_who_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with served(llm) as server, server.client() as client:
+        with monkeypatch.context() as broken:
+            broken.setattr(LLM, "_ready", fail)
+            for _ in range(2):  # more than there are seats; and the server goes on
+                with pytest.raises(openai.InternalServerError, match="No space left"):
+                    client.completions.create(model=MODEL, prompt="x", n=6, max_tokens=4)
+        assert client.completions.create(**GREEDY, prompt="x", max_tokens=4).usage.completion_tokens == 4
+        assert len(server.told) == 2
+
+
 def test_a_request_that_breaks_takes_nobody_with_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def overflow(logits: Any, place: int) -> None:
         logits[place] = float("nan")
@@ -170,11 +211,12 @@ def test_a_request_that_breaks_takes_nobody_with_it(llm: LLM, monkeypatch: pytes
     breaking(monkeypatch, lambda params, step: params.top_k == 17 and step == 3, overflow)
     with served(llm) as server:
         with server.held():
-            others = [Asking(server, prompt=text, max_tokens=12) for text in texts]
+            others = [Asking(server, prompt=text, max_tokens=12, seed=1) for text in texts]
             assert server.counts.is_held.wait(PATIENCE_SECONDS)
-            broken = Asking(server, prompt="x", max_tokens=9, extra_body={"top_k": 17})
+            broken = Asking(server, prompt="x", max_tokens=9, seed=1, extra_body={"top_k": 17})
             server.until(lambda: server.desk.now.rows_waiting + server.desk.now.rows_seated == 4)
-        assert isinstance(broken.answer, openai.InternalServerError) and "maximum nan" in str(broken.answer)
+        assert isinstance(broken.answer, openai.InternalServerError) and broken.answer.code == "request_failed"
+        assert "logits of the prompt at step 3 have the maximum nan" in str(broken.answer)
         assert [one.answer.choices[0].text for one in others] == [one.text for one in alone]
         assert ended(server) == {"error": 1, "length": 3}
 
@@ -183,8 +225,9 @@ def test_a_bug_in_an_answer_is_told_in_openais_form(llm: LLM, monkeypatch: pytes
     monkeypatch.setattr(Answers, "body", lambda *_: 1 / 0)
     with served(llm) as server, server.http() as http:
         answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "the server has failed: ZeroDivisionError"
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the server has failed: ZeroDivisionError"
+        assert server.counts.totals()["answers"] == {"500": 1}
 
 
 def test_where_answering_ends_by_itself_the_desk_does_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def examples(language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Served]:
-    with served(llm, room=(96, 30)) as server:
+def server(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(llm, room=(96, 30), data=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 
@@ -34,15 +35,20 @@ def for_test(example: str, server: Served) -> str:
 
 
 @pytest.mark.parametrize("place", range(len(examples("python"))))
-def test_the_examples_in_python_run(place: int, server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_in_python_run(
+    place: int, server: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = threading.Event()
+    monkeypatch.setattr("time.sleep", lambda seconds: waiting.wait(seconds / 100))
     exec(compile(for_test(examples("python")[place], server), "docs/serving.md", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize("place", range(len(examples("bash"))))
-def test_the_examples_for_a_shell_run(place: int, server: Served) -> None:
-    run = subprocess.run(["bash", "-c", for_test(examples("bash")[place], server)], capture_output=True, text=True, check=True)
+def test_the_examples_for_a_shell_run(place: int, server: Served, tmp_path: Path) -> None:
+    script = ["bash", "-c", for_test(examples("bash")[place], server)]
+    run = subprocess.run(script, capture_output=True, text=True, check=True, cwd=tmp_path)
     events = [line.removeprefix("data: ") for line in run.stdout.splitlines() if line]
-    assert events[-1] == "[DONE]" or json.loads(events[-1])["choices"]
+    assert events[-1] == "[DONE]" or {"choices", "input_file_id"} & json.loads(events[-1]).keys()
     assert all("error" not in json.loads(event) for event in events if event != "[DONE]")

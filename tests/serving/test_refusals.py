@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,10 +14,13 @@ import pytest
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.serving.bodies import Limits
+from h2o_flexgen.serving.hosts import Hosts
+from tests.patience import PATIENCE_SECONDS
 from tests.serving.served import MODEL, PROMPT_LEN, Served, served
 from tests.tiny import VOCAB
 
 KEY = "a-key-of-some-length"
+BEYOND_ASCII = "schlüssel-à"  # the last byte is a space in latin-1
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,32 @@ def test_a_page_of_a_browser_cannot_ask_without_being_allowed(http: httpx.Client
     assert found["message"] == "the content type is 'text/plain'; send application/json"
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000"])
+def test_who_asks_this_machine_is_answered(http: httpx.Client, host: str) -> None:
+    assert http.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example:80", "localhost.evil.example", "10.0.0.1", "0.0.0.0", "[::2]", "[::1", ""])
+def test_who_asks_another_name_that_leads_here_is_not(http: httpx.Client, host: str) -> None:
+    for path in ("/health", "/metrics", "/v1/models"):
+        found = error(http.get(path, headers={"host": host}), 421)
+        assert found["code"] == "unknown_host" and f"which is not called {host!r}; ask localhost" in found["message"]
+
+
+def test_which_names_are_known_depends_on_where_it_listens() -> None:
+    assert Hosts("Here.lan").admit("here.lan:8000") and Hosts("here.lan").admit("localhost.")
+    assert not Hosts("here.lan").admit("there.lan") and not Hosts("127.0.0.1").admit(None)
+    assert Hosts().admit("whatever.it.is.called") and Hosts().admit(None)
+
+
+def test_a_page_of_another_site_is_not_allowed_to_ask_or_to_read(http: httpx.Client) -> None:
+    wish = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    before = http.options("/v1/completions", headers={**wish, "access-control-request-headers": "content-type"})
+    for answer in (before, http.get("/metrics", headers=wish), http.get("/v1/models", headers=wish)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert error(before, 405)
+
+
 def test_other_models_paths_and_methods_are_refused(http: httpx.Client, server: Served) -> None:
     found = error(http.post("/v1/completions", json={"model": "tinny", "prompt": "x"}), 404)
     assert (found["code"], found["param"]) == ("model_not_found", "model")
@@ -115,7 +145,7 @@ def test_other_models_paths_and_methods_are_refused(http: httpx.Client, server: 
 
 
 def test_who_has_no_key_is_told_so(llm: LLM) -> None:
-    with served(llm, keys=("another-key", KEY)) as server:
+    with served(llm, keys=("another-key", KEY, BEYOND_ASCII)) as server:
         for wrong in ("wrong", KEY[:-1], KEY + "x"):
             with server.client(wrong) as client, pytest.raises(openai.AuthenticationError):
                 client.models.list()
@@ -125,6 +155,8 @@ def test_who_has_no_key_is_told_so(llm: LLM) -> None:
             assert found["message"].startswith("no such API key") and KEY not in found["message"]
             assert error(http.get("/v1/nothing"), 401), "nobody hears what there is"
             assert http.get("/health").status_code == 200
+            for given, status in ((BEYOND_ASCII, 200), (BEYOND_ASCII[:-1], 401)):
+                assert http.get("/v1/models", headers={"authorization": f"Bearer {given}".encode()}).status_code == status
         with server.client(KEY) as client:
             assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
 
@@ -147,7 +179,7 @@ def test_a_body_of_a_hundred_megabytes_is_refused_and_never_held(llm: LLM) -> No
 
 def head(line: str, headers: dict[str, str]) -> bytes:
     named = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"{line} HTTP/1.1\r\nhost: x\r\n{named}\r\n".encode()
+    return f"{line} HTTP/1.1\r\nhost: localhost\r\n{named}\r\n".encode()
 
 
 def test_slow_clients_are_not_waited_for(llm: LLM) -> None:
@@ -187,6 +219,23 @@ def closed(raw: socket.socket) -> bool:
         return raw.recv(1000) == b""
     except ConnectionResetError:
         return True
+
+
+def test_who_never_reads_is_not_waited_for(llm: LLM) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": True, "logprobs": 20}).encode()
+    asking = head("POST /v1/completions", {"content-type": "application/json", "content-length": str(len(body))}) + body
+    limits = Limits(connections=1, unread_seconds=0.2, idle_seconds=10 * PATIENCE_SECONDS)
+    with served(llm, limits=limits) as server, socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # as little as may be
+        unread.connect((server.place.host, server.place.port))
+        unread.sendall(asking)
+
+        def is_another_let_in() -> bool:
+            with server.connected() as other:
+                return is_answered(other)
+
+        server.until(lambda: server.counts.totals()["completions"] == {"length": 1})
+        server.until(is_another_let_in)
 
 
 def test_connections_are_bounded_in_number(llm: LLM) -> None:

@@ -2,18 +2,21 @@
 needs it, and longer where there is room. A prefix that was let go is computed again if more rows of its group come.
 
 All of them lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, those behind
-move up. All heads keep the whole of a prefix, those of a level side by side.
+move up. All heads keep the whole of a prefix, those of a level side by side. A row may share the first tokens of a prefix
+alone, and a longer one may begin with a copy of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 
 from torch import Tensor
 
 from h2o_flexgen.core.layout import PrefixLayout
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefixes import SharedPrefix, bytes_of
 from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
@@ -33,7 +36,7 @@ class Prefix:
     shared: SharedPrefix
     ids: Sequence[int]
     start: int  # its place in the room, in tokens
-    users: int = 0  # rows that have a seat
+    users: int = 0  # rows that have a seat, and prefixes that are computed behind a copy of it
     hidden: Tensor | None = None  # (tokens, width) of the last layer, where log-probabilities of prompts are asked for
     logprobs: list[StepLogprobs] = field(default_factory=list)  # of its tokens but the first
     likeliest: int = -1  # how many of the likeliest tokens were asked for beside each of these
@@ -41,6 +44,10 @@ class Prefix:
     @property
     def end(self) -> int:
         return self.start + self.shared.room
+
+    @cached_property
+    def text(self) -> bytes:
+        return bytes_of(self.ids)
 
 
 class PrefixStore:
@@ -52,6 +59,7 @@ class PrefixStore:
         self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
         self._memories = memories
         self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
+        self._numbers = count()
         self._room = planned.block.prefix_room
         self._token_bytes = PrefixLayout.of(spec, 1, self._noted).nbytes
         self._region = memories.compute.alloc(self._room * self._token_bytes) if self._room else None
@@ -67,17 +75,42 @@ class PrefixStore:
     def __getitem__(self, group: int) -> Prefix:
         return self._kept[group]
 
+    def __iter__(self) -> Iterator[Prefix]:
+        return iter(self._kept.values())
+
+    def serves(self, planned: BlockPlan) -> bool:
+        """Whether another block of this engine can go on with what is kept."""
+        return planned.block.prefix_room == self._room
+
     # -- who is kept -----------------------------------------------------------------------------------------------------
 
-    def use(self, shared: SharedPrefix, ids: Sequence[int]) -> bool:
-        """Takes note of one more row that has a seat, and keeps its prefix for it; true if that is to be computed now."""
+    @property
+    def may_cut(self) -> bool:
+        """Whether the first tokens of a prefix can be shared without the others: not where these have left their mark on what
+        a policy knows of the first."""
+        return not self._noted
+
+    def new(self, tokens: int) -> SharedPrefix:
+        """A prefix that is not kept yet, where nobody has numbered them before."""
+        return SharedPrefix(next(self._numbers), tokens)
+
+    def room_beside(self, source: SharedPrefix | None) -> int:
+        """Tokens for which room can be made while those in use stay, and one that is to be copied."""
+        stays = (kept for kept in self if kept.users or (source is not None and kept.shared.group == source.group))
+        return self._room - sum(kept.shared.room for kept in stays)
+
+    def use(self, shared: SharedPrefix, ids: Sequence[int], source: SharedPrefix | None = None) -> bool:
+        """Takes note of one more row that has a seat, and keeps its prefix for it; true if that is to be computed now. A new
+        one may begin with a copy of its `source`, which is in use until somebody says that it is not."""
+        if source is not None:
+            self._take_note(self._kept.pop(source.group))
         kept = self._kept.pop(shared.group, None)
-        is_new = kept is None
-        if kept is None:
-            kept = Prefix(shared, ids, self._place_for(shared))
-        kept.users += 1
-        self._kept[shared.group] = kept
-        return is_new
+        self._take_note(kept or Prefix(shared, ids, self._place_for(shared)))
+        return kept is None
+
+    def _take_note(self, used: Prefix) -> None:
+        used.users += 1
+        self._kept[used.shared.group] = used
 
     def leave(self, group: int) -> None:
         self._kept[group].users -= 1

@@ -42,14 +42,22 @@ class _Blocks(NamedTuple):
 
 
 def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: Tensor,
+    weights: Tensor | None,
+    more: More | None = None,
+    gathers: str = SUM,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     assert q.stride(3) == k.stride(3) == v.stride(3) == 1 and k.dtype == v.dtype == q.dtype
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype, device=q.device)
     weighs = torch.empty(rows, heads, tokens, dtype=torch.float32, device=q.device)
-    sizes, strides = (dim**-0.5, tokens, keys, heads, heads // kv_heads), (*q.stride()[:3], *k.stride()[:3])
+    sizes = dim**-0.5, window or keys, tokens, keys, heads, heads // kv_heads
+    strides = *q.stride()[:3], *k.stride()[:3]
     padded = max(LEAST_DIM, triton.next_power_of_2(dim))
     blocks, elsewhere = _Blocks.of(padded), (weighs, out) if more is None else more
     widths: Any = {"DIM": dim, "PADDED": padded, "num_warps": blocks.warps, "num_stages": blocks.stages}
@@ -81,6 +89,7 @@ def attend_keys(
     first,
     last,
     ahead,
+    window,
     token,
     most,
     total,
@@ -92,7 +101,7 @@ def attend_keys(
     PADDED: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Goes on with keys `first` up to `last`, of which a query sees those up to `ahead` places behind its own."""
+    """Goes on with keys `first` up to `last`, of which a query sees `window`, up to that `ahead` places behind its own."""
     d = tl.arange(0, PADDED)
     for start in range(first, last, KEYS):
         at = start + tl.arange(0, KEYS)
@@ -100,7 +109,8 @@ def attend_keys(
         far = at.to(tl.int64)[:, None]
         key = tl.load(keys + far * key_stride + d[None, :], mask=there, other=0.0)
         score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
-        score = tl.where((at < last)[None, :] & (at[None, :] <= token[:, None] + ahead), score, float("-inf"))
+        behind = token[:, None] + ahead - at[None, :]
+        score = tl.where((at < last)[None, :] & (behind >= 0) & (behind < window), score, float("-inf"))
         top = tl.maximum(most, tl.max(score, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         faded, share = tl.exp2(most - base), tl.exp2(score - base[:, None])
@@ -111,7 +121,7 @@ def attend_keys(
     return most, total, made
 
 
-@triton.jit(do_not_specialize=["tokens", "keys"])
+@triton.jit(do_not_specialize=["window", "tokens", "keys"])
 def attend_prompt(
     q,
     k,
@@ -122,6 +132,7 @@ def attend_prompt(
     out,
     weighs,
     scale,
+    window,
     tokens,
     keys,
     heads,
@@ -150,12 +161,16 @@ def attend_prompt(
     most, total = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32)
     made, scale = tl.zeros((QUERIES, PADDED), tl.float32), scale * LOG2_E
     earlier = tl.load(before + row).to(tl.int32)
+    nearest = block * QUERIES + 1 - window  # where the window of the first query begins, from that of the new tokens
+    first = tl.maximum(nearest + earlier, 0)
     most, total, made = attend_keys(
-        query, own_keys, own_values, 0, earlier, keys, token, most, total, made, scale, k_key, v_key, DIM, PADDED, KEYS
+        *(query, own_keys, own_values, first, earlier, earlier, window, token, most, total, made, scale, k_key, v_key),
+        *(DIM, PADDED, KEYS),
     )
-    last = held + tl.minimum(tokens, (block + 1) * QUERIES)
+    first, last = held + tl.maximum(nearest, 0), held + tl.minimum(tokens, (block + 1) * QUERIES)
     most, total, made = attend_keys(
-        query, own_keys, own_values, held, last, held, token, most, total, made, scale, k_key, v_key, DIM, PADDED, KEYS
+        *(query, own_keys, own_values, first, last, held, window, token, most, total, made, scale, k_key, v_key),
+        *(DIM, PADDED, KEYS),
     )
     if MORE:
         place = (row * tokens + token) * heads + head
@@ -169,7 +184,7 @@ def attend_prompt(
     tl.store(out + ((row * tokens + token)[:, None] * heads + head) * DIM + d[None, :], outcome, mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens", "keys"])
+@triton.jit(do_not_specialize=["window", "tokens", "keys"])
 def gather_columns(
     q,
     k,
@@ -178,6 +193,7 @@ def gather_columns(
     weighs,
     received,
     scale,
+    window,
     tokens,
     keys,
     heads,
@@ -197,7 +213,8 @@ def gather_columns(
     block, kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at, d, lane = block * KEYS + tl.arange(0, KEYS), tl.arange(0, PADDED), tl.arange(0, QUERIES)
     held = keys - tokens
-    exists = (at < keys) & ((at >= held) | (at < tl.load(before + row)))
+    earlier = tl.load(before + row).to(tl.int32)
+    exists, ahead = (at < keys) & ((at >= held) | (at < earlier)), tl.where(at >= held, held, earlier)
     there = exists[:, None] & (d < DIM)[None, :]
     own = k + row * k_row + kv_head * k_head + at.to(tl.int64)[:, None] * k_key + d[None, :]
     key = tl.load(own, mask=there, other=0.0)
@@ -213,7 +230,8 @@ def gather_columns(
             score = tl.dot(key, tl.trans(tl.load(place, mask=fits, other=0.0)), input_precision="ieee") * scale
             weigh = tl.load(weighs + (row * heads + head) * tokens + token, mask=token < tokens, other=0.0)
             weight = tl.load(weights + row * tokens + token, mask=token < tokens, other=0.0)
-            counts = exists[:, None] & (at[:, None] <= held + token[None, :]) & (weight != 0.0)[None, :]
+            behind = token[None, :] + (ahead - at)[:, None]
+            counts = exists[:, None] & (behind >= 0) & (behind < window) & (weight != 0.0)[None, :]
             share = tl.where(counts, tl.exp2(score - weigh[None, :]) * weight[None, :], 0.0)
             got = highest(got, share) if IS_HIGHEST else got + share
     of_all = highest_of_rows(got) if IS_HIGHEST else tl.sum(got, 1)

@@ -1,0 +1,190 @@
+"""Mixtures: mlps of which a router chooses a few for each token, its experts. The layer of a block is cut into slices of some
+experts each, so that buffers hold a few and not all of them, and the next ones are read while these are computed with.
+
+Between the slices the hidden states are as wide as what all of them need: the states, their norm, the sum so far, and which
+experts each token was given to. Sums are made in fp32, expert by expert in their order: neither the slices nor the other rows
+change a token's outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, LayerSpec
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES
+from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.layout import MLP_STATES, Config, Origin
+from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, windows_of
+
+SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
+MOST_VALUES = 1 << 27  # of the experts of a slice
+ROUTER, SHARED_GATE = "mlp.gate", "mlp.shared_expert_gate"
+SHARED = GatedMlp.of("mlp.shared_expert")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer, and how they are chosen."""
+
+    experts: int
+    chosen: int  # of them, for each token
+    inner: int  # width of an expert
+    sums_to_one: bool  # the weights of the chosen ones
+    shared: int = 0  # width of an mlp that all tokens pass through beside theirs; 0: there is none
+
+    @property
+    def share(self) -> float:
+        """The part of all tokens that an expert gets on average."""
+        return self.chosen / self.experts
+
+    def slices(self, width: int) -> Iterator[range]:
+        """The experts of each slice."""
+        step = max(1, min(-(-self.experts // SLICES), MOST_VALUES // (3 * width * self.inner)))
+        return (range(first, min(first + step, self.experts)) for first in range(0, self.experts, step))
+
+
+MIXTURES: Mapping[str, Callable[[Config], Mixture]] = {
+    "mixtral": lambda config: Mixture(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, True),
+    "olmoe": lambda config: _of_qwen(config, config.intermediate_size),
+    "qwen2_moe": lambda config: _of_qwen(config, config.moe_intermediate_size, config.shared_expert_intermediate_size),
+    "qwen3_moe": lambda config: _of_qwen(config, config.moe_intermediate_size),
+}
+
+TRAITS_OF_MIXTURES: Mapping[str, Callable[[Config], Traits]] = {
+    "mixtral": TRAITS["mistral"],
+    "olmoe": lambda config: Traits(config.attention_bias, config.attention_bias, whole_norm=True, clip=config.clip_qkv),
+    "qwen2_moe": lambda config: Traits(qkv_bias=getattr(config, "qkv_bias", True), windows=windows_of(config)),
+    "qwen3_moe": TRAITS["qwen3"],
+}
+
+
+def _of_qwen(config: Config, inner: int, shared: int = 0) -> Mixture:
+    return Mixture(config.num_experts, config.num_experts_per_tok, inner, bool(config.norm_topk_prob), shared)
+
+
+class Routed(NamedTuple):
+    """The hidden states between the slices of a layer."""
+
+    hidden: Tensor  # (rows, tokens, width)
+    normed: Tensor
+    total: Tensor  # of the experts so far, fp32
+    weights: Tensor  # (rows, tokens, chosen), fp32
+    experts: Tensor  # alike, int32
+
+    @property
+    def joined(self) -> Tensor:
+        """All of it, side by side in values of the hidden states' type."""
+        return torch.cat([one.view(self.hidden.dtype) for one in self], dim=-1)
+
+    @classmethod
+    def of(cls, joined: Tensor, width: int, chosen: int) -> Routed:
+        """Views into it."""
+        hidden, normed, rest = joined.split((width, width, joined.shape[-1] - 2 * width), dim=-1)
+        total, weights, experts = rest.view(torch.float32).split((width, chosen, chosen), dim=-1)
+        return cls(hidden, normed, total, weights, experts.view(torch.int32))
+
+    @staticmethod
+    def width(width: int, chosen: int, dtype: str) -> int:
+        return 2 * width + (width + 2 * chosen) * FLOAT_BYTES // DTYPE_BYTES[dtype]
+
+
+class MixtureOfExperts(Llama):
+    """LLaMA's relatives with experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
+
+    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        self._mixture = MIXTURES[config.model_type](config)
+        super().__init__(config, dtype, sep_layer, name)
+        self._names = [GatedMlp.of(f"mlp.experts.{number}") for number in range(self._mixture.experts)]
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return TRAITS_OF_MIXTURES[config.model_type](config)
+
+    # -- its layers --------------------------------------------------------------------------------------------------------
+
+    def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
+        width, mixture = config.hidden_size, self._mixture
+        if not _has_experts(config, origin.block or 0):
+            return [self.mlp_layer(width, config.intermediate_size, origin)]
+        slices = [*mixture.slices(width)] if sep_layer else [range(mixture.experts)]
+        return [self._slice(width, own, own.stop == mixture.experts, origin) for own in slices]
+
+    def _slice(self, width: int, own: range, is_last: bool, origin: Origin) -> LayerSpec:
+        """The layer of some experts. The first also routes, and the last adds the sum to the hidden states."""
+        mixture, is_first = self._mixture, own.start == 0
+        experts = (GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, share=mixture.share) for number in own)
+        parameters = layout.joined(*([self._routing(width)] if is_first else []), *experts)
+        handed_on = Routed.width(width, mixture.chosen, origin.dtype)
+        functions = [MixtureOfExperts.routed] * is_first + [MixtureOfExperts.given_to_experts]
+        functions += [MixtureOfExperts.with_total] * is_last
+        made = layout.layer(functions[0], parameters, width if is_last else handed_on, origin)
+        floats = FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
+        passing = MLP_STATES * max(mixture.inner, mixture.shared) + handed_on + 3 * width * floats
+        names = tuple(function.__name__ for function in functions)
+        return replace(made, functions=names, visits=(MLP_VISIT,) * len(own), passing_width=passing, reads_back=True)
+
+    def _routing(self, width: int) -> layout.Parameters:
+        mixture = self._mixture
+        norm = layout.norm("post_attention_layernorm", width, bias=False)
+        router = layout.router(ROUTER, mixture.experts, width)
+        if not mixture.shared:
+            return layout.joined(norm, router)
+        shared_gate = layout.router(SHARED_GATE, 1, width)
+        return layout.joined(norm, router, shared_gate, SHARED.parameters(width, mixture.shared))
+
+    # -- the functions of layers -------------------------------------------------------------------------------------------
+
+    def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        """Chooses experts for each token."""
+        x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
+        likely = functional.softmax(ops.linear(x, weights, ROUTER), dim=-1, dtype=torch.float32)
+        shares, experts = likely.topk(self._mixture.chosen, dim=-1)
+        if self._mixture.sums_to_one:
+            shares /= shares.sum(dim=-1, keepdim=True)
+        total = self._shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
+        return Routed(hidden, x, total, shares, experts.int()).joined
+
+    def _shared(self, x: Tensor, weights: Weights) -> Tensor:
+        """What comes of the mlp that all tokens pass through."""
+        gate = ops.linear(x, weights, SHARED_GATE).float().sigmoid_()
+        return self.gated(x, weights, SHARED).float().mul_(gate)
+
+    def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
+        """Adds what these experts make of the tokens that they were given."""
+        chosen, out = self._mixture.chosen, joined.clone()
+        state = Routed.of(out.flatten(0, -2), self.spec.width, chosen)
+        own = [number for number, names in enumerate(self._names) if f"{names.gate}.weight" in weights]
+        for number, places in zip(own, _places(state.experts, own)):
+            if len(places):
+                tokens = places.div(chosen, rounding_mode="floor")
+                made = self.gated(state.normed[tokens], weights, self._names[number]).float()
+                made *= state.weights.flatten()[places, None]
+                state.total.index_add_(0, tokens, made)  # each token once
+        return out
+
+    def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
+        state = Routed.of(joined, self.spec.width, self._mixture.chosen)
+        return state.hidden + state.total.to(joined.dtype)
+
+
+def _has_experts(config: Config, block: int) -> bool:
+    """Whether a block has experts; in Qwen's models some may have a single mlp."""
+    if block in (getattr(config, "mlp_only_layers", None) or ()):
+        return False
+    return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+
+
+def _places(experts: Tensor, own: Sequence[int]) -> tuple[Tensor, ...]:
+    """The places of each of these experts, which follow each other, in the table (tokens, chosen) of those that were chosen."""
+    first, table = own[0], experts.flatten()
+    places = ((table >= first) & (table <= own[-1])).nonzero().squeeze(1)
+    numbers = table[places] - first
+    counts = torch.bincount(numbers, minlength=len(own)).tolist()
+    return places[numbers.argsort(stable=True)].split(counts)

@@ -1,0 +1,64 @@
+"""Room for the prefixes of requests that are not known yet.
+
+Seats come first: where nobody says how much room there is to be, prefixes get what memory leaves beside the seats, and no plan
+is refused because they get none. Whoever says so gets that much, or is told that it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from h2o_flexgen.core.allowed_values import Rule, whole
+from h2o_flexgen.core.prefixes import ROOM_TOKENS, room_of
+from h2o_flexgen.core.workload import MOST_TOKENS
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import DoesNotFit
+
+Made = TypeVar("Made")
+SEATS_PER_PREFIX = 8  # for so many seats, room for one prefix as long as the longest prompt is of use
+ROOM = Rule(whole(0, MOST_TOKENS), f"a whole number of tokens, 0 to {MOST_TOKENS}")
+
+
+def prefix_rooms(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:
+    """Tokens for what requests share, in seats for prompts of this length: of these the first is taken that fits. Nothing where
+    answers would depend on who else has come, unless it is asked for."""
+    if asked is not None:
+        return [_checked(plan, asked)]
+    rooms, room = list[int](), _of_one(plan, prompt_len) * max(1, plan.block_size // SEATS_PER_PREFIX)
+    while room and room >= plan.least_prefix:
+        rooms.append(room)
+        room = room // 2 // ROOM_TOKENS * ROOM_TOKENS
+    return [*rooms, 0]
+
+
+def rooms_to_search(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:
+    """Tokens that a plan is searched with room for, likewise: one prefix, or else none."""
+    if asked is not None:
+        return [_checked(plan, asked)]
+    return list(dict.fromkeys((_of_one(plan, prompt_len), 0)))
+
+
+def first_that_fits(rooms: Sequence[int], make: Callable[[int], Made]) -> Made:
+    """What is made with the first room for which memory is enough; the error of the last."""
+    for room in rooms[:-1]:
+        with suppress(DoesNotFit):
+            return make(room)
+    return make(rooms[-1])
+
+
+def _of_one(plan: Plan, prompt_len: int) -> int:
+    """Room for one prefix as long as a prompt may have; none where none is shared by itself, or prompts are too short."""
+    is_shared = plan.shares_prefixes and not plan.answers_depend_on_prefixes
+    return room_of(prompt_len - 1) if is_shared and prompt_len > plan.least_prefix else 0
+
+
+def _checked(plan: Plan, asked: int) -> int:
+    room: int = ROOM.value("prefix_room", asked)
+    if room and not plan.shares_prefixes:
+        why = f"schedule {plan.schedule!r} cannot" if plan.shared_prefixes else "shared_prefixes is off"
+        raise ValueError(f"prefix_room is {room}, but no prefixes are shared ({why}); leave prefix_room out")
+    if 0 < room < plan.least_prefix:
+        raise ValueError(f"prefix_room is {room}, and a prefix has {plan.least_prefix} tokens at least; give more, or 0")
+    return room

@@ -1,0 +1,110 @@
+"""All batches of a server. Each change of one is on the disk before anybody hears of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from threading import RLock
+
+from h2o_flexgen.serving.batches.batch import (
+    CANCELLED,
+    CANCELLING,
+    IN_PROGRESS,
+    KIND,
+    STATES,
+    UNDER_WAY,
+    VALIDATING,
+    Batch,
+)
+from h2o_flexgen.serving.batches.data_folder import DOCUMENT, LINES, documents, new_id, write_document
+from h2o_flexgen.serving.batches.stored_files import OF_INPUT, Files
+from h2o_flexgen.serving.problems import Refused, file_in_use, no_longer, other_purpose, unknown_batch
+
+
+class Batches:
+    def __init__(self, folder: Path, files: Files) -> None:
+        self._folder, self._files, self._lock = folder, files, RLock()
+        self._known = {one.id: one for one in documents(folder, Batch.of)}
+        for path in folder.glob(f"*{LINES}"):
+            if path.stem not in self._known or self._known[path.stem].has_ended:
+                path.unlink()  # a server was killed when its outcome was there, and this no longer needed
+
+    # -- for those who ask -------------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Batch]:
+        """The oldest first."""
+        with self._lock:
+            return sorted(self._known.values(), key=lambda one: (one.created_at, one.id))
+
+    def one(self, batch_id: str) -> Batch:
+        with self._lock:
+            if batch_id not in self._known:
+                raise Refused(unknown_batch(batch_id))
+            return self._known[batch_id]
+
+    def create(self, input_file_id: str, endpoint: str, metadata: Mapping[str, str] | None, seed: int) -> Batch:
+        with self._lock:  # meanwhile the file is not removed
+            purpose = self._files.one(input_file_id).purpose
+            if purpose != OF_INPUT:
+                raise Refused(other_purpose(input_file_id, purpose, OF_INPUT))
+            return self._keep(Batch(new_id(KIND), input_file_id, endpoint, int(time.time()), seed, metadata))
+
+    def cancel(self, batch_id: str) -> Batch:
+        """Ends a batch early. If it has begun, whoever runs it ends it, with the records that there are."""
+        with self._lock:
+            batch = self.one(batch_id)
+            if batch.status == CANCELLING:
+                return batch
+            if batch.status not in (VALIDATING, IN_PROGRESS):
+                raise Refused(no_longer(batch_id, batch.status))
+            return self._keep(batch.now(CANCELLING) if batch.begun else batch.now(CANCELLING).now(CANCELLED))
+
+    def remove_file(self, file_id: str) -> None:
+        with self._lock:
+            self._files.one(file_id)
+            for batch in self._known.values():
+                if batch.input_file_id == file_id and not batch.has_ended:
+                    raise Refused(file_in_use(file_id, batch.id))
+            self._files.remove(file_id)
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """How many batches are in each."""
+        with self._lock:
+            found = Counter(batch.status for batch in self._known.values())
+        return {state: found[state] for state in STATES}
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """How many requests have a record, by what became of them."""
+        with self._lock:
+            return {name: sum(getattr(one, name) for one in self._known.values()) for name in ("completed", "failed")}
+
+    # -- for whoever runs them ---------------------------------------------------------------------------------------------
+
+    @property
+    def first_under_way(self) -> Batch | None:
+        return next((batch for batch in self.all() if batch.status in UNDER_WAY), None)
+
+    def records(self, batch_id: str) -> Path:
+        """The file of its records, until it ends."""
+        return self._folder / f"{batch_id}{LINES}"
+
+    def change(self, batch_id: str, change: Callable[[Batch], Batch], only_if: Collection[str] = STATES) -> Batch:
+        """The batch as it is now: changed, if it is in one of these states."""
+        with self._lock:
+            batch = self.one(batch_id)
+            return self._keep(change(batch)) if batch.status in only_if else batch
+
+    def count(self, batch_id: str, completed: int, failed: int) -> None:
+        """Says how far it is. Its records are the truth, so nothing is written."""
+        with self._lock:
+            self._known[batch_id] = replace(self.one(batch_id), completed=completed, failed=failed)
+
+    def _keep(self, batch: Batch) -> Batch:
+        write_document(self._folder / f"{batch.id}{DOCUMENT}", batch.document)
+        self._known[batch.id] = batch
+        return batch

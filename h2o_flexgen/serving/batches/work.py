@@ -1,0 +1,247 @@
+"""The work on batches: they are checked when they are made, and run one after another, the oldest first. Whatever ends it, the
+next server goes on with the records that are there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.hints import one_line, reason
+from h2o_flexgen.jobs.answers import Said
+from h2o_flexgen.jobs.check import CheckedFile, check_lines
+from h2o_flexgen.jobs.index import ChangedInput, Index
+from h2o_flexgen.jobs.input_file import InputFile
+from h2o_flexgen.jobs.line import CHAT, LineReader
+from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.output import Output
+from h2o_flexgen.jobs.recording import Recording
+from h2o_flexgen.jobs.records import RecordMaker, is_refusal
+from h2o_flexgen.jobs.recovery import Finished, OutputReader, is_of_a_crash
+from h2o_flexgen.serving.batches.batch import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    UNDER_WAY,
+    VALIDATING,
+    Batch,
+    Outcome,
+    failing,
+)
+from h2o_flexgen.serving.batches.batch import KIND as KIND_OF_BATCH
+from h2o_flexgen.serving.batches.data_folder import DataFolder
+from h2o_flexgen.serving.batches.registry import Batches
+from h2o_flexgen.serving.batches.run import BatchRun, Hears
+from h2o_flexgen.serving.batches.stored_files import KIND, OF_OUTPUT, Files, NewFile
+from h2o_flexgen.serving.fields import read_line_body
+from h2o_flexgen.serving.service import Service
+
+SECONDS_OF_REST = 30.0  # after the disk has failed
+NAMED = 100  # bad lines that a batch tells of
+CHANGED = "its input file is no longer what was checked"
+SettingsOf = Callable[[], tuple[Settings, Settings]]  # what answers depend on, and what only their last bits do
+
+
+class ServerEnds(Exception):
+    """A check is not to go on."""
+
+
+class BatchWork:
+    def __init__(
+        self,
+        folder: DataFolder,
+        service: Service,
+        settings_of: SettingsOf,
+        note: Callable[[str], object],
+        seconds_of_rest: float = SECONDS_OF_REST,
+    ) -> None:
+        self.files = Files(folder.files)
+        self.batches = Batches(folder.batches, self.files)
+        self._service, self._settings_of, self._note = service, settings_of, note
+        self._seconds_of_rest = seconds_of_rest
+        self._hears: Hears = SimpleQueue()
+        self._checking = ThreadPoolExecutor(1, "checking")
+        self._is_ended = False
+        service.desk.when_closed(self.wake)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which batches are worked on, until the desk is closed or the context ends."""
+        for batch in self.batches.all():
+            if batch.status == VALIDATING:
+                self.check(batch)
+        thread = threading.Thread(target=self._run, name="batches")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_ended = True
+            self.wake()
+            self._checking.shutdown()
+            thread.join()
+
+    def check(self, batch: Batch) -> None:
+        """Checks a new batch, in another thread; it is then run when its turn comes."""
+        with suppress(RuntimeError):  # the server ends, and the next one checks it
+            self._checking.submit(self._check, batch)
+
+    def wake(self) -> None:
+        """Says that something has changed. It may be called by a signal's handler."""
+        self._hears.put(None)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ended or self._service.desk.is_closed
+
+    # -- the check ---------------------------------------------------------------------------------------------------------
+
+    def _check(self, batch: Batch) -> None:
+        try:
+            checked = self._checked(batch)
+            found = batch.checked_as(checked.whole, len(checked.index), _errors(checked))
+        except ServerEnds:
+            return
+        except Exception as error:  # an input that is empty, or cannot be read
+            found = batch.checked_as(None, 0, [failing(_line_of(error))])
+        try:
+            self.batches.change(batch.id, lambda _: found, (VALIDATING,))
+        except OSError as error:
+            self._note(f"{batch.id} cannot be written down ({reason(error)}); it is checked again by the next server")
+        self.wake()
+
+    def _checked(self, batch: Batch) -> CheckedFile:
+        service = self._service
+        defaults = service.of_chats if batch.endpoint == CHAT else service.of_prompts
+        bodies = partial(read_line_body, model=service.answers.model)
+        reader = LineReader(True, defaults, batch.endpoint, bodies, service.limits.body_bytes)
+        file = InputFile(self.files.lines(batch.input_file_id), self.files.one(batch.input_file_id).filename)
+        return check_lines(Index(file, reader), batch.checked, self._goes_on, NAMED)
+
+    def _goes_on(self, lines: int) -> None:
+        if self._is_over:
+            raise ServerEnds
+
+    # -- the thread that runs them -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over:
+            batch = self.batches.first_under_way
+            if batch is None:
+                self._hears.get()
+                continue
+            try:
+                self._run_one(batch)
+            except ServerEnds:
+                return
+            except Exception as error:
+                self._survive(batch, error)
+
+    def _survive(self, batch: Batch, error: Exception) -> None:
+        """Ends a batch that has met an error, unless the disk has failed, which may be mended: then it rests."""
+        cause = error if isinstance(error, OSError) else error.__cause__
+        why = reason(cause) if isinstance(cause, OSError) else ""
+        if not why:
+            try:
+                self._fail(batch, [failing(CHANGED if isinstance(error, ChangedInput) else _line_of(error))])
+                return
+            except Exception as another:
+                why = _line_of(another)
+        self._note(f"{batch.id} rests for {self._seconds_of_rest:g} s ({why}); mend that")
+        with suppress(Empty):
+            while not self._is_over:
+                self._hears.get(timeout=self._seconds_of_rest)
+
+    def _run_one(self, batch: Batch) -> None:
+        checked = self._checked(batch)
+        if checked.whole != batch.checked:
+            raise ChangedInput(CHANGED)
+        errors = _errors(checked) or self._other_settings(batch)
+        if errors:
+            self._fail(batch, errors)
+        elif self._run_to_the_end(batch, checked.index):
+            self._end(batch, COMPLETED)
+        elif self.batches.one(batch.id).status == CANCELLING:
+            self._end(batch, CANCELLED)
+
+    def _run_to_the_end(self, batch: Batch, index: Index) -> bool:
+        """Runs what is left; returns whether all of it is done."""
+        with closing(index), Output(self.batches.records(batch.id), OutputReader(index)) as output:
+            recording = Recording(index, RecordMaker(self._service.answers, batch.created_at), output)
+            run = BatchRun(self._service, recording, batch.seed, self._hears)
+            self._count(batch, output.finished)
+            run.to_the_end(lambda: self._is_wanted(batch), lambda finished: self._count(batch, finished))
+            return run.is_complete
+
+    def _is_wanted(self, batch: Batch) -> bool:
+        return not self._is_over and self.batches.one(batch.id).status != CANCELLING
+
+    def _count(self, batch: Batch, finished: Finished) -> None:
+        self.batches.count(batch.id, finished.num_done - finished.num_failed, finished.num_failed)
+
+    def _other_settings(self, batch: Batch) -> Sequence[Said]:
+        """What of that which answers depend on was otherwise when there were the first ones."""
+        settings, noted = self._settings_of()
+        if batch.begun is None:
+            self.batches.change(batch.id, lambda one: one.begins(settings, noted), UNDER_WAY)
+            return ()
+        for each in batch.begun.notes(noted):
+            self._note(f"{batch.id}: {each}: numbers may differ in their last bits")
+        others = "; ".join(batch.begun.differences(settings))
+        told = f"it was begun by a server with other options: {others}; send what is left in a new one"
+        return (failing(told, code="settings_changed"),) if others else ()
+
+    # -- the end of one ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, batch: Batch, errors: Sequence[Said]) -> None:
+        self._note(f"{batch.id} has failed: {errors[0]['message']}")
+        self._end(batch, FAILED, errors)
+
+    def _end(self, batch: Batch, status: str, errors: Sequence[Said] = ()) -> None:
+        """Makes files of its records. Should that be cut off, it is done again, with the same names."""
+        if status == COMPLETED:
+            now = self.batches.change(batch.id, lambda one: one.now(FINALIZING), (IN_PROGRESS,))
+            status = CANCELLED if now.status == CANCELLING else COMPLETED
+        records, own = self.batches.records(batch.id), f"{KIND}{batch.id.removeprefix(KIND_OF_BATCH)}"
+        with self.files.new(f"{own}-output") as answers, self.files.new(f"{own}-error") as refusals:
+            fine, failed = _split(records, answers, refusals)
+            outcome = Outcome(
+                fine,
+                failed,
+                self.files.keep(answers, f"{batch.id}_output.jsonl", OF_OUTPUT).id if fine else None,
+                self.files.keep(refusals, f"{batch.id}_error.jsonl", OF_OUTPUT).id if failed else None,
+            )
+        self.batches.change(batch.id, lambda one: one.ended_as(status, outcome, errors), UNDER_WAY)
+        records.unlink(missing_ok=True)
+
+
+def _split(records: Path, answers: NewFile, refusals: NewFile) -> tuple[int, int]:
+    """Writes records to where they belong; returns how many of each there are."""
+    fine = failed = 0
+    if records.exists():
+        with records.open("rb") as opened:
+            for line in opened:
+                if is_of_a_crash(line):
+                    continue
+                is_failed = is_refusal(parse_json(line))
+                (refusals if is_failed else answers).write(line)
+                fine, failed = fine + (not is_failed), failed + is_failed
+    return fine, failed
+
+
+def _errors(checked: CheckedFile) -> Sequence[Said]:
+    """What is wrong with the lines of a batch."""
+    errors = [failing(f"line {number}: {reason}", number) for number, reason in checked.refused]
+    more = checked.num_refused - len(checked.refused)
+    return [*errors, failing(f"and {more} more lines cannot be run")] if more else errors
+
+
+def _line_of(error: Exception) -> str:
+    return one_line(error) or type(error).__name__

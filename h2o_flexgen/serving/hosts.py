@@ -1,0 +1,39 @@
+"""Hosts: the names by which a server may be asked. One that listens to its machine alone answers to the names of loopback
+alone: a site whose name was made to lead here (DNS rebinding) could read everything, as browsers go by names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+LOCAL = "localhost"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Who is meant where a request says whom it asks."""
+
+    own: str | None = None  # the one that was chosen beside those of loopback; None: whoever can reach it may call it anything
+
+    def admit(self, header: str | None) -> bool:
+        """Whether a request with this Host header is for this server."""
+        if self.own is None:
+            return True
+        name = _name(header or "")
+        return name == self.own.lower() or name == LOCAL or name.endswith(f".{LOCAL}") or _is_loopback(name)
+
+
+def _name(header: str) -> str:
+    """The name in a header, without its port; empty where it cannot be read."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False

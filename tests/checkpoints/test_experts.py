@@ -1,0 +1,71 @@
+"""Experts of checkpoints: whatever their tensors are called, and however many are one tensor, the matrices are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.experts import usual_name
+from h2o_flexgen.checkpoints.stored import StoredTensor
+from h2o_flexgen.checkpoints.stored_values import stored_values
+from h2o_flexgen.llm import LLM
+from tests.contract import Case, Checkpoints, generate_with
+from tests.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
+
+OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe")
+
+
+def save_as_held(kind: str, folder: Path) -> None:
+    """A checkpoint as transformers holds the model: all experts of a layer in one tensor."""
+    model = tiny_hf_model(kind)
+    model.save_pretrained(folder, save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(folder / "model.safetensors"))
+
+
+def values_of(folder: Path, name: str) -> torch.Tensor:
+    stored = open_checkpoint(folder)._find(name)
+    assert isinstance(stored, StoredTensor)
+    return torch.cat([*stored_values(stored, 1)])
+
+
+@pytest.mark.parametrize("kind", OF_EXPERTS)
+@pytest.mark.parametrize("save", [save_as_held, save_tiny], ids=["as one tensor", "each for itself"])
+def test_each_expert_has_the_values_that_transformers_computes_with(kind: str, save, tmp_path: Path) -> None:
+    save(kind, tmp_path)
+    expected = {name: one for name, one in checkpoint_tensors(tiny_hf_model(kind)).items() if ".experts." in name}
+    assert len(expected) >= 3 * 4 * 1
+    for name, values in expected.items():
+        assert torch.equal(values_of(tmp_path, name), values), name
+
+
+def test_tokens_are_the_same_from_either(tmp_path: Path, checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("mixtral", (0, 0, 100, 0, 100, 0))
+    with case.open(checkpoints, offload) as llm:
+        expected, _ = generate_with(llm, case)
+    save_as_held("mixtral", tmp_path / "held")
+    asked = {"tokenizer": "bytes", "percent": case.percent, "dtype": "float32", "offload_dir": offload}
+    with LLM(str(tmp_path / "held"), **asked) as llm:
+        found, _ = generate_with(llm, case)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_names_of_mixtral_become_the_usual_ones_and_others_stay() -> None:
+    prefix = "model.layers.3."
+    assert usual_name(f"{prefix}block_sparse_moe.gate.weight") == f"{prefix}mlp.gate.weight"
+    assert usual_name(f"{prefix}block_sparse_moe.experts.12.w3.qweight") == f"{prefix}mlp.experts.12.up_proj.qweight"
+    for name in (f"{prefix}mlp.experts.1.up_proj.weight", f"{prefix}self_attn.q_proj.weight", "lm_head.weight"):
+        assert usual_name(name) == name
+
+
+def test_experts_in_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 7, 8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"gate_up_proj in .* has the shape \(4, 7, 8\) instead of \(experts, 2 times as many"):
+        open_checkpoint(tmp_path)
+    save_file({"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj in .* has the shape \(4, 8\) instead of"):
+        open_checkpoint(tmp_path)
