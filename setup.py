@@ -21,7 +21,15 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     VNNI = [*AVX512, "-mavx512vnni"]
     PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": VNNI}
     PROCESSORS |= {"avx512bf16": [*VNNI, "-mavx512bf16"]}
+BUILD = "H2O_FLEXGEN_BUILD"  # names of some of them: no others are built
 OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # whoever asks for a level in CFLAGS gets that one
+
+
+def asked():
+    names = os.environ.get(BUILD, "").split() or [*PROCESSORS]
+    if unknown := [name for name in names if name not in PROCESSORS]:
+        raise SystemExit(f"{BUILD} names {', '.join(unknown)}; allowed are {', '.join(PROCESSORS)}, with blanks between them")
+    return names
 
 
 class BuildBeside(build_ext):
@@ -50,6 +58,6 @@ def kernels(processor, flags):
 
 setup(
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
-    ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
+    ext_modules=[kernels(processor, PROCESSORS[processor]) for processor in asked()],
     cmdclass={"build_ext": BuildBeside},
 )

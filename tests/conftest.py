@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, too
     hypothesis.settings.register_profile("patient", deadline=None)  # no outcome depends on a clock
     hypothesis.settings.load_profile("patient")
 

@@ -15,17 +15,19 @@ Name = str | tuple[str, ...]  # a tuple names what is chosen together: each of i
 def covering(choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, Any]]:
     """The random cases that add the most pairs which have not met."""
     random, names = Random(seed), list(choices)
+    places = {name: range(len(choices[name])) for name in names}  # numbers instead of values, which may be long
     missing = {
         ((one, first), (other, second))
         for one, other in itertools.combinations(names, 2)
-        for first, second in itertools.product(choices[one], choices[other])
+        for first, second in itertools.product(places[one], places[other])
     }
+    in_turn = iter(sorted(missing, key=lambda pair: str([(name, choices[name][place]) for name, place in pair])))
     while missing:
-        wanted = dict(min(missing, key=str))
-        drawn = [{name: wanted.get(name, random.choice(choices[name])) for name in names} for _ in range(tries)]
+        wanted = dict(next(pair for pair in in_turn if pair in missing))
+        drawn = [{name: wanted.get(name, random.choice(places[name])) for name in names} for _ in range(tries)]
         best = max(drawn, key=lambda case: len(missing & _pairs(case)))
         missing -= _pairs(best)
-        yield _each_apart(best)
+        yield _each_apart({name: choices[name][place] for name, place in best.items()})
 
 
 def _each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:

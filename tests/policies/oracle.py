@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,9 +72,10 @@ class Head:
         if self.policy == "kvzip" and not decodes:
             return self._echoed(q, k, v)
         new = list(range(self.seen, self.seen + len(q)))
-        for token, key, value in zip(new, k, v):
+        self._remember(new, k, v)
+        for token, value in zip(new, v):
             self.kept.append(token)
-            self.keys[token], self.values[token], self.score[token] = key, value, 0.0
+            self.score[token] = 0.0
             self.worth[token] = float(np.sqrt((value**2).sum()))
         if self.policy == "kvzap" and x is not None:
             weight, bias = self.probe
@@ -86,8 +87,6 @@ class Head:
     def _compared(self) -> dict[int, float]:
         """What all tokens are worth that are held and new, beside each other."""
         keys, values = (np.stack([known[token] for token in self.kept]) for known in (self.keys, self.values))
-        if not self.rolling:  # and so they are kept
-            keys = self._turned(keys[:, None], [self.pinned + token for token in self.kept])[:, 0]
         if self.policy == "keydiff":
             directions = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
             mean = directions.mean(0)
@@ -107,8 +106,7 @@ class Head:
     def begin(self, q: Array, k: Array, v: Array) -> Array:
         """The pass over the pinned tokens. They stand before position 0."""
         pinned = list(range(-self.pinned, 0))
-        for token, key, value in zip(pinned, k, v):
-            self.keys[token], self.values[token] = key, value
+        self._remember(pinned, k, v)
         return self._outcome(q, pinned, pinned)[0]
 
     def _attended(self, q: Array, new: list[int], decodes: bool) -> Array:
@@ -126,17 +124,17 @@ class Head:
         count = len(q) // 2
         new, text = list(range(self.seen, self.seen + count)), self.pinned + self.seen + count
         before = list(range(-self.pinned, 0))
-        for token, key, value in zip(new, k, v):
-            self.kept.append(token)
-            self.keys[token], self.values[token], self.score[token] = key, value, 0.0
+        self._remember(new, k[:count], v[:count])
+        self.kept += new
+        self.score |= dict.fromkeys(new, 0.0)
         out, part = [self._outcome(q[:count], new, [*before, *self.kept])[0]], min(2048, self.positions - text)
         highest = np.zeros(len(self.kept))
         for start in range(0, count, part):
             places = range(start, min(start + part, count))
             echo = [self.seen + count + place - start for place in places]
-            for token, place in zip(echo, places):
-                self.keys[token], self.values[token] = k[count + place], v[count + place]
-            attended, got = self._outcome(q[count + start : count + places.stop], echo, [*before, *self.kept, *echo])
+            repeated = slice(count + start, count + places.stop)
+            self._remember(echo, k[repeated], v[repeated])
+            attended, got = self._outcome(q[repeated], echo, [*before, *self.kept, *echo])
             out.append(attended)
             highest = np.maximum(highest, np.max([shares[:, self.pinned : -len(echo)].max(0) for shares in got], axis=0))
             for token in echo:
@@ -148,20 +146,27 @@ class Head:
         return np.concatenate(out)
 
     def _outcome(self, q: Array, new: list[int], all_kept: list[int]) -> tuple[Array, list[Array]]:
-        places = {token: place if self.rolling else token + self.pinned for place, token in enumerate(all_kept)}
-        keys = self._turned(np.stack([self.keys[token] for token in all_kept])[:, None], [places[token] for token in all_kept])
-        queries = self._turned(q, [places[token] for token in new])
-        values, out, got = np.stack([self.values[token] for token in all_kept]), np.zeros_like(q), []
+        keys, values = (np.stack([known[token] for token in all_kept]) for known in (self.keys, self.values))
+        if self.rolling:  # all stand where they are among those that are kept
+            keys = self._turned(keys[:, None], range(len(all_kept)))[:, 0]
+        queries = self._turned(q, [all_kept.index(token) if self.rolling else token + self.pinned for token in new])
+        out, got, tokens = np.zeros_like(q), [], np.array(all_kept)
         for at, token in enumerate(new):
-            visible = [other <= token for other in all_kept]
-            logits = np.where(visible, queries[at] @ keys[:, 0].T / np.sqrt(q.shape[-1]), -np.inf)  # (group, kept)
+            logits = np.where(tokens <= token, queries[at] @ keys.T / np.sqrt(q.shape[-1]), -np.inf)  # (group, kept)
             shares = np.exp(logits - logits.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             out[at] = shares @ values
             got.append(shares)
         return out, got
 
-    def _turned(self, x: Array, positions: list[int]) -> Array:
+    def _remember(self, tokens: list[int], k: Array, v: Array) -> None:
+        """Keys are kept turned, unless their positions change."""
+        if not self.rolling:
+            k = self._turned(k[:, None], [token + self.pinned for token in tokens])[:, 0]
+        self.keys |= dict(zip(tokens, k))
+        self.values |= dict(zip(tokens, v))
+
+    def _turned(self, x: Array, positions: Sequence[int]) -> Array:
         return x if self.turn is None else self.turn(x, np.array(positions, dtype=np.float64))
 
     def _note(self, got: list[Array]) -> None:
@@ -169,9 +174,10 @@ class Head:
         if is_prompt and self.policy == "snapkv":
             queries = min(32, self.recent, self.prompt)
         for shares in got[-queries:]:
-            for token, of_heads in zip(self.kept, shares.T):
+            takes_highest = self.policy in self.highest
+            for token, share in zip(self.kept, (shares.max(0) if takes_highest else shares.sum(0)).tolist()):
                 faded = self.decay * self.score[token]
-                self.score[token] = max(faded, *of_heads) if self.policy in self.highest else faded + of_heads.sum()
+                self.score[token] = max(faded, share) if takes_highest else faded + share
         if is_prompt and self.policy == "snapkv":
             raw = dict(self.score)
             self.score = {token: sum(raw.get(token + step, 0.0) for step in range(-2, 3)) / 5 for token in raw}
