@@ -27,10 +27,10 @@ def covering(choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int
         drawn = [{name: wanted.get(name, random.choice(places[name])) for name in names} for _ in range(tries)]
         best = max(drawn, key=lambda case: len(missing & _pairs(case)))
         missing -= _pairs(best)
-        yield _each_apart({name: choices[name][place] for name, place in best.items()})
+        yield each_apart({name: choices[name][place] for name, place in best.items()})
 
 
-def _each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
+def each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
     together = {name: value for names, values in case.items() if isinstance(names, tuple) for name, value in zip(names, values)}
     return together | {name: value for name, value in case.items() if isinstance(name, str)}
 

@@ -10,6 +10,7 @@ from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
@@ -41,9 +42,7 @@ def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, gathers: str = 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+@all_of({"dtype": list(TOLERANCES), "shape": SHAPES, "scale": [0.01, 1.0, 30.0]})
 def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
     q, keys, values, held, mask = drawn(shape, dtype, scale)
     for gathers in (MAX, SUM):
@@ -78,7 +77,7 @@ def test_scores_that_float16_does_not_hold_before_they_are_scaled(shape: tuple[i
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@all_of({"dtype": list(TOLERANCES)})
 def test_what_lies_behind_a_row_changes_nothing(variant: str, dtype: torch.dtype) -> None:
     q, keys, values, held, mask = drawn((4, 2, 2, 40, 64), dtype)
     with used(variant):
@@ -93,7 +92,7 @@ def test_what_lies_behind_a_row_changes_nothing(variant: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@all_of({"dtype": list(TOLERANCES)})
 def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, dtype: torch.dtype) -> None:
     q, keys, values, held, mask = drawn((6, 3, 2, 50, 64), dtype)
     by_token = [tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in (keys, values)]
@@ -116,9 +115,7 @@ def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, d
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "torch"])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("shape", SHAPES)
+@all_of({"bits": [4, 8], "dtype": list(TOLERANCES), "shape": SHAPES})
 def test_packed_slots_are_attended_as_what_they_decode_to(
     variant: str, bits: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -148,11 +145,15 @@ def test_every_value_of_float16_is_read_as_what_it_is(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("codec", ["plain", "group4", "group8"])
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("where", ["q", "keys", "values"])
-@pytest.mark.parametrize("what", [torch.nan, torch.inf])
-@pytest.mark.parametrize("group", [1, 4])
+@all_of(
+    {
+        "codec": ["plain", "group4", "group8"],
+        "dtype": list(TOLERANCES),
+        "where": ["q", "keys", "values"],
+        "what": [torch.nan, torch.inf],
+        "group": [1, 4],
+    }
+)
 def test_what_is_no_number_stays_none_and_harms_no_other_head(
     variant: str, codec: str, dtype: torch.dtype, where: str, what: float, group: int
 ) -> None:
@@ -177,8 +178,7 @@ def test_what_is_no_number_stays_none_and_harms_no_other_head(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [1, 3, 8])
+@all_of({"bits": [4, 8], "group": [1, 3, 8]})
 def test_packed_slots_give_the_same_bits_in_any_company(variant: str, bits: int, group: int) -> None:
     q, keys, values, held, mask = drawn((5, 2, group, 90, 64), torch.bfloat16)
     coding = Coding(f"group{bits}", torch.bfloat16, 64)

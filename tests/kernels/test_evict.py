@@ -14,6 +14,7 @@ from h2o_flexgen.kernels.evict import LEAST_SCORE, chances, evict_twin
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 from h2o_flexgen.kernels.operations import evict
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 RANKS = {  # what is noted beside positions
@@ -87,10 +88,7 @@ def evicted_one_by_one(given: Given, decay: float, gathers: str) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 50), (2, 3, 17)])
-@pytest.mark.parametrize("ranks", list(RANKS))
-@pytest.mark.parametrize("gathers", [SUM, MAX])
-@pytest.mark.parametrize("decay", [1.0, 0.9])
+@all_of({"shape": [(1, 1, 1), (3, 4, 50), (2, 3, 17)], "ranks": list(RANKS), "gathers": [SUM, MAX], "decay": [1.0, 0.9]})
 def test_scores_and_slots_are_those_of_a_plain_loop(
     variant: str, shape: tuple[int, int, int], ranks: str, gathers: str, decay: float
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from h2o_flexgen.kernels.gated_silu import gated_silu_twin
 from h2o_flexgen.kernels.operations import gated_silu
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 LAST_BITS = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -14,8 +15,7 @@ SPECIAL = (torch.nan, torch.inf, -torch.inf, 0.0, 1e-30, -1e-30, 80.0, -80.0, 88
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", LAST_BITS)
-@pytest.mark.parametrize("shape", [(3, 5), (1, 16), (2, 7, 33), (0, 4), (130, 1030)])
+@all_of({"dtype": LAST_BITS, "shape": [(3, 5), (1, 16), (2, 7, 33), (0, 4), (130, 1030)]})
 def test_values_are_gated_as_torch_does_it(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(sum(shape))
     gate, up = (4 * torch.randn(shape, generator=draw) for _ in range(2))

@@ -8,13 +8,18 @@ import torch
 from h2o_flexgen.kernels.group_decode import group_decode_twin
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.quant.grouped import Grouped
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 4096)])
+@all_of(
+    {
+        "bits": [4, 8],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "shape": [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 4096)],
+    }
+)
 def test_c_gives_the_bits_of_torch(variant: str, bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     data = packed(torch.randn(shape) * torch.logspace(-8, 8, shape[0])[:, None], bits)
     ours, twin = (torch.full(shape, 7.0, dtype=dtype) for _ in range(2))

@@ -9,6 +9,7 @@ from h2o_flexgen.kernels import group_encode as module
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.quant.grouped import Grouped
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 SHAPES = [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 1024)]
@@ -39,9 +40,7 @@ def by_the_twin(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spread", list(SPREADS))
+@all_of({"bits": [4, 8], "dtype": [torch.float32, torch.bfloat16, torch.float16], "spread": list(SPREADS)})
 def test_c_gives_the_bytes_of_torch(variant: str, bits: int, dtype: torch.dtype, spread: str) -> None:
     torch.manual_seed(len(spread))
     for shape in SHAPES:

@@ -11,6 +11,7 @@ from h2o_flexgen.kernels.halves_apart import halves_apart_twin
 from h2o_flexgen.kernels.newest import Newest, Notes
 from h2o_flexgen.kernels.operations import append, halves_apart, rotate
 from h2o_flexgen.kernels.rotate import Turn, rotate_twin
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -26,9 +27,11 @@ def a_turn(rows: int, tokens: int, half: int, dtype: torch.dtype, draw: torch.Ge
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("tokens", "heads", "dim", "half"), [(3, 4, 16, 8), (1, 3, 70, 33), (2, 1, 6, 0), (0, 2, 8, 4), (90, 9, 64, 32)]
+@all_of(
+    {
+        "dtype": DTYPES,
+        ("tokens", "heads", "dim", "half"): [(3, 4, 16, 8), (1, 3, 70, 33), (2, 1, 6, 0), (0, 2, 8, 4), (90, 9, 64, 32)],
+    }
 )
 def test_heads_are_rotated(variant: str, dtype: torch.dtype, tokens: int, heads: int, dim: int, half: int) -> None:
     draw = torch.Generator().manual_seed(dim)
@@ -41,10 +44,14 @@ def test_heads_are_rotated(variant: str, dtype: torch.dtype, tokens: int, heads:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
-@pytest.mark.parametrize("turns", [True, False])
-@pytest.mark.parametrize("noted", ["nothing", "positions", "scores"])
-@pytest.mark.parametrize(("rows", "dim", "half"), [(3, 20, 6), (130, 64, 32)])
+@all_of(
+    {
+        "dtype": [*DTYPES, torch.uint8],
+        "turns": [True, False],
+        "noted": ["nothing", "positions", "scores"],
+        ("rows", "dim", "half"): [(3, 20, 6), (130, 64, 32)],
+    }
+)
 def test_the_newest_token_is_appended(
     variant: str, dtype: torch.dtype, turns: bool, noted: str, rows: int, dim: int, half: int
 ) -> None:
@@ -70,8 +77,7 @@ def test_the_newest_token_is_appended(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 4, 64), (1, 6), (2, 3, 5, 34), (0, 8), (700, 128)])
+@all_of({"dtype": DTYPES, "shape": [(3, 4, 64), (1, 6), (2, 3, 5, 34), (0, 8), (700, 128)]})
 def test_halves_are_put_apart(variant: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     with used(variant), without("halves_apart_twin"):

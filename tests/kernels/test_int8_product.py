@@ -10,6 +10,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin, tile_encode_twin
 from h2o_flexgen.quant.tiled import TILE, Tiled
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 ROWS = (*range(1, 14), 64, 257, 600)
@@ -32,8 +33,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("outputs, inputs", SHAPES)
+@all_of({"bits": [4, 8], ("outputs", "inputs"): SHAPES})
 def test_c_and_torch_agree_for_any_number_of_rows(variant: str, bits: int, outputs: int, inputs: int) -> None:
     data, x = packed(outputs, inputs, bits), x_of(max(ROWS), inputs)
     expected = int8_product_twin(Tiled(bits), Factor(x), data, outputs, None)
@@ -43,9 +43,7 @@ def test_c_and_torch_agree_for_any_number_of_rows(variant: str, bits: int, outpu
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 7, 40])
+@all_of({"bits": [4, 8], "dtype": [torch.float32, torch.bfloat16, torch.float16], "rows": [1, 7, 40]})
 def test_types_and_bias(variant: str, bits: int, dtype: torch.dtype, rows: int) -> None:
     data, x, bias = packed(50, 200, bits), x_of(rows, 200, dtype).view(rows, 1, 200), x_of(1, 50, dtype)[0]
     expected = int8_product_twin(Tiled(bits), Factor(x), data, 50, bias)
@@ -55,8 +53,7 @@ def test_types_and_bias(variant: str, bits: int, dtype: torch.dtype, rows: int) 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("rows", [1, 5, 33])
+@all_of({"bits": [4, 8], "rows": [1, 5, 33]})
 def test_threads_change_nothing(variant: str, bits: int, rows: int) -> None:
     data, x, before = packed(130, 320, bits), Factor(x_of(rows, 320)), torch.get_num_threads()
     found = []
@@ -71,7 +68,7 @@ def test_threads_change_nothing(variant: str, bits: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
+@all_of({"bits": [4, 8]})
 def test_extreme_codes_do_not_saturate(variant: str, bits: int) -> None:
     """All codes are the largest and x has the largest magnitude: sums reach their limits."""
     codec = Tiled(bits)
@@ -96,9 +93,7 @@ def test_the_product_is_near_that_of_the_values(bits: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-@pytest.mark.parametrize("rows", [3, 20])
+@all_of({"bits": [4, 8], "wrong": [float("nan"), float("inf")], "rows": [3, 20]})
 def test_what_is_not_finite_stays_so(variant: str, bits: int, wrong: float, rows: int) -> None:
     data, x = packed(20, 130, bits), x_of(rows, 130)
     x[1, 129] = wrong

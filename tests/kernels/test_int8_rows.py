@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows, int8_rows_twin
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 
@@ -26,8 +27,12 @@ def values_of(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 64), (3, 5), (7, 640), (130, 100), (600, 70), (2, 2880)])
+@all_of(
+    {
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "shape": [(1, 64), (3, 5), (7, 640), (130, 100), (600, 70), (2, 2880)],
+    }
+)
 def test_c_and_torch_agree(variant: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     values = values_of(*shape, dtype)
     with used(variant):
@@ -53,8 +58,7 @@ def test_values_are_off_by_half_a_scale_at_most(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@all_of({"dtype": [torch.float32, torch.bfloat16], "wrong": [float("nan"), float("inf"), -float("inf")]})
 def test_what_is_not_finite_makes_its_group_nan(variant: str, dtype: torch.dtype, wrong: float) -> None:
     values = torch.ones(3, 130, dtype=dtype)
     values[1, 70], values[2, 129] = wrong, wrong

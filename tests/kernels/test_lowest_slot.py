@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 50), (5, 2, 205), (64, 8, 17)])
-@pytest.mark.parametrize("kinds", [1, 3, 1000, None])
+@all_of({"shape": [(1, 1, 1), (3, 4, 50), (5, 2, 205), (64, 8, 17)], "kinds": [1, 3, 1000, None]})
 def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[int, int, int], kinds: int | None) -> None:
     rows, heads, slots = shape
     draw = torch.Generator().manual_seed(sum(shape))

@@ -7,14 +7,14 @@ import torch
 
 from h2o_flexgen.kernels.operations import rms_norm
 from h2o_flexgen.kernels.rms_norm import rms_norm_twin
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 LAST_BITS = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}  # one unit of a type, or a dozen of fp32
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", LAST_BITS)
-@pytest.mark.parametrize("shape", [(3, 1, 64), (2, 2, 3, 5), (1, 1100), (0, 16), (4, 1), (150, 576)])
+@all_of({"dtype": LAST_BITS, "shape": [(3, 1, 64), (2, 2, 3, 5), (1, 1100), (0, 16), (4, 1), (150, 576)]})
 def test_rows_are_normalised_as_torch_does_it(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(sum(shape))
     x, weight = torch.randn(shape, generator=draw).to(dtype), torch.randn(shape[-1], generator=draw).to(dtype)

@@ -12,6 +12,7 @@ from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention
 from h2o_flexgen.kv.coding import Coding
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, never, used
 
 SHAPES = [  # queries, kv_heads, group, tokens of the text, dim
@@ -40,9 +41,7 @@ def exact(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("variant", LINKS)
 @pytest.mark.parametrize("codec", ["plain", "group4", "group8"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scale", [0.01, 30.0])
+@all_of({"dtype": DTYPES, "shape": SHAPES, "scale": [0.01, 30.0]})
 def test_it_is_as_near_to_float64_as_float32_is(
     variant: str, codec: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +65,7 @@ def decoded_exactly(kept: Tensor, coding: Coding) -> Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("codec", ["plain", "group4"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@all_of({"dtype": DTYPES})
 def test_neither_strides_nor_company_nor_threads_change_a_bit(variant: str, codec: str, dtype: torch.dtype) -> None:
     q, *text = drawn((60, 3, 2, 300, 64), dtype)
     coding = Coding(codec, dtype, 64)
@@ -87,9 +86,7 @@ def test_neither_strides_nor_company_nor_threads_change_a_bit(variant: str, code
 
 
 @pytest.mark.parametrize("variant", LINKS)
-@pytest.mark.parametrize("where", ["q", "keys", "values"])
-@pytest.mark.parametrize("what", [torch.nan, torch.inf])
-@pytest.mark.parametrize("token", [3, 290])
+@all_of({"where": ["q", "keys", "values"], "what": [torch.nan, torch.inf], "token": [3, 290]})
 def test_what_is_no_number_stays_none_and_harms_no_other_head(variant: str, where: str, what: float, token: int) -> None:
     q, keys, values = drawn((8, 2, 2, 300, 64), torch.float32)
     with used(variant):
@@ -116,10 +113,12 @@ def none_for(more: More, rows: Tensor) -> More:
 
 
 @pytest.mark.parametrize("variant", LINKS)
-@pytest.mark.parametrize(
-    "shape", [(4, 2, 1, 20, 64), (3, 2, 4, 37, 128), (5, 1, 3, 9, 80)]
-)  # rows, kv_heads, group, slots, dim
-@pytest.mark.parametrize("text", [5, 300])
+@all_of(
+    {
+        "shape": [(4, 2, 1, 20, 64), (3, 2, 4, 37, 128), (5, 1, 3, 9, 80)],  # rows, kv_heads, group, slots, dim
+        "text": [5, 300],
+    }
+)
 def test_a_step_over_both_parts_is_a_step_over_the_whole(variant: str, shape: tuple[int, ...], text: int) -> None:
     rows, kv_heads, group, slots, dim = shape
     draw = torch.Generator().manual_seed(sum(shape))
@@ -147,7 +146,7 @@ def mask_behind(held: Tensor, slots: int) -> Tensor:
 
 @pytest.mark.parametrize("variant", LINKS)
 @pytest.mark.parametrize("codec", ["group4", "group8"])
-@pytest.mark.parametrize("group", [1, 4])
+@all_of({"group": [1, 4]})
 def test_a_step_over_packed_parts_is_one_over_what_they_decode_to(variant: str, codec: str, group: int) -> None:
     draw, coding = torch.Generator().manual_seed(group), Coding(codec, torch.bfloat16, 64)
     q = torch.randn(3, 2, group, 64, generator=draw).bfloat16()
@@ -165,11 +164,13 @@ def test_a_step_over_packed_parts_is_one_over_what_they_decode_to(variant: str, 
 
 
 @pytest.mark.parametrize("variant", LINKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(3, 2, 1, 0, 17, 64), (2, 2, 4, 5, 60, 128), (4, 1, 3, 9, 3, 80)]
-)  # rows, kv_heads, group, held, tokens, dim
-@pytest.mark.parametrize("text", [5, 300])
+@all_of(
+    {
+        "dtype": DTYPES,
+        "shape": [(3, 2, 1, 0, 17, 64), (2, 2, 4, 5, 60, 128), (4, 1, 3, 9, 3, 80)],  # rows, kv_heads, group, held, tokens, dim
+        "text": [5, 300],
+    }
+)
 def test_a_prompt_behind_a_shared_text_is_a_prompt_behind_its_own_copy(
     variant: str, dtype: torch.dtype, shape: tuple[int, ...], text: int
 ) -> None:

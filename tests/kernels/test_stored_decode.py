@@ -11,6 +11,7 @@ from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_dec
 from h2o_flexgen.kernels.stored_matrix import Stored
 from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.codec import STORED
+from tests.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, used, without
 
@@ -31,7 +32,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("codec", SOME, ids=lambda codec: codec.name)
+@all_of({"codec": SOME})
 def test_c_gives_the_bits_of_torch(variant: str, codec: Stored) -> None:
     for outputs, least in SHAPES:
         shape = outputs, inputs_of(codec, least)
@@ -43,7 +44,7 @@ def test_c_gives_the_bits_of_torch(variant: str, codec: Stored) -> None:
             assert same_bits(ours, twin(codec, data, torch.empty(shape, dtype=dtype))), (shape, dtype)
 
 
-@pytest.mark.parametrize("codec", STORED, ids=lambda codec: codec.name)
+@all_of({"codec": STORED})
 def test_all_bytes_mean_the_same_in_c(codec: Stored) -> None:
     """Scales that are infinite, no numbers, subnormal or negative too."""
     shape = 9, inputs_of(codec, 500)
@@ -57,7 +58,7 @@ def test_all_bytes_mean_the_same_in_c(codec: Stored) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("codec", SOME, ids=lambda codec: codec.name)
+@all_of({"codec": SOME})
 def test_nothing_is_written_behind_the_last_value(variant: str, codec: Stored) -> None:
     inputs = inputs_of(codec, 70)
     room = torch.full((3 * inputs + 64,), UNTOUCHED)

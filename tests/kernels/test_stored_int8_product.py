@@ -15,6 +15,7 @@ from h2o_flexgen.kernels.stored_parts import blocked_parts, sectioned_parts
 from h2o_flexgen.quant.blocked import BLOCKED, Blocked
 from h2o_flexgen.quant.codec import FP4, INT4
 from h2o_flexgen.quant.sectioned import Int4
+from tests.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 
@@ -22,10 +23,6 @@ FORMS: tuple[Whole, ...] = (*BLOCKED, *FP4, *INT4)
 # one of each kind of loop, with every number of rows; the others are held to the twin with some
 KINDS = [Int4(64, "float16", False, False), Int4(128, "bfloat16", True, True), *BLOCKED]
 ROWS = (*range(1, 8), 13, 64, 258)
-
-
-def name_of(codec: Whole) -> str:
-    return codec.name
 
 
 def values_of(codec: Whole, data: Tensor, outputs: int, inputs: int) -> Tensor:
@@ -48,7 +45,7 @@ def least_inputs(codec: Whole) -> int:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("codec", KINDS, ids=name_of)
+@all_of({"codec": KINDS})
 def test_c_and_torch_agree_for_any_number_of_rows(variant: str, codec: Whole) -> None:
     least = least_inputs(codec)
     for outputs, inputs in ((1, least // 3), (1, least), (35, 512), (66, 768 + least % 256)):
@@ -70,7 +67,7 @@ def test_every_form_is_multiplied_as_torch_does(variant: str) -> None:
         assert found.shape == (3, 1, 20) and found.dtype == torch.bfloat16 and same(found, expected), codec
 
 
-@pytest.mark.parametrize("codec", FORMS, ids=name_of)
+@all_of({"codec": FORMS})
 def test_the_product_is_near_that_of_the_values(codec: Whole) -> None:
     inputs = least_inputs(codec)
     data, x = random_matrix(codec, 40, inputs), x_of(20, inputs)
@@ -95,7 +92,7 @@ def test_extreme_codes_do_not_saturate(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@all_of({"wrong": [float("nan"), float("inf")]})
 def test_what_is_not_finite_stays_so(variant: str, wrong: float) -> None:
     codec = KINDS[2]
     data, x = random_matrix(codec, 20, 160), x_of(3, 160)

@@ -17,6 +17,7 @@ from h2o_flexgen.kernels.stored_pairs import stored_pairs, stored_pairs_twin
 from h2o_flexgen.kernels.stored_product import stored_product, stored_product_twin
 from h2o_flexgen.kernels.table import FUSED, PAIRS
 from h2o_flexgen.quant.blocked import Blocked
+from tests.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, used
 
@@ -27,7 +28,7 @@ PRODUCTS = [stored_dots, stored_product]
 NO_PAIRS = pytest.param(PAIRS, marks=pytest.mark.skip("this processor has no instructions for pairs of bfloat16"))
 WITH_PAIRS = [variant for variant in VARIANTS if variant == PAIRS] or [NO_PAIRS]
 Product = Callable[[Stored, Factor, Tensor, int, Tensor | None], Tensor]
-forms = pytest.mark.parametrize("codec", SOME, ids=lambda codec: codec.name)
+forms = all_of({"codec": SOME})
 products = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.__name__)
 
 

@@ -8,13 +8,18 @@ import torch
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import take_slots
 from h2o_flexgen.kernels.take_slots import take_slots_twin
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, never, used
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize("shape", [(3, 4, 50, 64, 9), (1, 1, 1, 5, 1), (2, 3, 17, 36, 40), (2, 2, 6, 8, 0)])
-@pytest.mark.parametrize("index_heads", ["each", "all"])
+@all_of(
+    {
+        "dtype": [torch.bfloat16, torch.float32, torch.uint8],
+        "shape": [(3, 4, 50, 64, 9), (1, 1, 1, 5, 1), (2, 3, 17, 36, 40), (2, 2, 6, 8, 0)],
+        "index_heads": ["each", "all"],
+    }
+)
 def test_c_takes_what_torch_takes_and_nothing_else(
     variant: str, dtype: torch.dtype, shape: tuple[int, ...], index_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

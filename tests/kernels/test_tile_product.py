@@ -13,6 +13,7 @@ from h2o_flexgen.kernels.table import FUSED
 from h2o_flexgen.kernels.tile_product import tile_product, tile_product_twin
 from h2o_flexgen.kernels.tile_rows import tile_encode_twin
 from h2o_flexgen.quant.tiled import TILE, Tiled
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding
@@ -32,9 +33,7 @@ def x_of(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("outputs, inputs", SHAPES)
+@all_of({"dtype": list(TOLERANCES), "bits": [4, 8], ("outputs", "inputs"): SHAPES})
 def test_c_and_torch_agree(variant: str, dtype: torch.dtype, bits: int, outputs: int, inputs: int) -> None:
     data, bias = packed(outputs, inputs, bits), x_of(1, outputs, dtype)[0]
     for rows, added in ((1, bias), (7, None), (100, bias)):
@@ -64,7 +63,7 @@ def test_a_row_comes_out_the_same_in_any_company_and_library(bits: int, outputs:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rows", [1, 5, 60])
+@all_of({"rows": [1, 5, 60]})
 def test_threads_change_nothing(variant: str, rows: int) -> None:
     data, before = packed(130, 320, 4), torch.get_num_threads()
     found = []
@@ -79,9 +78,7 @@ def test_threads_change_nothing(variant: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("value", [nan, inf, -inf])
-@pytest.mark.parametrize("rows", [2, 40])
+@all_of({"bits": [4, 8], "value": [nan, inf, -inf], "rows": [2, 40]})
 def test_what_is_no_number_stays_none(variant: str, bits: int, value: float, rows: int) -> None:
     x = x_of(rows, 130)
     x[1, 129] = value

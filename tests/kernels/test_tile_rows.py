@@ -16,12 +16,12 @@ from h2o_flexgen.kernels.tile_rows import (
     tile_encode_twin,
 )
 from h2o_flexgen.quant.tiled import Tiled
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape", [(1, 64), (3, 5), (40, 576), (16, 130), (130, 100)])
+@all_of({"bits": [4, 8], "shape": [(1, 64), (3, 5), (40, 576), (16, 130), (130, 100)]})
 def test_values_are_those_of_the_group_codec(variant: str, bits: int, shape: tuple[int, int]) -> None:
     codec, values = Tiled(bits), torch.randn(shape, generator=torch.Generator().manual_seed(bits)).bfloat16()
     rows = torch.empty(shape[0], codec.as_rows.nbytes((shape[1],), 2), dtype=torch.uint8)

@@ -13,6 +13,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.table import FUSED
 from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin
 from h2o_flexgen.quant.plain import Plain
+from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding
@@ -25,9 +26,7 @@ def values(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("of_x", list(TOLERANCES))
-@pytest.mark.parametrize("of_matrix", list(TOLERANCES))
-@pytest.mark.parametrize("outputs, inputs", SHAPES)
+@all_of({"of_x": list(TOLERANCES), "of_matrix": list(TOLERANCES), ("outputs", "inputs"): SHAPES})
 def test_c_and_torch_agree(variant: str, of_x: torch.dtype, of_matrix: torch.dtype, outputs: int, inputs: int) -> None:
     matrix, bias = values(outputs, inputs, of_matrix), values(1, outputs, of_x)[0]
     for rows, added in ((1, bias), (7, None), (100, bias)):
@@ -58,8 +57,7 @@ def test_a_row_comes_out_the_same_in_any_company_and_library(dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("rows", [1, 40])
+@all_of({"dtype": list(TOLERANCES), "rows": [1, 40]})
 def test_the_place_of_the_matrix_changes_nothing(variant: str, dtype: torch.dtype, rows: int) -> None:
     matrix, x = values(50, 300, dtype), Factor(values(rows, 300))
     with used(variant):
@@ -70,7 +68,7 @@ def test_the_place_of_the_matrix_changes_nothing(variant: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rows", [1, 5, 60])
+@all_of({"rows": [1, 5, 60]})
 def test_threads_change_nothing(variant: str, rows: int) -> None:
     matrix, before = values(130, 320, torch.bfloat16), torch.get_num_threads()
     found = []
@@ -85,9 +83,7 @@ def test_threads_change_nothing(variant: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("value", [nan, inf, -inf])
-@pytest.mark.parametrize("rows", [2, 40])
+@all_of({"dtype": list(TOLERANCES), "value": [nan, inf, -inf], "rows": [2, 40]})
 def test_what_is_no_number_stays_none(variant: str, dtype: torch.dtype, value: float, rows: int) -> None:
     x, matrix = values(rows, 130, dtype), values(20, 130, dtype)
     x[1, 129] = value
@@ -99,7 +95,7 @@ def test_what_is_no_number_stays_none(variant: str, dtype: torch.dtype, value: f
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@all_of({"dtype": list(TOLERANCES)})
 def test_a_nan_of_any_bits_is_stored_as_one(variant: str, dtype: torch.dtype) -> None:
     bias = torch.tensor([-1, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
     with used(variant):
