@@ -66,7 +66,7 @@ def decoded_bytes(spec: ModelSpec, site: Site) -> int:
 
 
 def _largest_decoded(spec: ModelSpec) -> int:
-    return max(decoded_arena(layer).nbytes for layer in spec.layers)
+    return max(decoded_arena(layer).nbytes for layer in spec.unlike_layers)
 
 
 def part_starts(spec: ModelSpec, head: LayerSpec) -> range:

@@ -35,20 +35,20 @@ class TensorSpec:
     codec: str = PLAIN
     is_never_packed: bool = False  # it is small, and whoever rounds it changes what is computed at all
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes in memory and in transfers."""
         return CODECS[self.codec].nbytes(self.shape, self.itemsize)
 
-    @property
+    @cached_property
     def stored_nbytes(self) -> int:
         return CODECS[self.codec].nbytes(self.shape, self.stored_itemsize)
 
-    @property
+    @cached_property
     def decoded_nbytes(self) -> int:
         """Bytes of the decoded values, which are held beside the codec's bytes while the tensor is computed with."""
         return 0 if self.codec == PLAIN else self.numel * self.itemsize
@@ -82,7 +82,7 @@ class LayerSpec:
     def makes_logits(self) -> bool:
         return self.logit_matrix is not None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
@@ -90,13 +90,13 @@ class LayerSpec:
         """The packed tensor of this name, or None if its values need no decoding."""
         return next((tensor for own, tensor in self.tensors if own == name and tensor.codec != PLAIN), None)
 
-    @property
+    @cached_property
     def in_pieces(self) -> tuple[str, ...]:
         """The packed tensors that are decoded a few rows at a time."""
         tables = (name for name in (self.token_table, self.logit_matrix) if name is not None)
         return tuple(name for name in tables if (packed := self.packed_tensor(name)) and can_be_parted(packed.codec))
 
-    @property
+    @cached_property
     def logit_parts(self) -> tuple[slice, ...]:
         """The rows of a packed logit matrix that are decoded and multiplied at once, far fewer than a vocabulary has. The parts
         are the same under every plan, because the last bits of a product may depend on its rows."""
@@ -107,7 +107,7 @@ class LayerSpec:
         step = -(-rows // (TABLE_PARTS * PART_ROWS)) * PART_ROWS
         return tuple(slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
-    @property
+    @cached_property
     def decoded(self) -> tuple[TensorSpec, ...]:
         """The tensors held as values beside their bytes while the layer computes: packed tensors, and the first and largest
         part of a logit matrix. Rows of a token table are decoded as they are looked up."""
@@ -228,6 +228,17 @@ class ModelSpec:
         return numbered(zip([layer.computes for layer in self.layers], [0, *(layer.out_width for layer in self.layers)]))
 
     @cached_property
+    def unlike_layers(self) -> tuple[LayerSpec, ...]:
+        """A layer of each kind: what holds for all of one kind is asked once."""
+        return tuple(dict(zip(self.layer_kinds, self.layers, strict=True)).values())
+
+    @cached_property
+    def unlike_tensors(self) -> tuple[TensorSpec, ...]:
+        """A tensor of each size: a model with experts has thousands of tensors and few sizes."""
+        found = {(one.shape, one.codec, one.itemsize, one.stored_itemsize): one for one in self.tensors.values()}
+        return tuple(found.values())
+
+    @cached_property
     def num_blocks(self) -> int:
         return len({layer.block for layer in self.layers} - {None})
 
@@ -240,6 +251,12 @@ class ModelSpec:
 
     @cached_property
     def _of_blocks(self) -> dict[tuple[int, ...], ModelSpec]:
+        return {}
+
+    @cached_property
+    def worked_out(self) -> dict[Hashable, Any]:
+        """What others have worked out of these sizes, by their own keys. Searches ask for the same again and again, and a model
+        with experts has thousands of tensors."""
         return {}
 
     @cached_property

@@ -6,7 +6,7 @@ Sizes come from the functions by which allocators and stores lay data out (core/
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from h2o_flexgen.core.layout import (
@@ -83,11 +83,11 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
     spec, schedule = planned.spec, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.traffic.accelerator else HOST
-    _add_weights(parts, spec, planned.placement, schedule, compute, site.writes_weights)
+    _add_weights(parts, planned, compute, site.writes_weights)
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, planned.block, schedule, compute)
     if compute == DEVICE:
-        parts[HOST]["loading"] = max(map(loading_bytes, spec.tensors.values()))
+        parts[HOST]["loading"] = max(map(loading_bytes, spec.unlike_tensors))
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
     parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once)
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
@@ -97,18 +97,35 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
     return {tier: dict(held) for tier, held in parts.items()}
 
 
-def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: Schedule, compute: str, written: bool) -> None:
+def _add_weights(parts: Parts, planned: BlockPlan, compute: str, written: bool) -> None:
+    schedule = planned.schedule
     arenas: dict[tuple[str, ...], str] = {(DEVICE,): DEVICE, (HOST,): HOST} if compute == DEVICE else {(DEVICE, HOST): HOST}
     for tiers, holder in arenas.items():
-        sizes = (tensor.nbytes for tensor in spec.tensors.values() if placement.weights[tensor.name] in tiers)
-        parts[holder][WEIGHTS] += Arena.of(sizes).nbytes
+        parts[holder][WEIGHTS] += _worked_out(_held_weights, planned, *tiers)
     if written:
-        on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
-        parts[DISK][WEIGHTS] += sum(aligned(tensor.stored_nbytes) for tensor in on_disk)
+        parts[DISK][WEIGHTS] += _worked_out(_written_weights, planned, DISK)
     if schedule.traffic.weights_on_disk:
-        parts[HOST]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK)
+        parts[HOST]["weight slots"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK)
     if schedule.traffic.accelerator:
-        parts[DEVICE]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK, HOST)
+        parts[DEVICE]["weight slots"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK, HOST)
+
+
+def _worked_out(function: Callable[..., int], planned: BlockPlan, *tiers: str) -> int:
+    """What follows of the weights on these tiers: it is the same for all blocks of a model with the same shares."""
+    key, known = (function, planned.plan.weights, tiers), planned.spec.worked_out
+    if key not in known:
+        known[key] = function(planned.spec, planned.placement, *tiers)
+    found: int = known[key]
+    return found
+
+
+def _held_weights(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
+    return Arena.of(tensor.nbytes for tensor in spec.tensors.values() if placement.weights[tensor.name] in tiers).nbytes
+
+
+def _written_weights(spec: ModelSpec, placement: Placement, tier: str) -> int:
+    on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == tier]
+    return sum(aligned(tensor.stored_nbytes) for tensor in on_disk)
 
 
 def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:

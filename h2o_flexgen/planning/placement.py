@@ -49,8 +49,11 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
 
 def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
     """The tiers of the weights, which stay for all blocks of a workload."""
-    sizes = spec.weight_sizes
-    return dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
+    key, sizes = (place_weights, plan.weights), spec.weight_sizes
+    if key not in spec.worked_out:
+        spec.worked_out[key] = dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
+    found: dict[str, str] = spec.worked_out[key]
+    return found
 
 
 def place(
@@ -84,8 +87,8 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         batches=len(block.batches),
         slots=plan.slots,
         accelerator=site.accelerator,
-        weights_on_disk=_layers_with(spec, placement, DISK),
-        weights_on_host=_layers_with(spec, placement, HOST),
+        weights_on_disk=_layers_with(spec, plan, placement, DISK),
+        weights_on_host=_layers_with(spec, plan, placement, HOST),
         kv=placement.kv,
         hidden=placement.hidden,
         kv_before=any(any(batch.seen) for batch in block.batches),
@@ -111,12 +114,16 @@ def _hidden_sizes(spec: ModelSpec, block: Block) -> list[int]:
 # -- what came of it -----------------------------------------------------------------------------------------------------
 
 
-def _layers_with(spec: ModelSpec, placement: Placement, tier: str) -> frozenset[int]:
-    return frozenset(
-        index
-        for index, layer in enumerate(spec.layers)
-        if any(placement.weights[tensor.name] == tier for _, tensor in layer.tensors)
-    )
+def _layers_with(spec: ModelSpec, plan: Plan, placement: Placement, tier: str) -> frozenset[int]:
+    key = _layers_with, plan.weights, tier
+    if key not in spec.worked_out:
+        spec.worked_out[key] = frozenset(
+            index
+            for index, layer in enumerate(spec.layers)
+            if any(placement.weights[tensor.name] == tier for _, tensor in layer.tensors)
+        )
+    found: frozenset[int] = spec.worked_out[key]
+    return found
 
 
 def _percent(placed: Iterable[tuple[str, int]]) -> tuple[float, float]:

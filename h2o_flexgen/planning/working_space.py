@@ -60,7 +60,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
         most += max(_decode_bytes(spec, plan, Heads.of(planned.kv, at), site) for at in kinds.values())
         most += GRAPH_BYTES * len(spec.layers) * len(batches)
     decoding = DECODING_BYTES * _values_at_once(site)
-    return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
+    return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 
 
 def loading_bytes(tensor: TensorSpec) -> int:
