@@ -35,7 +35,7 @@ def test_a_search_looks_for_a_plan_with_room_and_then_for_one_without() -> None:
     fits = 0
     assert first_that_fits([1008, 0], make) == "a plan" and tried == [1008, 0]
     fits = -1
-    with pytest.raises(DoesNotFit, match="^0 do not fit"):
+    with pytest.raises(DoesNotFit, match=r"^0 do not fit"):
         first_that_fits([1008, 0], make)
 
 
