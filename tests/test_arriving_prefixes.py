@@ -119,7 +119,7 @@ CHOICES = {
     "attend_on": ("device", "host"),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),
     "room": (32, 80, 320),
-    "at_once": (1, 4),
+    ("at_once", "every"): ((1, 1), (1, 5), (4, 2)),
 }
 
 
@@ -128,15 +128,15 @@ def test_each_row_says_what_it_says_alone_behind_whatever_it_shares(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
     values = dict(values)
-    room, at_once = values.pop("room"), values.pop("at_once")
-    hold_contract(ArrivingCase(**values), checkpoints, offload, room, at_once)
+    how = {name: values.pop(name) for name in ("room", "at_once", "every")}
+    hold_contract(ArrivingCase(**values), checkpoints, offload, **how)
 
 
-def hold_contract(case: ArrivingCase, checkpoints: Checkpoints, offload: Path, room: int, at_once: int) -> None:
+def hold_contract(case: ArrivingCase, checkpoints: Checkpoints, offload: Path, room: int, at_once: int, every: int = 3) -> None:
     if case.plan.copies_prefixes and case.plan.policy.last_queries:
         case = replace(case, least_own=ENOUGH)
     with case.open(checkpoints, offload) as llm:
-        guests = guests_of(case, llm, room, at_once=at_once)
+        guests = guests_of(case, llm, room, at_once=at_once, every=every)
         assert len(guests.all_served(llm)) == len(case.prompts)
     assert sum(tokens > 0 for tokens in guests.shared.values()) >= 2, f"hardly anything was shared: {case}"
     model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", case.weight_codec, case.compute)

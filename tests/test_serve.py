@@ -21,6 +21,8 @@ from openai import OpenAI
 
 from h2o_flexgen import serve
 from h2o_flexgen.cli import serve_work
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.serve_request import parse, request_of
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.line import COMPLETIONS
 from h2o_flexgen.serving.counts import Counts
@@ -98,6 +100,28 @@ def test_a_signal_ends_it_when_everybody_has_an_answer(command: Any, monkeypatch
     assert result.said == ["note: ending: whoever was admitted is served first; another signal ends at once"]
     assert result.json["completions"] == {"length": 1} and result.json["answers"] == {"200": 1}
     assert result.json["generated_tokens"] == 20
+    assert "prefixes  room for 96 tokens of what requests begin with alike, pinned" in result.out
+
+
+UNSHARED = "prefixes  nothing is shared"
+
+
+@pytest.mark.parametrize(
+    ("flags", "room", "said"),
+    [
+        ((), None, []),
+        ((), 0, [f"{UNSHARED}: there is no room beside the seats"]),
+        (("--prefix-room", 0), 0, []),
+        (("--kv-policy", "h2o"), None, [f"{UNSHARED}, as answers would depend on it; not so with --prefix-policy judged"]),
+        (("--kv-policy", "h2o", "--prefix-policy", "judged"), None, []),
+        (("--compress-cache",), None, [f"{UNSHARED}, as answers would depend on it; --prefix-room says to share all the same"]),
+        (("--compress-cache", "--prefix-room", 64), 64, []),
+    ],
+)
+def test_why_requests_share_nothing_is_said(flags: Any, room: int | None, said: list[str], tiny: Path, offload: Path) -> None:
+    request = request_of(parse([*map(str, ("--model", tiny, *PLAIN, "--offload-dir", offload, *flags))]))
+    with open_llm(request.model, request.site, request.first_plan) as llm:
+        assert list(serve_work.Preparing(request, llm)._unshared(llm.arrivals(80, 9, prefix_room=room))) == said
 
 
 def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +275,7 @@ def test_a_port_in_use_is_one_line_before_anything_is_opened(command: Any) -> No
         (("--host", "no.such.host.invalid"), "error: --host no.such.host.invalid is no address of this machine ("),
         (("--host", "a..b"), "error: --host a..b is no address of this machine (no name of a machine is written so); give one"),
         (("--host", "192.0.2.1"), "error: --host 192.0.2.1 is no address of this machine (Cannot assign requested address)"),
+        (("--prefix-room", 5), "error: --prefix-room is 5, and a prefix has 32 tokens at least; give more, or 0"),
         (("--api-key-file", "/no/such/file"), "error: --api-key-file /no/such/file"),
         (("--api-key-file", os.devnull), f"error: --api-key-file {os.devnull} has no key; write one a line"),
     ],
