@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +19,9 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.check import Part
 from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import as_line
+from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.batches import work
@@ -34,6 +37,7 @@ from h2o_flexgen.serving.batches.batch import (
 )
 from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
 from h2o_flexgen.serving.batches.registry import Batches
+from h2o_flexgen.serving.batches.run import BatchRun
 from h2o_flexgen.serving.batches.stored_files import Files
 from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
@@ -416,21 +420,20 @@ def test_where_the_disk_or_the_memory_fails_a_check_is_made_again(
 def test_while_one_rests_others_go_on_and_it_can_be_cancelled(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, resting = work.Output, list[str]()
+    output, first_one = work.Output, list[str]()
 
     def failing(path: Path, reader: Any) -> Any:
-        if path.stem in resting:
+        first_one.append(path.stem)
+        if path.stem == first_one[0]:
             raise OSError(5, "Input/output error")
         return output(path, reader)
 
     monkeypatch.setattr(work, "Output", failing)
     with served(llm, data=tmp_path) as server, server.client() as client:
-        with server.held():
-            asked = Asking(server, prompt="x", max_tokens=1)
-            first = batch_of(client, [{"prompt": "x", "max_tokens": 1}])
-            resting.append(first.id)
-            second = batch_of(client, [{"prompt": "x", "max_tokens": 1}])
-        assert asked.answer.choices and ended(server, client, second).status == "completed"
+        first = batch_of(client, [{"prompt": "x", "max_tokens": 1}])
+        server.until(lambda: bool(server.told))
+        second = batch_of(client, [{"prompt": "x", "max_tokens": 1}])
+        assert ended(server, client, second).status == "completed"
         assert client.batches.retrieve(first.id).status == "in_progress"
         client.batches.cancel(first.id)
         assert ended(server, client, first).status == "cancelled"
@@ -484,6 +487,17 @@ def test_the_end_of_a_batch_does_not_keep_a_server_that_ends(tmp_path: Path) -> 
             own._end(batch, COMPLETED)
         assert own.batches.one(batch.id).status == FINALIZING and own.batches.records(batch.id).exists()
         assert [one.id for one in own.files.all()] == [batch.input_file_id]
+
+
+def test_no_text_is_read_once_a_batch_is_not_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[int]()
+    monkeypatch.setattr(BatchRun, "_prepared", lambda run, place: read.append(place))
+    desk = SimpleNamespace(now=SimpleNamespace(seats=4), give_up=lambda arrivals: None)
+    output = SimpleNamespace(finished=Finished(bytearray(99)), sync=lambda: None)
+    service, recording = SimpleNamespace(desk=desk), SimpleNamespace(output=output)
+    run = BatchRun(cast(Service, service), cast(Recording, recording), SEED, SimpleQueue())
+    run.to_the_end(lambda: len(read) < 2, lambda finished: None)
+    assert read == [0, 1]
 
 
 def test_an_input_that_was_changed_ends_its_batch(llm: LLM, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from psutil import Process
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.serving.batches.data_folder import data_folder
+from h2o_flexgen.serving.batches import registry, stored_files
+from h2o_flexgen.serving.batches.data_folder import data_folder, write_document
 from h2o_flexgen.serving.batches.stored_files import Files, NewFile
 from h2o_flexgen.serving.bodies import Limits
+from tests.patience import PATIENCE_SECONDS
 from tests.refusals import one_line
 from tests.serving.served import Served, served
 from tests.serving.test_refusals import error, head
@@ -181,6 +186,76 @@ def test_a_disk_that_is_full_is_told_and_leaves_nothing(client: OpenAI, monkeypa
         with pytest.raises(openai.InternalServerError, match=r"cannot be written \(No space left on device\)") as caught:
             client.files.create(file=("x", b"x"), purpose="batch")
     assert caught.value.status_code == 507 and not list(client.files.list())
+
+
+def test_a_file_whose_document_cannot_be_written_leaves_nothing(
+    client: OpenAI, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, said: object) -> None:
+        path.write_text("{")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(stored_files, "write_document", fail)
+        with pytest.raises(openai.InternalServerError):
+            client.files.create(file=("x", b"x"), purpose="batch")
+    assert [*(data / "files").iterdir()] == [] and not list(client.files.list())
+
+
+def test_a_removal_that_fails_can_be_asked_for_again(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(24, "Too many open files")
+
+    file = client.files.create(file=("x", b"x"), purpose="batch")
+    with monkeypatch.context() as full:
+        full.setattr(stored_files, "sync_folder", fail)
+        with pytest.raises(openai.InternalServerError):
+            client.files.delete(file.id)
+    assert client.files.retrieve(file.id) == file and client.files.delete(file.id).deleted
+
+
+def test_bytes_come_from_anywhere_and_where_they_are_gone_that_is_said(
+    server: Served, client: OpenAI, http: httpx.Client, data: Path
+) -> None:
+    file = client.files.create(file=("x", TEXT * 90), purpose="batch")
+    assert http.get(f"/v1/files/{file.id}/content", headers={"range": "bytes=2-5"}).content == TEXT[2:6]
+    assert http.head(f"/v1/files/{file.id}/content").headers["content-length"] == str(len(TEXT) * 90)
+    lines = data / "files" / f"{file.id}.jsonl"
+    server.until(lambda: not [one for one in Process().open_files() if one.path == str(lines)])
+    lines.unlink()
+    assert error(http.get(f"/v1/files/{file.id}/content"), 404)["code"] == "file_not_found"
+
+
+def test_who_looks_does_not_wait_for_the_disk(
+    server: Served, client: OpenAI, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_go = threading.Event(), threading.Event()
+
+    def slow(path: Path, said: Any) -> None:
+        is_writing.set()
+        assert may_go.wait(PATIENCE_SECONDS)
+        write_document(path, said)
+
+    file = client.files.create(file=("x", b"x"), purpose="batch")
+    wish = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    asks: list[Callable[[], httpx.Response]] = [
+        lambda: http.post("/v1/files", **FINE),
+        lambda: http.post("/v1/batches", json=wish),
+    ]
+    for module, ask in zip((stored_files, registry), asks):
+        with monkeypatch.context() as held, ThreadPoolExecutor(1) as other:
+            held.setattr(module, "write_document", slow)
+            answer = other.submit(ask)
+            try:
+                assert is_writing.wait(PATIENCE_SECONDS)
+                for path in ("/v1/files", f"/v1/files/{file.id}", "/v1/batches", "/metrics"):
+                    assert http.get(path).status_code == 200
+            finally:
+                may_go.set()
+            assert answer.result().status_code == 200
+        is_writing.clear()
+        may_go.clear()
+    server.until(lambda: all(batch.status == "failed" for batch in client.batches.list()))
 
 
 def test_what_a_killed_server_was_about_to_do_is_removed(tmp_path: Path) -> None:

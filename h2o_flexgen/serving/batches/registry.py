@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
 
 from h2o_flexgen.serving.batches.batch import (
     CANCELLED,
@@ -25,8 +25,11 @@ from h2o_flexgen.serving.problems import Refused, file_in_use, no_longer, other_
 
 
 class Batches:
+    """Who looks never waits for the disk: a change holds one lock, and what is known has its own."""
+
     def __init__(self, folder: Path, files: Files) -> None:
-        self._folder, self._files, self._lock = folder, files, RLock()
+        self._folder, self._files, self._changing = folder, files, RLock()
+        self._looking = Lock()
         self._known = {one.id: one for one in documents(folder, Batch.of)}
         for path in folder.glob(f"*{LINES}"):
             if path.stem not in self._known or self._known[path.stem].has_ended:
@@ -36,25 +39,30 @@ class Batches:
 
     def all(self) -> list[Batch]:
         """The oldest first."""
-        with self._lock:
+        with self._looking:
             return sorted(self._known.values(), key=lambda one: (one.created_at, one.id))
 
     def one(self, batch_id: str) -> Batch:
-        with self._lock:
+        with self._looking:
             if batch_id not in self._known:
                 raise Refused(unknown_batch(batch_id))
             return self._known[batch_id]
 
     def create(self, input_file_id: str, endpoint: str, metadata: Mapping[str, str] | None, seed: int) -> Batch:
-        with self._lock:  # meanwhile the file is not removed
+        with self._changing:  # meanwhile the file is not removed
             purpose = self._files.one(input_file_id).purpose
             if purpose != OF_INPUT:
                 raise Refused(other_purpose(input_file_id, purpose, OF_INPUT))
-            return self._keep(Batch(new_id(KIND), input_file_id, endpoint, int(time.time()), seed, metadata))
+            batch = Batch(new_id(KIND), input_file_id, endpoint, int(time.time()), seed, metadata)
+            try:
+                return self._keep(batch)
+            except BaseException:
+                self._document(batch.id).unlink(missing_ok=True)  # who asked is told that there is none
+                raise
 
     def cancel(self, batch_id: str) -> Batch:
         """Ends a batch early. If it has begun, whoever runs it ends it, with the records that there are."""
-        with self._lock:
+        with self._changing:
             batch = self.one(batch_id)
             if batch.status == CANCELLING:
                 return batch
@@ -63,9 +71,9 @@ class Batches:
             return self._keep(batch.now(CANCELLING) if batch.begun else batch.now(CANCELLING).now(CANCELLED))
 
     def remove_file(self, file_id: str) -> None:
-        with self._lock:
+        with self._changing:
             self._files.one(file_id)
-            for batch in self._known.values():
+            for batch in self.all():
                 if batch.input_file_id == file_id and not batch.has_ended:
                     raise Refused(file_in_use(file_id, batch.id))
             self._files.remove(file_id)
@@ -73,15 +81,14 @@ class Batches:
     @property
     def states(self) -> Mapping[str, int]:
         """How many batches are in each."""
-        with self._lock:
-            found = Counter(batch.status for batch in self._known.values())
+        found = Counter(batch.status for batch in self.all())
         return {state: found[state] for state in STATES}
 
     @property
     def requests(self) -> Mapping[str, int]:
         """How many requests have a record, by what became of them."""
-        with self._lock:
-            return {name: sum(getattr(one, name) for one in self._known.values()) for name in ("completed", "failed")}
+        known = self.all()
+        return {name: sum(getattr(one, name) for one in known) for name in ("completed", "failed")}
 
     # -- for whoever runs them ---------------------------------------------------------------------------------------------
 
@@ -96,16 +103,23 @@ class Batches:
 
     def change(self, batch_id: str, change: Callable[[Batch], Batch], only_if: Collection[str] = STATES) -> Batch:
         """The batch as it is now: changed, if it is in one of these states."""
-        with self._lock:
+        with self._changing:
             batch = self.one(batch_id)
             return self._keep(change(batch)) if batch.status in only_if else batch
 
     def count(self, batch_id: str, completed: int, failed: int) -> None:
         """Says how far it is. Its records are the truth, so nothing is written."""
-        with self._lock:
-            self._known[batch_id] = replace(self.one(batch_id), completed=completed, failed=failed)
+        with self._changing:
+            self._know(replace(self.one(batch_id), completed=completed, failed=failed))
 
     def _keep(self, batch: Batch) -> Batch:
-        write_document(self._folder / f"{batch.id}{DOCUMENT}", batch.document)
-        self._known[batch.id] = batch
+        write_document(self._document(batch.id), batch.document)
+        self._know(batch)
         return batch
+
+    def _document(self, batch_id: str) -> Path:
+        return self._folder / f"{batch_id}{DOCUMENT}"
+
+    def _know(self, batch: Batch) -> None:
+        with self._looking:
+            self._known[batch.id] = batch

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS, read_json
@@ -20,7 +22,7 @@ from h2o_flexgen.serving.batches.listing import AFTER, LIMIT, ORDER, page, refus
 from h2o_flexgen.serving.batches.uploads import PURPOSE, receive
 from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits, read_body
-from h2o_flexgen.serving.problems import Refused, bad_request, cannot_write, ending, no_data_folder
+from h2o_flexgen.serving.problems import Refused, bad_request, cannot_write, ending, no_data_folder, unknown_file
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 BYTES = "application/octet-stream"
@@ -60,7 +62,11 @@ class BatchRoutes:
 
     async def content(self, request: Request) -> Response:
         file = self.work.files.one(request.path_params["id"])
-        return FileResponse(self.work.files.lines(file.id), media_type=BYTES)
+        try:
+            opened = await run_in_threadpool(self.work.files.lines(file.id).open, "rb")
+        except FileNotFoundError:
+            raise Refused(unknown_file(file.id)) from None  # it was removed meanwhile
+        return Content(opened)
 
     async def remove(self, request: Request) -> Response:
         file_id = request.path_params["id"]
@@ -124,6 +130,18 @@ def routes_without_folder() -> list[Route]:
         raise Refused(no_data_folder())
 
     return [Route(path, refuse, methods=[*names]) for path, names in ROUTES.items()]
+
+
+class Content(FileResponse):
+    """The bytes of a file that is open: they are sent to their end, even if it is removed meanwhile."""
+
+    def __init__(self, opened: BinaryIO) -> None:
+        super().__init__(f"/dev/fd/{opened.fileno()}", media_type=BYTES)
+        self._opened = opened
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._opened:
+            await super().__call__(scope, receive, send)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class NewFile:
 
 
 class Files:
-    """All files of a folder, by their ids. What was done is on the disk when anybody hears of it."""
+    """All files of a folder, by their ids. What was done is on the disk when anybody hears of it; who looks never waits for the
+    disk, since the lock is held for what is known alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, Lock()
@@ -91,18 +92,31 @@ class Files:
     def keep(self, new: NewFile, filename: str, purpose: str) -> StoredFile:
         """Makes it one that is there."""
         file = StoredFile(new.id, filename, purpose, new.settle(), int(time.time()))
-        with self._lock:
-            os.replace(new.path, self.lines(new.id))
+        os.replace(new.path, self.lines(file.id))
+        try:
             write_document(self._document(file.id), asdict(file))
+        except BaseException:
+            if not self._is_known(file.id):
+                self._unlink(file.id)
+            raise
+        with self._lock:
             self._known[file.id] = file
         return file
 
     def remove(self, file_id: str) -> None:
+        """It is known until nothing of it is left, so that a removal that fails can be asked for again."""
+        self._unlink(file_id)
         with self._lock:
             del self._known[file_id]
-            self._document(file_id).unlink(missing_ok=True)
-            sync_folder(self._folder)
-            self.lines(file_id).unlink(missing_ok=True)
+
+    def _is_known(self, file_id: str) -> bool:
+        with self._lock:
+            return file_id in self._known
+
+    def _unlink(self, file_id: str) -> None:
+        self._document(file_id).unlink(missing_ok=True)
+        sync_folder(self._folder)
+        self.lines(file_id).unlink(missing_ok=True)
 
     def _document(self, file_id: str) -> Path:
         return self._folder / f"{file_id}{DOCUMENT}"
