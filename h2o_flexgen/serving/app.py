@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
 from h2o_flexgen.serving.batches.routes import BatchRoutes, routes_without_folder
+from h2o_flexgen.serving.bodies import says_json
 from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts, batches_text
 from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
@@ -25,6 +26,7 @@ from h2o_flexgen.serving.problems import (
     broken,
     ending,
     other_method,
+    other_site,
     unknown_host,
     unknown_key,
     unknown_model,
@@ -34,6 +36,7 @@ from h2o_flexgen.serving.service import CLIENT_HAS_GONE, Service
 from h2o_flexgen.serving.status import Facts, status
 
 STATUS = "/status"
+READING = ("GET", "HEAD", "OPTIONS")  # changes nothing
 GUARDED = ("/v1", STATUS)  # whatever begins so asks for a key
 MODELS = "/v1/models"
 OWNER = "h2o_flexgen"
@@ -119,15 +122,24 @@ class Door:
                 self.counts.answered(message["status"])
             await send(message)
 
-        await self._behind(scope["path"], Headers(scope=scope))(scope, receive, counted)
+        await self._behind(scope["method"], scope["path"], Headers(scope=scope))(scope, receive, counted)
 
-    def _behind(self, path: str, headers: Headers) -> ASGIApp:
-        """What answers a request with this path and these headers."""
+    def _behind(self, method: str, path: str, headers: Headers) -> ASGIApp:
+        """What answers a request with this method, this path and these headers."""
         if not self.hosts.admit(host := headers.get("host")):
             return _told(unknown_host(host or ""))
         if path.startswith(GUARDED) and not self.keys.admit(headers.get("authorization")):
             return _told(unknown_key())
+        if method not in READING and not says_json(headers) and (site := _other_site(headers)):
+            return _told(other_site(site))
         return self.app
+
+
+def _other_site(headers: Headers) -> str | None:
+    """The site whose page has sent a request, if it is not this server's. Pages may send all but JSON without being allowed to,
+    but say whose they are."""
+    origin = headers.get("origin")
+    return None if origin is None or origin.partition("://")[2] == headers.get("host") else origin
 
 
 def _told(problem: Problem) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from h2o_flexgen.serving.problems import Refused, no_json, too_large, too_slow
@@ -27,9 +28,8 @@ class Limits:
 async def read_body(request: Request, limits: Limits) -> bytes:
     """The body. A larger one is read to its end, and forgotten, so that the client comes to read why it is refused; unless it
     asks beforehand whether to send it."""
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != JSON:
-        raise Refused(no_json(kind))
+    if not says_json(request.headers):
+        raise Refused(no_json(request.headers.get("content-type", "")))
     if asks_to_send_more(request, limits.body_bytes):
         raise Refused(too_large(limits.body_bytes))
     try:
@@ -39,6 +39,11 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if body is None:
         raise Refused(too_large(limits.body_bytes))
     return body
+
+
+def says_json(headers: Headers) -> bool:
+    """Whether the body is said to be JSON, which a page of another site cannot say unless it is allowed to."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == JSON
 
 
 def asks_to_send_more(request: Request, most: int) -> bool:

@@ -3,11 +3,14 @@ alone: a site whose name was made to lead here (DNS rebinding) could read everyt
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 LOCAL = "localhost"
+HEADER = re.compile(
+    r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII | re.IGNORECASE
+)  # an address or a name, and a port
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,13 @@ class Hosts:
 
 def _name(header: str) -> str:
     """The name in a header, without its port; empty where it cannot be read."""
-    try:
-        return (urlsplit(f"//{header}").hostname or "").removesuffix(".")
-    except ValueError:
-        return ""
+    found = HEADER.fullmatch(header)
+    return (found[1] or found[2]).lower().removesuffix(".") if found else ""
 
 
 def _is_loopback(name: str) -> bool:
     try:
-        return ip_address(name).is_loopback
+        address = ip_address(name)
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -139,7 +139,7 @@ def no_form(given: str) -> Problem:
 
 
 def other_site(origin: str) -> Problem:
-    return Problem(403, f"pages of {shown(origin)} may not send files here", code="other_origin")
+    return Problem(403, f"pages of {shown(origin)} may ask this server for nothing", code="other_origin")
 
 
 def file_too_large(limit: int) -> Problem:

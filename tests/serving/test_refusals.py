@@ -106,12 +106,19 @@ def test_a_page_of_a_browser_cannot_ask_without_being_allowed(http: httpx.Client
     assert found["message"] == "the content type is 'text/plain'; send application/json"
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000", "[::ffff:127.0.0.1]"]
+)
 def test_who_asks_this_machine_is_answered(http: httpx.Client, host: str) -> None:
     assert http.get("/health", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example:80", "localhost.evil.example", "10.0.0.1", "0.0.0.0", "[::2]", "[::1", ""])
+NO_NAMES = ["a@localhost", "localhost/evil", "localhost?x", "localhost#x", "local host", "localhost:x", "[::1]x"]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:80", "localhost.evil.example", "10.0.0.1", "0.0.0.0", "[::2]", "[::1", "", *NO_NAMES]
+)
 def test_who_asks_another_name_that_leads_here_is_not(http: httpx.Client, host: str) -> None:
     for path in ("/health", "/metrics", "/v1/models"):
         found = error(http.get(path, headers={"host": host}), 421)

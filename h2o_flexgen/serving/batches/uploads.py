@@ -4,6 +4,7 @@ take."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,10 +14,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.sampling.elsewhere import refuse_unknown
 from h2o_flexgen.serving.batches.stored_files import OF_INPUT, NewFile
 from h2o_flexgen.serving.bodies import Limits, asks_to_send_more
-from h2o_flexgen.serving.problems import Problem, Refused, bad_request, file_too_large, no_form, other_site, too_slow
+from h2o_flexgen.serving.problems import Problem, Refused, bad_request, file_too_large, no_form, too_slow
 
 FORM = b"multipart/form-data"
 FILE, PURPOSE = "file", "purpose"
@@ -44,8 +46,8 @@ async def receive(request: Request, new: NewFile, limits: Limits, most: int) -> 
     parts, is_too_large, unwritten = _Parts(boundary), False, list[bytes]()
     async for piece in _in_time(request, limits.body_seconds + most / LEAST_RATE):
         if not is_too_large:
-            unwritten += parts.of(piece)
-            is_too_large = parts.file_bytes > most or parts.bytes > most + MOST_BESIDE
+            unwritten.append(parts.of(piece))
+            is_too_large = parts.file_bytes > most
         if is_too_large:
             unwritten.clear()
         elif sum(map(len, unwritten)) >= AT_ONCE:
@@ -58,10 +60,8 @@ async def receive(request: Request, new: NewFile, limits: Limits, most: int) -> 
 
 
 def _boundary(request: Request) -> bytes:
-    """What parts the form of a request. A page of another site may send forms without asking, but says whose it is."""
-    origin, kind = request.headers.get("origin"), request.headers.get("content-type", "")
-    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
-        raise Refused(other_site(origin))
+    """What parts the form of a request."""
+    kind = request.headers.get("content-type", "")
     form, options = parse_options_header(kind)
     if form != FORM or not options.get(b"boundary"):
         raise Refused(no_form(kind))
@@ -82,11 +82,11 @@ async def _in_time(request: Request, seconds: float) -> AsyncIterator[bytes]:
 
 
 class _Parts:
-    """The parts of a form, of which all but the file are held."""
+    """The parts of a form. All but the file are held: names, values and headers together are bounded."""
 
     def __init__(self, boundary: bytes) -> None:
         self.bytes = self.file_bytes = 0
-        self._fields: dict[str, bytes] = {}
+        self._fields: dict[str, bytearray] = {}
         self._filename: str | None = None
         self._pieces: list[bytes] = []  # of the file, that nobody has taken yet
         self._header, self._value = b"", b""
@@ -105,15 +105,18 @@ class _Parts:
             self._parser = MultipartParser(boundary, heard)  # type: ignore[arg-type]
         except FormParserError as error:
             raise Refused(_broken(error)) from error
+        self._parser.logger.setLevel(logging.CRITICAL)  # the client is told what is wrong with its form, and nobody else
 
-    def of(self, data: bytes) -> list[bytes]:
+    def of(self, data: bytes) -> bytes:
         """Takes the next bytes of the body; returns those of the file among them."""
         self.bytes += len(data)
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise Refused(_broken(error)) from error
-        found, self._pieces = self._pieces, []
+        if self.bytes - self.file_bytes > MOST_BESIDE:
+            raise Refused(_broken(f"it has more than {format_bytes(MOST_BESIDE)} beside its {FILE}"))
+        found, self._pieces = b"".join(self._pieces), []
         return found
 
     def form(self) -> Form:
@@ -121,7 +124,7 @@ class _Parts:
             raise Refused(_broken("it ends too early"))
         if self._filename is None:
             raise Refused(bad_request(f"{FILE} is missing; send a form with a {FILE} and its {PURPOSE}", param=FILE))
-        purpose = self._fields.get(PURPOSE, b"").decode("utf-8", "replace")
+        purpose = self._fields.get(PURPOSE, bytearray()).decode("utf-8", "replace")
         if purpose != OF_INPUT:
             said = f'{PURPOSE} is {shown(purpose)}; the only one that is known here is "{OF_INPUT}"'
             raise Refused(bad_request(said, param=PURPOSE))
@@ -131,22 +134,20 @@ class _Parts:
 
     def _of_header(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
-        self._refuse_long(self._header)
 
     def _of_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
-        self._refuse_long(self._value)
 
     def _header_ends(self) -> None:
         self._headers[self._header.lower()] = self._value
-        self._refuse_long(b"".join(self._headers))
         self._header = self._value = b""
 
     def _begins(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = _text(options.get(b"name", b""))
+        outer = self._name.partition("[")[0]  # of fields that hold others
         try:
-            refuse_unknown("field", [self._name.partition("[")[0]], (FILE, PURPOSE), ELSEWHERE)
+            refuse_unknown("field", [outer if outer in ELSEWHERE else self._name], (FILE, PURPOSE), ELSEWHERE)
         except ValueError as error:
             raise Refused(bad_request(str(error), param=self._name)) from error
         if self._name == FILE and self._filename is None:
@@ -154,7 +155,7 @@ class _Parts:
         elif self._name == FILE or self._name in self._fields:
             raise Refused(bad_request(f"{self._name} stands there twice; send one", param=self._name))
         else:
-            self._fields[self._name] = b""
+            self._fields[self._name] = bytearray()
 
     def _of_part(self, data: bytes, start: int, end: int) -> None:
         if self._name == FILE:
@@ -162,14 +163,9 @@ class _Parts:
             self.file_bytes += end - start
         else:
             self._fields[self._name] += data[start:end]
-            self._refuse_long(self._fields[self._name])
 
     def _ends(self) -> None:
         self._is_whole = True
-
-    def _refuse_long(self, held: bytes) -> None:
-        if len(held) > MOST_BESIDE:
-            raise Refused(_broken("a field is too long"))
 
 
 def _text(given: bytes) -> str:
