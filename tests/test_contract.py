@@ -41,7 +41,17 @@ MIXES = (
 )
 MIXTURES = "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3", "neox-sequential", "qwen2-wordy", *MIXTURES, "qwen2-near"),
+    "kind": (
+        "opt",
+        "llama-gqa",
+        "neox-parallel",
+        "opt-350m",
+        "qwen3",
+        "neox-sequential",
+        "qwen2-wordy",
+        *MIXTURES,
+        "qwen2-near",
+    ),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),
