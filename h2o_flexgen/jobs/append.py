@@ -26,11 +26,11 @@ class AppendFile:
             if not lock(self._descriptor):
                 raise ValueError(f"{self.path} is being written by another process; wait for its end")
             sync_folder(path.parent)
-            self.size = os.fstat(self._descriptor).st_size
+            self.size = self._durable = os.fstat(self._descriptor).st_size
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._is_synced = True
+        self._is_synced = False  # whoever wrote it before may have been killed before all was on the disk
 
     def append(self, line: bytes) -> int:
         """Appends a line and returns where it begins. If it does not fit, none of it stays."""
@@ -46,14 +46,16 @@ class AppendFile:
         return start
 
     def sync(self) -> None:
-        """Returns when all that was appended is on the disk."""
+        """Returns when all that was appended is on the disk. What the disk refuses is cut off: it would be read as if it were
+        there, and a later try would find nothing to write."""
         if self._is_synced:
             return
         try:
             os.fsync(self._descriptor)
         except OSError as error:
+            self.cut(self._durable)
             raise self._full(error) from error
-        self._is_synced = True
+        self._is_synced, self._durable = True, self.size
 
     def read(self, start: int, nbytes: int) -> bytes:
         return os.pread(self._descriptor, nbytes, start)
@@ -64,7 +66,7 @@ class AppendFile:
             os.ftruncate(self._descriptor, nbytes)
         except OSError:
             return  # half a line at the end is dropped by whoever goes on
-        self.size = nbytes
+        self.size, self._durable = nbytes, min(nbytes, self._durable)
         self._is_synced = False
 
     def take_name(self, path: Path) -> None:

@@ -3,7 +3,7 @@ itself says so; nothing else is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +58,7 @@ class OutputReader:
 
     index: Index
     retry_errors: bool = False
+    on_line: Callable[[int], object] | None = None  # hears how many lines were read
 
     def entries(self, path: Path) -> Iterator[Entry]:
         """Every line of a file. A record of another job is refused."""
@@ -65,6 +66,8 @@ class OutputReader:
         with path.open("rb") as opened:
             for number, line in enumerate(opened, start=1):
                 end = start + len(line)
+                if self.on_line is not None:
+                    self.on_line(number)
                 yield self._entry(f"line {number} of {path}", line, start, end)
                 start = end
 

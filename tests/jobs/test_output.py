@@ -219,8 +219,13 @@ def test_a_disk_that_loses_what_was_written_is_an_error(path: Path, monkeypatch:
 
     with AppendFile(path) as file:
         file.append(b"first\n")
+        file.sync()
+        file.append(b"second\n")
         monkeypatch.setattr(os, "fsync", broken)
         assert "cannot be written (Input/output error)" in one_line(file.sync)
+        assert path.read_bytes() == b"first\n", "nobody takes for durable what is not"
+    with AppendFile(path) as again:
+        assert "cannot be written" in one_line(again.sync) and path.read_bytes() == b"first\n"
 
 
 def test_what_was_synced_is_not_synced_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,11 +233,12 @@ def test_what_was_synced_is_not_synced_again(path: Path, monkeypatch: pytest.Mon
     with AppendFile(path) as file:
         monkeypatch.setattr(os, "fsync", synced.append)
         file.sync()
+        assert len(synced) == 1, "an earlier process may have been killed before it did"
         file.append(b"a\n")
         file.append(b"b\n")
         file.sync()
         file.sync()
-    assert len(synced) == 1, "records that finish together are made durable together"
+    assert len(synced) == 2, "records that finish together are made durable together"
 
 
 def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:

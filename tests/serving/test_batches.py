@@ -6,26 +6,45 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 from openai import OpenAI
+from psutil import Process
 
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.append import AppendFile
+from h2o_flexgen.jobs.check import Part
+from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.records import as_line
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.batches import work
-from h2o_flexgen.serving.batches.batch import ENDED, Batch
+from h2o_flexgen.serving.batches.batch import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    ENDED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    Batch,
+)
+from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
+from h2o_flexgen.serving.batches.registry import Batches
+from h2o_flexgen.serving.batches.stored_files import Files
 from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
+from h2o_flexgen.serving.service import Service
 from tests.patience import PATIENCE_SECONDS
 from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served
 from tests.serving.test_desk import Asking, breaking
 from tests.serving.test_refusals import error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MODEL_ALONE: Settings = {"model": MODEL}
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 5}
 DRAWN = [
     {"prompt": "The ferry", "max_tokens": 9},
@@ -134,6 +153,7 @@ def test_bad_lines_are_named_and_nothing_is_run(server: Served, client: OpenAI) 
         (only,) = ended(other, client, batch_of(client, [""])).errors.data
         assert only.message == "in.jsonl is empty; write a request per line" and only.line is None
         assert other.counts.totals()["passes"] == 0
+        assert not [one.path for one in Process().open_files() if one.path.endswith(".jsonl")], "all that was opened is closed"
 
 
 def test_many_bad_lines_are_counted(server: Served, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,10 +269,10 @@ def test_a_batch_that_is_cancelled_when_it_is_about_to_begin_is_not_run(
     def cancelling(of: BatchWork, batch: Batch) -> Any:
         assert of.batches.cancel(batch.id).status == "cancelled"
         ended_before.undo()
-        return of._other_settings(batch)
+        return of._begin(batch)
 
     with served(llm, data=tmp_path) as server, server.client() as client, monkeypatch.context() as ended_before:
-        ended_before.setattr(BatchWork, "_other_settings", cancelling)
+        ended_before.setattr(BatchWork, "_begin", cancelling)
         first = batch_of(client, [{"prompt": "x", "max_tokens": 1}] * 9)
         assert ended(server, client, first).status == "cancelled"
         assert ended(server, client, batch_of(client, [{"prompt": "x", "max_tokens": 1}])).status == "completed"
@@ -373,6 +393,97 @@ def test_where_the_disk_fails_batches_rest_and_go_on(llm: LLM, tmp_path: Path, m
         assert batch.status == "completed" and batch.request_counts.completed == 9
         told = f"{batch.id} rests for 0.01 s (No space left on device); mend that"
         assert server.told == [told]
+
+
+def test_where_the_disk_or_the_memory_fails_a_check_is_made_again(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_lines, failures = work.check_lines, [OSError(5, "Input/output error"), MemoryError()]
+
+    def failing(*given: Any) -> Any:
+        if failures:
+            raise failures.pop(0)
+        return check_lines(*given)
+
+    monkeypatch.setattr(work, "check_lines", failing)
+    with served(llm, data=tmp_path, seconds_of_rest=0.01) as server, server.client() as client:
+        batch = ended(server, client, batch_of(client, [{"prompt": "x", "max_tokens": 1}]))
+        assert batch.status == "completed"
+        why = ("Input/output error", "there is no memory left")
+        assert server.told == [f"{batch.id} rests for 0.01 s ({each}); mend that" for each in why]
+
+
+def test_while_one_rests_others_go_on_and_it_can_be_cancelled(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, resting = work.Output, list[str]()
+
+    def failing(path: Path, reader: Any) -> Any:
+        if path.stem in resting:
+            raise OSError(5, "Input/output error")
+        return output(path, reader)
+
+    monkeypatch.setattr(work, "Output", failing)
+    with served(llm, data=tmp_path) as server, server.client() as client:
+        with server.held():
+            asked = Asking(server, prompt="x", max_tokens=1)
+            first = batch_of(client, [{"prompt": "x", "max_tokens": 1}])
+            resting.append(first.id)
+            second = batch_of(client, [{"prompt": "x", "max_tokens": 1}])
+        assert asked.answer.choices and ended(server, client, second).status == "completed"
+        assert client.batches.retrieve(first.id).status == "in_progress"
+        client.batches.cancel(first.id)
+        assert ended(server, client, first).status == "cancelled"
+        assert server.told == [f"{first.id} rests for 3600 s (Input/output error); mend that"]
+
+
+ENDS = {
+    # what a batch of two requests was, and the lines of its records, and how it ends: with so many answers, and because of what
+    "whole": (FINALIZING, 2, b"", COMPLETED, 2, ()),
+    "cancelled": (CANCELLING, 1, b'{"id": "batch_req_', CANCELLED, 1, ()),
+    "damaged": (FINALIZING, 1, b"1\n", FAILED, 1, ("line 2 of its records is damaged",)),
+    "too few": (FINALIZING, 1, b"", FAILED, 1, ("it has 2 requests, and 1 records of them are there",)),
+    "no input": (IN_PROGRESS, 1, b"1\n", FAILED, 1, ("its input file is no longer there",)),
+}
+
+
+def left_behind(folder: DataFolder, status: str, records: int, rest: bytes, begun: Settings = MODEL_ALONE) -> Batch:
+    """A batch of two requests that an earlier server has left in this state. Its input is gone."""
+    files = Files(folder.files)
+    with files.new() as new:
+        file = files.keep(new, "in.jsonl", "batch")
+    batches = Batches(folder.batches, files)
+    batch = batches.create(file.id, COMPLETIONS, None, SEED)
+    lines = [as_line({"id": f"batch_req_{at}", "custom_id": str(at), "response": {}, "error": None}) for at in range(records)]
+    batches.records(batch.id).write_bytes(b"".join(lines) + rest)
+    files.lines(file.id).unlink()
+    return batches.change(batch.id, lambda one: one.checked_as(Part(9, "x"), 2, ()).begins(begun, {}).now(status))
+
+
+def test_what_an_earlier_server_has_left_comes_to_its_end(llm: LLM, tmp_path: Path) -> None:
+    """None is checked again that needs no input, and none that cannot be run keeps those behind it."""
+    with data_folder(tmp_path, "--data-dir") as folder:
+        made = {name: left_behind(folder, *had[:3]) for name, had in ENDS.items()}
+        others = left_behind(folder, IN_PROGRESS, 1, b"", {"model": "another"})
+    with served(llm, data=tmp_path) as server, server.client() as client:
+        for name, (_, _, _, status, answers, said) in ENDS.items():
+            batch = ended(server, client, made[name])
+            assert (name, batch.status, batch.request_counts.completed) == (name, status, answers)
+            assert tuple(one.message for one in (batch.errors.data if batch.errors else ())) == said
+            assert len(records(client, batch.output_file_id)) == answers
+        (only,) = ended(server, client, others).errors.data
+        assert only.code == "settings_changed", "and no line of another model is a bad one"
+
+
+def test_the_end_of_a_batch_does_not_keep_a_server_that_ends(tmp_path: Path) -> None:
+    desk = SimpleNamespace(when_closed=lambda wake: None, is_closed=True)
+    with data_folder(tmp_path, "--data-dir") as folder:
+        batch = left_behind(folder, FINALIZING, 2, b"")
+        own = BatchWork(folder, cast(Service, SimpleNamespace(desk=desk)), lambda: ({}, {}), lambda said: None)
+        with pytest.raises(work.ServerEnds):
+            own._end(batch, COMPLETED)
+        assert own.batches.one(batch.id).status == FINALIZING and own.batches.records(batch.id).exists()
+        assert [one.id for one in own.files.all()] == [batch.input_file_id]
 
 
 def test_an_input_that_was_changed_ends_its_batch(llm: LLM, tmp_path: Path) -> None:

@@ -86,8 +86,9 @@ class Batches:
     # -- for whoever runs them ---------------------------------------------------------------------------------------------
 
     @property
-    def first_under_way(self) -> Batch | None:
-        return next((batch for batch in self.all() if batch.status in UNDER_WAY), None)
+    def under_way(self) -> list[Batch]:
+        """The oldest first."""
+        return [batch for batch in self.all() if batch.status in UNDER_WAY]
 
     def records(self, batch_id: str) -> Path:
         """The file of its records, until it ends."""

@@ -58,7 +58,7 @@ class BatchRun:
         """Runs what is left, as long as it is to go on; what is then under way is given up."""
         try:
             while goes_on() and not self.is_complete:
-                self._hand_in()
+                self._hand_in(goes_on)
                 self._hear(waits=bool(self._under_way))
                 on_progress(self.finished)
         finally:
@@ -70,12 +70,12 @@ class BatchRun:
     def _open_places(self) -> Iterator[int]:
         return (place for place in range(len(self.finished.states)) if self.finished.is_open(place))
 
-    def _hand_in(self) -> None:
+    def _hand_in(self, goes_on: Callable[[], bool]) -> None:
         """Lets as many requests wait as may; a text is read when its turn comes."""
         prepared = dict[int, Prepared]()
         rows = sum(len(arrival.rows) for arrival in self._under_way.values())
         for _ in range(self._most_rows):  # as many as may be refused before anything else is heard
-            place = None if rows >= self._most_rows else self._next_place()
+            place = self._next_place() if rows < self._most_rows and goes_on() else None
             if place is None:
                 break
             one = self._prepared(place)
