@@ -52,6 +52,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**_LLAMA, "intermediate_size": 24, "num_experts": 9, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
     "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3-moe-near": (
+        "qwen3_moe",
+        {**_EXPERTS, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},  # all layers have it
+    ),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",

@@ -37,9 +37,14 @@ def each_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     for tensor in tensors.values():
         end = next((end for end in TOGETHER if tensor.name.endswith(end)), None)
         if end is None or tensor.dtype not in DTYPE_BYTES:
-            found[usual_name(tensor.name)] = tensor
+            named = {usual_name(tensor.name): tensor}
         else:
-            found |= {part.name: part for part in _taken_apart(tensor, tensor.name.removesuffix(end), TOGETHER[end])}
+            named = {part.name: part for part in _taken_apart(tensor, tensor.name.removesuffix(end), TOGETHER[end])}
+        if twice := named.keys() & found.keys():
+            raise ValueError(
+                f"{tensor.name} in {tensor.file} is there under another name, too ({min(twice)}); remove one of them"
+            )
+        found |= named
     return found
 
 

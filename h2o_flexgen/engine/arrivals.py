@@ -165,6 +165,13 @@ class Arrivals(Waiting):
             return len(self._background)
 
     @property
+    def in_foreground(self) -> int:
+        """How many rows wait or have a seat that are not in the background."""
+        with self._changed:
+            seated = (self._of_row.get(row) for row in self._seated)
+            return len(self._queue) + sum(arrival is not None and not arrival.in_background for arrival in seated)
+
+    @property
     def requests(self) -> tuple[int, int]:
         """How many requests have a row with a seat, and how many have none yet."""
         with self._changed:

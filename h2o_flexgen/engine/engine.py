@@ -327,8 +327,8 @@ class Engine:
         guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
         with ExitStack() as opened:
             with torch.inference_mode():
-                hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
                 prefixes = opened.enter_context(self._prefixes(planned, isinstance(rows, Waiting) and rows.keeps_prefixes))
+                hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
                 asked = opened.enter_context(
                     closing(AskedStore(self._spec, bool(self._judges), block, schedule, self._memories))
                 )

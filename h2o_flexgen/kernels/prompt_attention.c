@@ -1,7 +1,7 @@
 /* Attention of a prompt: every new token attends what its row held before and the new tokens up to itself, or the nearest of them
-   where there is a window; and, where asked, the attention each key got from all of them, the sum or the highest share. Products of queries and keys are computed once: a block of
-   queries has its scores, for all the keys it sees, in a few hundred kilobytes, where they become shares, are gathered by key, and
-   are multiplied with the values.
+   where there is a window; and, where asked, the attention each key got from all of them, the sum or the highest share. Products
+   of queries and keys are computed once: a block of queries has its scores, for all the keys it sees, in a few hundred kilobytes,
+   where they become shares, are gathered by key, and are multiplied with the values.
 
    A (row, KV head) is worked on by one thread from its first query to its last, and each query sums over its keys from the first
    on, so a row's outcome depends only on the row itself and on the largest number of earlier keys in its batch. All sums are in
@@ -115,9 +115,9 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
             const long last = held + first + (at + 1) * TILE_ROWS, seen = last < end ? last : end;
             for (long column = 0; column < p->dim && key < seen; column += PANEL)
                 tile_of(p->dim - column, key > start)(room.scores + at * TILE_ROWS * wide.stride + key, wide.stride,
-                                                  room.values + key * wide.dim + column, wide.dim,
-                                                  room.out + at * TILE_ROWS * wide.dim + column, wide.dim,
-                                                  seen - key < NEAR ? seen - key : NEAR);
+                                                      room.values + key * wide.dim + column, wide.dim,
+                                                      room.out + at * TILE_ROWS * wide.dim + column, wide.dim,
+                                                      seen - key < NEAR ? seen - key : NEAR);
         }
     for (long query = 0; query < queries; query++) {
         const long at = query_at(p, row, first + query, head);

@@ -54,7 +54,7 @@ class Pages(mmap.mmap):
             unlock()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the driver ends with the process
+        if sys is not None and not sys.is_finalizing():  # the driver ends with the process; modules may have gone before
             self.unlock()
 
 

@@ -53,6 +53,8 @@ def check_config(values: Mapping[str, Any], architecture: str, name: str) -> Non
                 _check_size(key, values[key], most)
         for place in (values, values.get("rope_parameters"), values.get("rope_scaling")):
             _check_numbers(place if isinstance(place, Mapping) else {})
+        if values.get("sliding_window") == 1:
+            raise ValueError("sliding_window is 1, in which a token would see itself alone")
         _check_heads(values)
         _check_experts(values)
         eos_ids_of(values.get(EOS))

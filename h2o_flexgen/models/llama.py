@@ -154,16 +154,17 @@ class Llama(InHalves):
         return layout.mlp(Llama.mlp, parameters, width, inner, origin)
 
 
-def windows_of(config: Config) -> tuple[int | None, ...] | None:
-    """The window of each layer. Those that no text can be longer than are none."""
+def windows_of(config: Config, dense: int | None = None) -> tuple[int | None, ...] | None:
+    """The window of each layer. Those that no text can be longer than are none. `dense`: so many layers see everything, if the
+    architecture has a say in that."""
     window, blocks = getattr(config, "sliding_window", None), config.num_hidden_layers
     if not window or window >= config.max_position_embeddings or not getattr(config, "use_sliding_window", True):
         return None
     kinds = getattr(config, "layer_types", None)  # transformers 5 says it layer by layer, 4 by the number of dense layers
     if kinds is not None:
         return tuple(window if kind == SLIDING else None for kind in kinds)
-    dense = getattr(config, "max_window_layers", 0)
-    return tuple(None if block < dense else window for block in range(blocks))
+    first = getattr(config, "max_window_layers", 0) if dense is None else dense
+    return tuple(None if block < first else window for block in range(blocks))
 
 
 def _attention_parameters(

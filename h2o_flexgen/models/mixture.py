@@ -61,7 +61,9 @@ TRAITS_OF_MIXTURES: Mapping[str, Callable[[Config], Traits]] = {
     "mixtral": TRAITS["mistral"],
     "olmoe": lambda config: Traits(config.attention_bias, config.attention_bias, whole_norm=True, clip=config.clip_qkv),
     "qwen2_moe": lambda config: Traits(qkv_bias=getattr(config, "qkv_bias", True), windows=windows_of(config)),
-    "qwen3_moe": TRAITS["qwen3"],
+    "qwen3_moe": lambda config: Traits(
+        config.attention_bias, config.attention_bias, head_norm=True, windows=windows_of(config, dense=0)
+    ),
 }
 
 

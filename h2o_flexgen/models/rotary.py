@@ -89,7 +89,7 @@ def _positive(scaling: Mapping[str, Any], name: str) -> float:
 
 
 def _positive_or(scaling: Mapping[str, Any], name: str, usual: float) -> float:
-    return usual if scaling.get(name) is None else _positive(scaling, name)
+    return _positive(scaling, name) if scaling.get(name) else usual
 
 
 def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -42,9 +42,13 @@ def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) ->
     levels, windows = _levels_of_policy(policy, budgets, spec), spec.windows
     if not any(windows):
         return levels
-    whole = tuple(replace(one, heads=tuple(own if w is None else () for own, w in zip(one.heads, windows))) for one in levels)
-    near = tuple(_of_window(policy, width, spec) for width in sorted({width for width in windows if width is not None}))
-    return (*(one for one in whole if any(one.heads)), *near)
+    far = [replace(level, heads=_where_all_is_seen(level.heads, windows)) for level in levels]
+    near = [_of_window(policy, width, spec) for width in sorted({width for width in windows if width is not None})]
+    return (*(level for level in far if any(level.heads)), *near)
+
+
+def _where_all_is_seen(heads: tuple[tuple[int, ...], ...], windows: Sequence[int | None]) -> tuple[tuple[int, ...], ...]:
+    return tuple(own if window is None else () for own, window in zip(heads, windows, strict=True))
 
 
 def _of_window(policy: KVPolicy, width: int, spec: ModelSpec) -> Level:

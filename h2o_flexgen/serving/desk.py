@@ -94,11 +94,12 @@ class Desk:
         return arrivals
 
     def _refuse_too_many(self, rows: int) -> None:
-        """Refuses rows for which there is no room in seats and queue together; for ever, or as long as others have it."""
+        """Refuses rows for which there is no room in seats and queue together; for ever, or as long as others have it. Whoever
+        is in the background has none: he takes seats that are left."""
         load, most = self._arrivals.load, self._terms.most_waiting
         if rows > load.seats + most:
             raise Refused(too_many(rows, load.seats, most))
-        if load.waiting + load.seated + rows > load.seats + most:
+        if self._arrivals.in_foreground + rows > load.seats + most:
             raise Refused(queue_full(load.waiting, rows, most, RETRY_SECONDS))
 
     def give_up(self, arrivals: Sequence[Arrival]) -> None:

@@ -61,6 +61,16 @@ def test_names_of_mixtral_become_the_usual_ones_and_others_stay() -> None:
         assert usual_name(name) == name
 
 
+def test_two_tensors_for_one_matrix_are_refused(tmp_path: Path) -> None:
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    of_mixtral, usual = (
+        f"model.layers.0.{name}.weight" for name in ("block_sparse_moe.experts.0.w1", "mlp.experts.0.gate_proj")
+    )
+    save_file({name: torch.zeros(2, 2) for name in (of_mixtral, usual)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is there under another name, too \(model.layers.0.mlp.experts.0.gate_proj.weight\)"):
+        open_checkpoint(tmp_path)
+
+
 def test_experts_in_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
     tiny_config("mixtral").save_pretrained(tmp_path)
     save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 7, 8)}, tmp_path / "model.safetensors")

@@ -12,10 +12,13 @@ import openai
 import pytest
 import uvicorn
 
+from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.serving.desk import Listener
+from h2o_flexgen.text.prompts import read_prompts
 from tests.patience import PATIENCE_SECONDS
 from tests.serving.served import GEN_LEN, MODEL, Served, served
 
@@ -102,6 +105,27 @@ def test_whoever_comes_while_the_queue_is_full_is_told_when_to_ask_again(llm: LL
         room = "1 completions wait for a seat, and 2 may: there is no room for 2 more"
         assert said["message"] == f"{room}; ask again in 2 s"
         assert all(one.answer.usage.completion_tokens == 2 for one in (first, second)) and len(seated.answer.choices) == 4
+
+
+def test_rows_in_the_background_take_no_room_from_others(llm: LLM) -> None:
+    with served(llm, most_waiting=1) as server:
+        with server.held():
+            behind = [server.desk.prepare(asked_alone(llm), unheard()) for _ in range(6)]
+            server.desk.admit(behind, in_background=True)
+            assert server.counts.is_held.wait(PATIENCE_SECONDS)
+            assert server.desk.now.rows_seated == 4
+            others = Asking(server, prompt="x", n=4, temperature=1, max_tokens=2)
+            server.until(lambda: server.desk.now.rows_waiting == 4)
+        assert len(others.answer.choices) == 4
+
+
+def asked_alone(llm: LLM) -> Request:
+    (prompt,) = read_prompts(["x"], llm.tokenizer)
+    return Request(prompt, SamplingParams(max_tokens=4))
+
+
+def unheard() -> Listener:
+    return Listener(None, lambda completion: None, lambda problem: None)
 
 
 def test_a_body_for_which_there_can_be_no_room_is_refused_for_ever(llm: LLM) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.coding import Coding
 from tests.kernels.test_decode_attention import drawn, exact
+from tests.pairwise import pairs_first
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (3, 2, 1, 17, 64), (2, 1, 7, 40, 80), (2, 1, 2, 9, 3), (1, 1, 3, 20, 200),
@@ -46,20 +49,19 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return found.shape == wanted.shape and bool((found.double() - wanted).abs().max() <= tolerance * wanted.abs().max())
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_near_float64(
-    gpu: torch.device, codec: str, dtype: torch.dtype, shape: tuple[int, ...], short_chunks: int
-) -> None:
-    q, keys, values, held, mask = drawn(shape, dtype)
+NEAR = {"codec": CODECS, "dtype": list(TOLERANCES), "shape": SHAPES, "gathers": (SUM, MAX)}
+
+
+@pytest.mark.parametrize("values", pairs_first(NEAR))
+def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any], short_chunks: int) -> None:
+    codec, dtype, shape, gathers = (values[name] for name in NEAR)
+    q, *text, held, mask = drawn(shape, dtype)
     coding = Coding(codec, dtype, shape[4])
-    kept = [Kept(coding.encode(one), codec) for one in (keys, values)]
-    for gathers in (SUM, MAX):
-        expected, expected_got = exact(q, *(coding.decode(one.data) for one in kept), mask, gathers)
-        out, got = attended(gpu, q, *kept, held, mask, gathers=gathers)
-        assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
-        assert got.dtype == torch.float32 and near(got, expected_got, 3e-6 if codec == "plain" else TOLERANCES[dtype])
+    kept = [Kept(coding.encode(one), codec) for one in text]
+    expected, expected_got = exact(q, *(coding.decode(one.data) for one in kept), mask, gathers)
+    out, got = attended(gpu, q, *kept, held, mask, gathers=gathers)
+    assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
+    assert got.dtype == torch.float32 and near(got, expected_got, 3e-6 if codec == "plain" else TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -94,14 +96,18 @@ def test_chunks_are_joined_as_one_chunk_is_attended(gpu: torch.device) -> None:
     assert torch.equal(with_sums, without) and torch.equal(without, in_one_pass) and sums.numel() and not nothing.numel()
 
 
-@pytest.mark.parametrize("codec", ["plain", "group4"])
-@pytest.mark.parametrize("where, what", [("q", torch.nan), ("keys", torch.inf), ("keys", torch.nan), ("values", torch.inf)])
-@pytest.mark.parametrize("group", [1, 3])
-def test_what_is_no_number_stays_none_and_harms_no_other_head(
-    gpu: torch.device, codec: str, where: str, what: float, group: int
-) -> None:
-    q, keys, values, held, mask = drawn((2, 2, group, 7, 64), torch.float32)
-    given = {"q": q, "keys": keys, "values": values}
+WRONG = {
+    "codec": ["plain", "group4"],
+    ("where", "what"): [("q", torch.nan), ("keys", torch.inf), ("keys", torch.nan), ("values", torch.inf)],
+    "group": [1, 3],
+}
+
+
+@pytest.mark.parametrize("values", pairs_first(WRONG))
+def test_what_is_no_number_stays_none_and_harms_no_other_head(gpu: torch.device, values: dict[str, Any]) -> None:
+    codec, where, what, group = (values[name] for name in ("codec", "where", "what", "group"))
+    q, *text, held, mask = drawn((2, 2, group, 7, 64), torch.float32)
+    given = {"q": q, "keys": text[0], "values": text[1]}
     coding, held, mask = Coding(codec, torch.float32, 64), torch.full_like(held, 7), torch.zeros_like(mask)
     before = attended(gpu, q, *(Kept(coding.encode(given[name]), codec) for name in ("keys", "values")), held, mask)[0]
     given[where][1, 1, 0, 5] = what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from h2o_flexgen.kernels.tile_rows import tile_decode_rows_twin, tile_decode_twi
 from h2o_flexgen.quant.grouped import Grouped
 from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.kernels.test_group_encode import SPREADS
+from tests.pairwise import pairs_first
 
 SHAPES = [(1, 64), (3, 5), (37, 130), (18, 640), (2, 4160), (70, 63)]
 ENCODED = [(3, 1), (18, 130), (20, 192)]
@@ -45,22 +47,21 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(1.5), other.nan_to_num(1.5))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_decoding_gives_the_bits_of_torch(gpu: torch.device, bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("given", pairs_first({"bits": [4, 8], "dtype": DTYPES, "shape": SHAPES}))
+def test_decoding_gives_the_bits_of_torch(gpu: torch.device, given: dict[str, Any]) -> None:
+    bits, dtype, shape = given["bits"], given["dtype"], given["shape"]
     values = drawn(shape, gpu)
     group_encode_twin(Grouped(bits), values, rows := room_for_rows(values, bits))
     tile_encode_twin(Tiled(bits), values, tiles := room_for_tiles(values, bits))
     numbers = torch.tensor([0, shape[0] - 1, shape[0] // 2, 0], device=gpu)
-    for kernel, twin, codec, given, count in (
+    for kernel, twin, codec, stored, count in (
         (group_decode, group_decode_twin, Grouped(bits), (rows,), shape[0]),
         (tile_decode, tile_decode_twin, Tiled(bits), (tiles,), shape[0]),
         (tile_decode_rows, tile_decode_rows_twin, Tiled(bits), (tiles, numbers), len(numbers)),
     ):
         found, expected = (torch.full((count + 1, shape[1]), 7.0, dtype=dtype, device=gpu) for _ in range(2))
-        kernel(codec, *given, found[:count])
-        twin(codec, *given, expected[:count])
+        kernel(codec, *stored, found[:count])
+        twin(codec, *stored, expected[:count])
         assert same(found, expected) and (found[count] == 7.0).all(), kernel
 
 

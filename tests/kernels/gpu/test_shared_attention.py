@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kv.coding import Coding
 from tests.kernels.test_shared_attention import drawn, exact
+from tests.pairwise import pairs_first
 
 SHAPES = [  # queries, kv_heads, group, tokens of the text, dim
     (1, 1, 1, 1, 64), (13, 2, 3, 33, 80), (8, 1, 4, 37, 64), (3, 1, 1, 40, 3), (2, 1, 12, 20, 200),
@@ -33,10 +36,9 @@ def attended(gpu: torch.device, q: torch.Tensor, *kept: Kept) -> More:
     return More(*(one.cpu() for one in shared_attention(q.to(gpu), *slots)))
 
 
-@pytest.mark.parametrize("codec", ["plain", "group4"])
-@pytest.mark.parametrize("dtype", list(NEAR))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_near_float64(gpu: torch.device, codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("values", pairs_first({"codec": ["plain", "group4"], "dtype": list(NEAR), "shape": SHAPES}))
+def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any]) -> None:
+    codec, dtype, shape = values["codec"], values["dtype"], values["shape"]
     q, *text = drawn(shape, dtype)
     coding = Coding(codec, dtype, shape[4])
     kept = [coding.encode(half) for half in text]

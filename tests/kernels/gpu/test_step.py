@@ -25,7 +25,7 @@ from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
 
-ROWS, KV_HEADS, GROUP, DIM, STEPS = 2, 2, 2, 64, 6
+ROWS, KV_HEADS, GROUP, DIM, STEPS = 2, 2, 2, 64, 4
 LENGTHS = (12, 7)
 KEPT: dict[str, dict[str, Any]] = {
     "full": {},
@@ -105,13 +105,23 @@ def passed_through(
     return outs, scores, names
 
 
+ATTENDED, JOINED = "attend_chunk_kernel", "join_chunks_kernel"
+ENCODED = ("rotate_heads", "rotate_heads", "group_encode_kernel", "group_encode_kernel")  # of a query and a key; key and value
+LAUNCHED: dict[tuple[str, str], tuple[str, ...]] = {  # between products
+    ("full", PLAIN): ("append_heads", ATTENDED),
+    ("h2o", PLAIN): ("append_heads", ATTENDED, JOINED, "evict_one"),
+    ("chance", PLAIN): ("append_heads", ATTENDED, "evict_one"),
+    ("h2o", "group4"): (*ENCODED, "append_heads", ATTENDED, JOINED, "evict_one"),
+}
 CASES = [(kept, PLAIN, torch.float16) for kept in KEPT] + [("h2o", PLAIN, torch.float32), ("h2o", "group4", torch.float16)]
 
 
 @pytest.mark.parametrize(("kept", "codec", "dtype"), CASES)
-def test_steps_keep_whom_torch_keeps(kept: str, codec: str, dtype: torch.dtype, gpu: torch.device) -> None:
+def test_steps_keep_whom_torch_keeps_and_are_these_launches(
+    kept: str, codec: str, dtype: torch.dtype, gpu: torch.device
+) -> None:
     with kernels_of(TRITON):
-        outs, noted, _ = passed_through(kept, codec, dtype, gpu)
+        outs, noted, names = passed_through(kept, codec, dtype, gpu)
     with kernels_of(TORCH):
         twins, noted_by_twin, _ = passed_through(kept, codec, dtype, torch.device("cpu"))
     near = 1e-5 if dtype == torch.float32 else 2**-8 if codec == PLAIN else 2**-4  # a code of 4 bits may be the next one
@@ -121,20 +131,5 @@ def test_steps_keep_whom_torch_keeps(kept: str, codec: str, dtype: torch.dtype, 
         torch.testing.assert_close(out, twin, rtol=near, atol=near)
     if noted is not None and noted_by_twin is not None:
         assert torch.equal(noted.positions.cpu(), noted_by_twin.positions)
-
-
-ATTENDED, JOINED = "attend_chunk_kernel", "join_chunks_kernel"
-ENCODED = ("rotate_heads", "rotate_heads", "group_encode_kernel", "group_encode_kernel")  # of a query and a key; key and value
-LAUNCHED: dict[tuple[str, str], tuple[str, ...]] = {
-    ("full", PLAIN): ("append_heads", ATTENDED),
-    ("h2o", PLAIN): ("append_heads", ATTENDED, JOINED, "evict_one"),
-    ("chance", PLAIN): ("append_heads", ATTENDED, "evict_one"),
-    ("h2o", "group4"): (*ENCODED, "append_heads", ATTENDED, JOINED, "evict_one"),
-}
-
-
-@pytest.mark.parametrize(("kept", "codec"), LAUNCHED)
-def test_between_products_a_step_is_these_launches(kept: str, codec: str, gpu: torch.device) -> None:
-    with kernels_of(TRITON):
-        *_, names = passed_through(kept, codec, torch.float16, gpu)
-    assert names == [f"triton::{name}" for name in LAUNCHED[kept, codec]]
+    if (kept, codec) in LAUNCHED:
+        assert names == [f"triton::{name}" for name in LAUNCHED[kept, codec]]

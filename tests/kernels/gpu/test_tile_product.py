@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from h2o_flexgen.kernels.gpu.tile_product import tile_product
 from h2o_flexgen.kernels.tile_product import tile_product_twin
 from h2o_flexgen.quant.tiled import Tiled
 from tests.kernels.test_tile_product import TOLERANCES, packed, x_of
+from tests.pairwise import pairs_first
 
-SHAPES = [(1, 64), (3, 5), (130, 100), (33, 1088)]  # outputs, inputs
+SHAPES = [(1, 64), (3, 5), (40, 100), (17, 1088)]  # outputs; inputs, also more than all warps read at once
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_triton_and_torch_agree(gpu: torch.device, dtype: torch.dtype, bits: int, outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize("values", pairs_first({"dtype": list(TOLERANCES), "bits": [4, 8], "shape": SHAPES}))
+def test_triton_and_torch_agree(gpu: torch.device, values: dict[str, Any]) -> None:
+    dtype, bits, (outputs, inputs) = values["dtype"], values["bits"], values["shape"]
     data, bias = packed(outputs, inputs, bits).to(gpu), x_of(1, outputs, dtype)[0].to(gpu)
     for rows, added in ((1, bias), (2, None), (7, bias)):
         x = x_of(rows, inputs, dtype).view(rows, 1, inputs).to(gpu)
