@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 from h2o_flexgen.cli.process_link import Link
 
@@ -12,3 +15,12 @@ def sleep(link: Link, place: object, part: object) -> int:
     link.say(os.getpid())
     while True:
         time.sleep(3600)
+
+
+@contextmanager
+def sleeping() -> Iterator[None]:
+    """A context in which processes do nothing else. They are not told their places, and so need not import torch."""
+    from h2o_flexgen.cli import processes
+
+    with patch.object(processes, "compute", sleep), patch.object(processes, "Place", lambda *given: None):
+        yield

@@ -176,6 +176,14 @@ def test_nothing_that_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixtu
 # -- a terminal ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose positions can roll, and for which transformers imports less than for a LLaMA."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-neox"
+    save_tiny("neox-parallel", folder)
+    return folder
+
+
 class Terminal:
     """The command as it is used: in a process of its own, typed to."""
 
@@ -212,9 +220,9 @@ class Terminal:
         return status
 
 
-def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offload: Path) -> None:
+def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(neox: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--style", "plain", "--gen-len", "100000", "--ignore-eos")
-    terminal = Terminal("--model", str(llama), *BYTES, "--temperature", "1", *flags)
+    terminal = Terminal("--model", str(neox), *BYTES, "--temperature", "1", *flags)
     terminal.stop_at("> ")
     terminal.type("hello")
     terminal.stop_at("hello")
@@ -228,9 +236,9 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offl
     assert terminal.close() == 0
 
 
-def test_a_second_ctrl_c_leaves_at_once(llama: Path, offload: Path) -> None:
+def test_a_second_ctrl_c_leaves_at_once(neox: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100000", "--ignore-eos")
-    terminal = Terminal("--model", str(llama), *BYTES, "--prefill-tokens", "1", *flags)
+    terminal = Terminal("--model", str(neox), *BYTES, "--prefill-tokens", "1", *flags)
     terminal.stop_at("> ")
     terminal.type("hello " * 600)  # read token by token, so that there is time before the first reply
     terminal.interrupt()

@@ -39,7 +39,7 @@ from tests.commands import Result, called
 from tests.contract import Case, Checkpoints
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
-from tests.sleeping_process import sleep
+from tests.sleeping_process import sleeping
 from tests.tiny import save_tiny
 
 SAMPLED = SamplingParams(max_tokens=5, temperature=0.9, n=2)
@@ -188,8 +188,7 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def flags(opt: Path, offload: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def flags(opt: Path, offload: Path) -> tuple[object, ...]:
     plan = ("--percent", 0, 60, 0, 50, 0, 100, "--gpu-batch-size", 2, "--num-gpu-batches", 2)
     return ("--model", opt, "--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--offload-dir", offload, *plan)
 
@@ -271,16 +270,15 @@ LOOKING_AFTER = """\
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import patch
 from pathlib import Path
 from h2o_flexgen.cli import processes
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.requests import SiteRequest
-from tests.sleeping_process import sleep
+from tests.sleeping_process import sleeping
 names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
 llm = SimpleNamespace(offload_folder=Path(sys.argv[1]), budgets=SimpleNamespace(host=1), plan=None, device=names)
 def work(flags):
-    with patch.object(processes, "compute", sleep), processes.Processes(llm, None, SiteRequest(gpus=2), [None, None]) as both:
+    with sleeping(), processes.Processes(llm, None, SiteRequest(gpus=2), [None, None]) as both:
         for number, pid in both.said(nullcontext):
             print(pid, flush=True)
 sys.exit(exit_status(lambda: SimpleNamespace(verbose=0), work))
@@ -309,13 +307,13 @@ def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Pat
             folder.rmdir()
 
 
-def test_all_end_when_one_is_killed(offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "compute", sleep)
+def test_all_end_when_one_is_killed(offload: Path) -> None:
     names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
     llm: Any = SimpleNamespace(offload_folder=offload, budgets=SimpleNamespace(host=1), plan=None, device=names)
     others: list[psutil.Process] = []
     none: Any = None
     with (
+        sleeping(),
         pytest.raises(Mendable, match=r"process \d of 2 \(cpu\) was ended by SIGKILL, and so are the others"),
         processes.Processes(llm, none, SiteRequest(gpus=2), [none, none]) as both,
     ):

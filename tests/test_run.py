@@ -34,7 +34,7 @@ from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
 from tests.probes import made_up_probe
 from tests.signals import as_in_a_terminal
-from tests.tiny import POSITIONS, save_tiny
+from tests.tiny import POSITIONS, save_tiny, tiny_config
 
 IN_MEMORY = ("--percent", "0", "100", "0", "100", "0", "100")
 DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
@@ -876,9 +876,10 @@ def as_without_a_handler(number: signal.Signals) -> Iterator[None]:
 
 
 def test_a_terminal_that_goes_ends_the_process_with_nothing_left_behind(tmp_path: Path) -> None:
-    folder = tmp_path / "offload"
+    folder, model = tmp_path / "offload", tmp_path / "opt"
+    tiny_config("opt", max_position_embeddings=2048).save_pretrained(model)
     command = [sys.executable, "-m", "h2o_flexgen.run", "--device", "cpu", "--offload-dir", str(folder)]
-    command += ["--dummy-weights", "--gen-len", "1500"]
+    command += ["--model", str(model), *BYTES, *DISK_HEAVY, "--dummy-weights", "--gen-len", "1500"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, **pipes, text=True, preexec_fn=as_in_a_terminal)
     assert process.stdout is not None
