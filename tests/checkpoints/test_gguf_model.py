@@ -29,7 +29,8 @@ from tests.gguf_files import ARCHITECTURES, FORMS, save_gguf
 from tests.refusals import one_line
 from tests.tiny import KINDS
 
-RELATIVES = [kind for kind, (model_type, _) in KINDS.items() if model_type in ARCHITECTURES]
+NOT_IN_FILES = ("llama-yarn", "qwen2-near")  # nothing in the file says what they do
+RELATIVES = [kind for kind, (of, _) in KINDS.items() if of in ARCHITECTURES and kind not in NOT_IN_FILES]
 PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13]]
 RESIDENT, IN_HOST, ON_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 STEPS = 5

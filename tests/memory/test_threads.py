@@ -23,8 +23,6 @@ LIMITED = """
 import json, os, resource, sys
 from h2o_flexgen import run
 import h2o_flexgen.cli.failures, h2o_flexgen.cli.run_work, torch
-from transformers import CONFIG_MAPPING
-CONFIG_MAPPING["opt"]  # imported once for all, with what else it takes
 torch.set_num_threads(2)
 argv, extra = json.loads(sys.argv[1])
 mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
