@@ -6,8 +6,8 @@
 A request is a header that all have, a passage of its own, and a few tokens to generate. Requests come one by one, each when the
 one before it is answered, as to a server that has little to do; or all at once. Both ways ("apart", "shared") are those of one
 model in one process, with the same seats, and take turns; each time nothing is known at first, so that the requests by which
-the header is found count as well. What a client waits for is measured: for its first token, and for all of them. The last line
-is one JSON document.
+the header is found count as well. What a client waits for is measured: for its first token, and for all of them; and
+what the processor works, which other work on the machine changes less. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from h2o_flexgen.text.prompts import Prompt
 
 APART, SHARED = WAYS = ("apart", "shared")
 ONE_BY_ONE, AT_ONCE = COMINGS = ("one by one", "all at once")
+NOTES = "Medians over the rounds. Times faster: of the seconds for all answers, round by round. Processor: its seconds for all."
 COLUMNS = (
     "requests come",
     "way",
     "first token s",
     "answer s",
     "answers/s",
-    "prompt tokens computed",
+    "processor s",
+    "prompt tokens read",
     "times faster",
     "at best",
 )
@@ -151,8 +153,9 @@ def _all_ways(args: argparse.Namespace, llm: LLM, prompts: Sequence[Sequence[int
             room = 0 if way == APART else None
             clients = Clients(llm, llm.arrivals(args.header + args.own, args.answer, prefix_room=room), params)
             llm.generate([prompts[0][:9]], SamplingParams(max_tokens=1))  # nothing of the time before is kept
+            begun = time.process_time()
             said, took = clients.come(coming, prompts)
-            yield {"coming": coming, "way": way, "said": said, **took}
+            yield {"coming": coming, "way": way, "said": said, "processor": time.process_time() - begun, **took}
             print(f"{coming}, {way}: {took['seconds']:.2f} s", file=sys.stderr)
 
 
@@ -175,6 +178,7 @@ def _lines(runs: Sequence[Mapping[str, Any]], requests: int) -> Iterator[dict[st
                 "first_token_seconds": median(median(run["first"]) for run in own),
                 "answer_seconds": median(median(run["whole"]) for run in own),
                 "answers_per_second": requests / median(seconds[way]),
+                "processor_seconds": median(run["processor"] for run in own),
                 "prompt_tokens": tokens[way],
                 "times": median(before / now for before, now in zip(seconds[APART], seconds[way])),
                 "at_best": tokens[APART] / tokens[way],
@@ -190,6 +194,7 @@ ROUND: Mapping[str, Callable[[Any], str]] = {
     "first_token_seconds": "{:.3f}".format,
     "answer_seconds": "{:.3f}".format,
     "answers_per_second": "{:.2f}".format,
+    "processor_seconds": "{:.2f}".format,
     "prompt_tokens": "{:.0f}".format,
     "times": "{:.2f}".format,
     "at_best": "{:.2f}".format,
@@ -210,7 +215,7 @@ def result_of(args: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, A
         "unit": "seconds",
         "columns": COLUMNS,
         "cells": [[show(line[name]) for name, show in ROUND.items()] for line in found["lines"]],
-        "notes": "Medians over the rounds; times faster: of the time for all answers, round by round.",
+        "notes": NOTES,
         "lines": found["lines"],
     }
 
