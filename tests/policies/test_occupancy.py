@@ -14,7 +14,7 @@ from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.table import POLICIES
 from tests.probes import OF_NO_MODEL
 
-FEW = settings(max_examples=30)  # of each policy: one arithmetic is that of all
+DRAWN = settings(max_examples=100)  # of each policy
 LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=6)
 SLOTS: dict[str, dict[str, Any]] = {
     "heavy": {"heavy": 5},
@@ -32,7 +32,7 @@ def occupancy_of(name: str, lengths: list[int], gen_len: int, **options: object)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@FEW
+@DRAWN
 @given(lengths=LENGTHS, gen_len=draw.integers(1, 20))
 def test_what_a_step_holds_and_changes_fits_into_the_capacity(name: str, lengths: list[int], gen_len: int) -> None:
     occupancy = occupancy_of(name, lengths, gen_len)
@@ -45,7 +45,7 @@ def test_what_a_step_holds_and_changes_fits_into_the_capacity(name: str, lengths
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@FEW
+@DRAWN
 @given(lengths=LENGTHS, gen_len=draw.integers(2, 20))
 def test_all_that_a_step_holds_was_stored_by_those_before(name: str, lengths: list[int], gen_len: int) -> None:
     """A store that moves only what changed loses nothing."""
@@ -57,7 +57,7 @@ def test_all_that_a_step_holds_was_stored_by_those_before(name: str, lengths: li
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
-@FEW
+@DRAWN
 @given(lengths=LENGTHS, gen_len=draw.integers(2, 20))
 def test_rows_hold_their_budget_once_they_have_filled_it(name: str, lengths: list[int], gen_len: int) -> None:
     occupancy = occupancy_of(name, lengths, gen_len)
@@ -97,7 +97,7 @@ TURNS = draw.lists(draw.tuples(draw.integers(1, 12), draw.integers(1, 6)), min_s
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@FEW
+@DRAWN
 @given(turns=TURNS)
 def test_a_block_begins_with_what_the_one_before_has_left(name: str, turns: list[tuple[int, int]]) -> None:
     seen, held, rooms, stored = 0, (0,), set[tuple[int, int]](), set[int]()
@@ -116,7 +116,7 @@ def test_a_block_begins_with_what_the_one_before_has_left(name: str, turns: list
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
-@FEW
+@DRAWN
 @given(turns=TURNS)
 def test_turns_hold_what_one_long_text_holds(name: str, turns: list[tuple[int, int]]) -> None:
     seen = 0
