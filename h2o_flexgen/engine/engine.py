@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
-from h2o_flexgen.engine.graphs import Compute, StepGraphs
+from h2o_flexgen.engine.graphs import Compute, Place, StepGraphs
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.parts_there import PartsThere
@@ -477,7 +477,8 @@ class Engine:
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
         if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
-            state.hidden.put(task, state.graphs.compute(visit, rows, hidden, self._captured(visit, cache)))
+            place = Place(visit.layer, self._weights_for(visit).buffer(visit))
+            state.hidden.put(task, state.graphs.compute(place, visit.batch, rows, hidden, self._captured(visit, cache)))
             return
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
