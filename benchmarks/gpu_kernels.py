@@ -122,7 +122,7 @@ def lines(device: Device, seconds: float, scale: float) -> list[Line]:
 def copied_per_s(device: Device, seconds: float, scale: float) -> float:
     source = torch.zeros(round(COPIED_BYTES * scale), dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / taken_by(device, lambda: target.copy_(source), seconds).seconds
+    return 2 * source.nbytes / taken_by(device, lambda: target.copy_(source), seconds, replays=False).seconds
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ class Taken:
     launch_seconds: float  # of the processor, to give it to the device: all of it where that is the processor itself
 
 
-def taken_by(device: Device, call: Callable[[], object], seconds: float) -> Taken:
+def taken_by(device: Device, call: Callable[[], object], seconds: float, replays: bool = True) -> Taken:
+    """`replays`: calls are so short that the device would wait for the next one. A long copy is slower in a graph."""
+
     def calls() -> None:
         for _ in range(CALLS):
             call()
@@ -143,7 +145,7 @@ def taken_by(device: Device, call: Callable[[], object], seconds: float) -> Take
         calls()
         launched = time.perf_counter() - begun
         device.settle()
-        again = device.capture(calls)
+        again = device.capture(calls) if replays else calls
         best, ends = float("inf"), time.perf_counter() + seconds
         while time.perf_counter() < ends or best == float("inf"):
             begun = time.perf_counter()

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel

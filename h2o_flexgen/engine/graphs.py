@@ -99,7 +99,7 @@ class StepGraphs:
         return not others and not part.now.is_prefill and not part.now.prefixes and self.given_up is None
 
     def compute(self, place: Place, number: int, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
-        """Computes a layer on the batch of this number, by its graph if it has one. `hidden`: what the layer before has left."""
+        """Computes a layer on the batch of this number, by its graph if there is one. `hidden`: what the layer before left."""
         batch, layer = self._batch(number, rows), place.layer
         batch.follow(rows.parts[0])
         if hidden is not None:

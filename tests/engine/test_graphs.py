@@ -32,8 +32,8 @@ def replayed(case: Case, checkpoints: Checkpoints, offload: Path, **options: obj
 def test_replayed_steps_give_the_bits_of_the_resident_loop(
     place: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    """Policies begin to evict while steps are replayed, which takes new graphs. Where weights come through buffers, a layer has a
-    graph for each of them."""
+    """Policies begin to evict while steps are replayed, which takes new graphs. Where weights come through buffers, a layer has
+    a graph for each of them."""
     codec, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
         ("opt", "llama-gqa", "neox-parallel")[place % 3],

@@ -79,7 +79,8 @@ def test_heads_that_are_too_wide_for_tiles_are_left_to_torch(
         chosen.append(kernel.function)
         return function_of(kernel)
 
-    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
+    if gpu.type != CUDA:
+        monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
     monkeypatch.setattr(operations, "function_of", noted)
     shape = 2, 1, 1, 3, WIDTH_OF_TILES + 64
     q, *text = drawn(shape, torch.float32)
