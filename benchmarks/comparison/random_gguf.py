@@ -22,10 +22,9 @@ from h2o_flexgen.checkpoints.files import require_free_space
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.models import create_model, known_config
 
-ARCHITECTURES = {  # model_type -> its name in files
-    **{"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
-    **{"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
-}
+OF_DENSE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = OF_DENSE | OF_MIXTURES  # model_type -> its name in files
 FORM, BLOCK, BLOCK_BYTES = Type.Q4_0, 32, 18  # two bytes of scale, and 32 codes of 4 bits
 SPREAD = 0.02 / 4.6  # of values, by that of codes
 AT_ONCE = 1 << 22  # blocks
