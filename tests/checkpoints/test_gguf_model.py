@@ -212,7 +212,11 @@ def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any],
 
 
 def test_experts_that_are_chosen_otherwise_are_refused(tmp_path: Path) -> None:
-    for kind, key in (("mixtral", "llama.expert_weights_norm"), ("qwen3", "qwen3.expert_count"), ("olmoe", "olmoe.expert_count")):
+    for kind, key in (
+        ("mixtral", "llama.expert_weights_norm"),
+        ("qwen3", "qwen3.expert_count"),
+        ("olmoe", "olmoe.expert_count"),
+    ):
         value = {"mixtral": False, "qwen3": 4, "olmoe": 0}[kind]
         save_gguf(kind, tmp_path / f"{kind}.gguf", num_hidden_layers=1, metadata={key: value})
         assert key in one_line(lambda: opened(tmp_path / f"{kind}.gguf"))  # noqa: B023
