@@ -25,10 +25,8 @@ from tests.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 
 Bytes = NDArray[np.uint8]
 
-ARCHITECTURES = {  # by model_type
-    **{"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
-    **{"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
-}
+OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **OF_MIXTURES}  # by model_type
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
 ROUTERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
 FORMS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {

@@ -19,12 +19,10 @@ EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_fre
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
 
-# The architectures, as files name them (Mistral's models and Mixtral come as llama), and whether llama.cpp's rows are interleaved
-# there: it has moved those of queries and keys so that values that are rotated together are neighbours.
-INTERLEAVED: Mapping[str, bool] = {
-    **{"llama": True, "qwen2": False, "qwen3": False},
-    **{"olmoe": False, "qwen2moe": False, "qwen3moe": False},
-}
+# The architectures, as files name them (Mistral's models and Mixtral come as llama), and whether llama.cpp's rows are
+# interleaved there: it has moved those of queries and keys so that values that are rotated together are neighbours.
+IN_ORDER = "qwen2", "qwen3", "olmoe", "qwen2moe", "qwen3moe"
+INTERLEAVED: Mapping[str, bool] = {"llama": True, **dict.fromkeys(IN_ORDER, False)}
 MIXTURES = {"llama": "mixtral", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}  # where there are experts
 SUMS_TO_ONE = ("mixtral", "qwen3_moe")  # the weights of a token's experts, as llama.cpp has it for these
 EXPERT, SHARED_EXPERT = (f"blk.0.ffn_{name}.weight" for name in ("gate_exps", "gate_shexp"))
