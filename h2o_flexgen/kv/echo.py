@@ -70,5 +70,5 @@ def _in_turn(now: KVStep, part: EchoPart, x: Tensor) -> Tensor:
 def _part(more: More | None, queries: slice, rows: Tensor | None = None) -> More | None:
     if more is None:
         return None
-    scores, values = (x[:, queries] if rows is None else x[rows, queries] for x in more)
-    return More(scores.contiguous(), values.contiguous())
+    parts = (None if x is None else (x[:, queries] if rows is None else x[rows, queries]).contiguous() for x in more)
+    return More(*parts)

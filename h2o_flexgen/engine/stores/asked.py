@@ -69,11 +69,12 @@ class AskedStore:
         v: Tensor,
         rotation: Rotation | None = None,
         x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
     ) -> Tensor:
         """An `attend` that only asks; what it returns is to be replaced by the answer."""
-        asked = cache.asked(now, q, k, v, rotation, x)
+        asked = cache.asked(now, q, k, v, rotation, x, sink_scores)
         sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
-        more = asked.more and More(*(self._sent(batch, place, tensor) for place, tensor in enumerate(asked.more, start=4)))
+        more = asked.more and More(*(x if x is None else self._sent(batch, at, x) for at, x in enumerate(asked.more, start=4)))
         worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)
         self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more, worth), rotation)
         return q.new_zeros(len(q), 1, self._spec.heads * self._spec.head_dim)
