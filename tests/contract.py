@@ -366,7 +366,8 @@ def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tenso
                 file.seek(place.offset)
                 data[start : start + place.nbytes] = torch.frombuffer(bytearray(file.read(place.nbytes)), dtype=torch.uint8)
     if isinstance(found, StoredTensor):
-        return data, data.view(getattr(torch, found.dtype)).view(tensor.shape)
+        values = data.view(getattr(torch, found.dtype))
+        return data, values.view(tensor.shape[::-1]).T.contiguous() if found.is_turned else values.view(tensor.shape)
     return data, decoded_with(stored.codec, data, tensor.shape, torch.float32)
 
 

@@ -20,6 +20,17 @@ _NEOX = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "
 _EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LLAMA3_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _YARN = {"original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+_GPT_OSS = {
+    **_LLAMA,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.5,  # some of what tiny models have goes beyond it
+    "swiglu_alpha": 1.3,
+    "rope_theta": 700.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **_YARN},
+}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +67,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**_EXPERTS, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},  # all layers have it
     ),
+    "gpt-oss": ("gpt_oss", {**_GPT_OSS, "sliding_window": 5}),
+    "gpt-oss-far": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * BLOCKS}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",
@@ -101,14 +114,21 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
-    return {own: values for name, tensor in named.items() for own, values in _of_each_expert(name, tensor)}
+    has_bias = any(name.endswith(".gate_up_proj_bias") for name in named)
+    return {own: values for name, tensor in named.items() for own, values in _of_each_expert(name, tensor, has_bias)}
 
 
-def _of_each_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _of_each_expert(name: str, tensor: Tensor, has_bias: bool) -> Iterator[tuple[str, Tensor]]:
     """The matrices of experts, which transformers holds as one tensor for a layer."""
     prefix, of_all, kind = name.rpartition(".mlp.experts.")
     if not of_all:
         yield name, tensor
+        return
+    if kind.endswith("_bias"):
+        yield from ((f"{prefix}{of_all}{number}.{kind.removesuffix('_bias')}.bias", own) for number, own in enumerate(tensor))
+        return
+    if has_bias:  # gpt-oss: one matrix, transposed
+        yield from ((f"{prefix}{of_all}{number}.{kind}.weight", own.T) for number, own in enumerate(tensor))
         return
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
     for number, own in enumerate(tensor):

@@ -14,7 +14,7 @@ import torch
 
 from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
-from h2o_flexgen.checkpoints.experts import each_expert, usually_named
+from h2o_flexgen.checkpoints.experts import each_expert, matrices_of_each
 from h2o_flexgen.checkpoints.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.gguf_model import stored_in
@@ -107,9 +107,9 @@ class Checkpoint:
 
     def _is_there(self, tensor: TensorSpec) -> bool:
         stored = self._find(tensor.name)
-        return tensor.codec == PLAIN or (
-            isinstance(stored, StoredMatrix) and stored.is_in_place and stored.codec == tensor.codec
-        )
+        if isinstance(stored, StoredTensor):
+            return tensor.codec == PLAIN and not stored.is_turned
+        return stored.is_in_place and stored.codec == tensor.codec
 
     def located(self, tensor: TensorSpec) -> StoredTensor | StoredMatrix:
         stored = self._find(tensor.name)
@@ -155,7 +155,7 @@ def folder_checkpoint(folder: Path, copy: Copy | None = None, quantisation: Quan
     shards.check(held)
     tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
     found = find_matrices(quantisation, tensors)
-    return Checkpoint(folder, each_expert(found.tensors), usually_named(found.matrices), copy)
+    return Checkpoint(folder, each_expert(found.tensors), matrices_of_each(found.matrices), copy)
 
 
 def open_checkpoint(place: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:

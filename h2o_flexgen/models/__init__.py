@@ -34,6 +34,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "olmoe": ("mixture", "MixtureOfExperts"),
     "qwen2_moe": ("mixture", "MixtureOfExperts"),
     "qwen3_moe": ("mixture", "MixtureOfExperts"),
+    "gpt_oss": ("gpt_oss", "GptOss"),
     "gpt_neox": ("neox", "NeoX"),
 }
 

@@ -40,14 +40,20 @@ def linear(name: str, out_width: int, in_width: int, bias: bool, share: float = 
     return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
 
 
-def router(name: str, out_width: int, in_width: int) -> Parameters:
+def router(name: str, out_width: int, in_width: int, bias: bool = False) -> Parameters:
     """A matrix whose products choose what is computed."""
-    return {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True)}
+    weight = {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True)}
+    return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
 
 
 def norm(name: str, width: int, weight: bool = True, bias: bool = True) -> Parameters:
     present = {"weight": weight, "bias": bias}
     return {f"{name}.{part}": Parameter((width,)) for part, is_there in present.items() if is_there}
+
+
+def scores(name: str, heads: int) -> Parameters:
+    """A number for each query head."""
+    return {name: Parameter((heads,))}
 
 
 def table(name: str, rows: int, width: int) -> Parameters:
