@@ -76,6 +76,10 @@ STORED = (
     ("qwen3", "mxfp8", "group4", EXACT),
     ("opt", "compressed-fp8", PLAIN, EXACT),
     ("mistral", "mxfp4" + WITH_HEAD, PLAIN, INT8),
+    ("gpt-oss", "mxfp4", PLAIN, EXACT),
+    ("gpt-oss", "mxfp4", "group4", INT8),
+    ("gpt-oss", "bfloat16", PLAIN, EXACT),
+    ("gpt-oss", "float16", "group4", EXACT),
 )
 
 # plan options, one policy each, with budgets that tiny texts outgrow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,11 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
+    return with_each_expert(named)
+
+
+def with_each_expert(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, with those of each expert where there is one for all experts of a layer."""
     has_bias = any(name.endswith(".gate_up_proj_bias") for name in named)
     return {own: values for name, tensor in named.items() for own, values in _of_each_expert(name, tensor, has_bias)}
 
@@ -121,7 +126,7 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def _of_each_expert(name: str, tensor: Tensor, has_bias: bool) -> Iterator[tuple[str, Tensor]]:
     """The matrices of experts, which transformers holds as one tensor for a layer."""
     prefix, of_all, kind = name.rpartition(".mlp.experts.")
-    if not of_all:
+    if not of_all or kind[0].isdigit():
         yield name, tensor
         return
     if kind.endswith("_bias"):

@@ -16,7 +16,7 @@ from h2o_flexgen.llm import LLM
 from tests.contract import Case, Checkpoints, generate_with
 from tests.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
 
-OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe")
+OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss")
 
 
 def save_as_held(kind: str, folder: Path) -> None:
@@ -29,7 +29,7 @@ def save_as_held(kind: str, folder: Path) -> None:
 def values_of(folder: Path, name: str) -> torch.Tensor:
     stored = open_checkpoint(folder)._find(name)
     assert isinstance(stored, StoredTensor)
-    return torch.cat([*stored_values(stored, 1)])
+    return torch.cat([*stored_values(stored, 1)]).view(stored.shape)
 
 
 @pytest.mark.parametrize("kind", OF_EXPERTS)
