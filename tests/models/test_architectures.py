@@ -241,6 +241,8 @@ PUBLISHED = {
     "mistralai/Mistral-7B-v0.1": 7.24e9,
     "mistralai/Mixtral-8x7B-v0.1": 46.7e9,
     "mistralai/Mistral-7B-v0.3": 7.25e9,
+    "openai/gpt-oss-20b": 20.9e9,
+    "openai/gpt-oss-120b": 116.8e9,
 }
 
 
