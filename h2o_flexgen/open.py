@@ -73,6 +73,7 @@ class OpenedModel:
         if plan.attend_on == HOST:
             model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:
+            self.checkpoint.require(model.spec.tensors)
             model.spec = model.spec.map_tensors(self._as_stored)
             _refuse_tables(model.spec, self.checkpoint)
         elif quantisation := _quantisation(self.config):

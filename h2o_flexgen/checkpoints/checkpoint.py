@@ -6,7 +6,7 @@ Only headers are read here. A source says where a tensor lies, or makes it; movi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -101,6 +101,14 @@ class Checkpoint:
     def close(self) -> None:
         pass
 
+    def require(self, names: Collection[str]) -> None:
+        """Refuses a checkpoint that lacks any of these tensors: one that was cut off lacks many."""
+        missing = [name for name in names if not self._places(name)]
+        if missing:
+            others = f", and so are {len(missing) - 1} of {len(names) - 1} others" if len(missing) > 1 else ""
+            advice = "download the model again or check its config"
+            raise ValueError(f"tensor {missing[0]} is missing in {self.place}{others}; {advice}")
+
     def to_write(self, spec: ModelSpec) -> Mapping[str, TensorSpec]:
         """The tensors that no file has in the form of the spec: they are to be written to a copy first."""
         return {name: tensor for name, tensor in spec.tensors.items() if not self._is_there(tensor)}
@@ -121,10 +129,8 @@ class Checkpoint:
         return stored
 
     def _find(self, name: str) -> StoredTensor | StoredMatrix:
-        known = name in self._tensors or name in self._matrices
-        found = [name] if known else self._by_bare_name.get(_bare_name(name), [])
-        if not found:
-            raise ValueError(f"tensor {name} is missing in {self.place}; download the model again or check its config")
+        self.require([name])
+        found = self._places(name)
         if len(found) > 1:
             names = " and ".join(found)
             raise ValueError(f"tensor {name} is not in {self.place}, and {names} could both be meant; rename one of them")
@@ -136,6 +142,11 @@ class Checkpoint:
                 f"tensor {name} in {tensor.file} has the dtype {tensor.dtype}; only {', '.join(FLOATS)} can be run"
             )
         return tensor
+
+    def _places(self, name: str) -> Sequence[str]:
+        """The names that the checkpoint may have for a tensor."""
+        known = name in self._tensors or name in self._matrices
+        return [name] if known else self._by_bare_name.get(_bare_name(name), [])
 
 
 def _bare_name(name: str) -> str:

@@ -7,6 +7,7 @@ go. So it is a key whose value is zero.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ class More(NamedTuple):
     def of_sink_scores(cls, sink_scores: Tensor, rows: int, tokens: int) -> More:
         """The sinks of so many queries, whose scores are (heads,)."""
         return cls(sink_scores.float().expand(rows, tokens, -1).contiguous(), None)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> More:
+        """What a function makes of both."""
+        return More(change(self.scores), None if self.values is None else change(self.values))
 
     def with_sink_scores(self, sink_scores: Tensor) -> More:
         """The same key and a sink, as one."""

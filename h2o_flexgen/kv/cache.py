@@ -201,15 +201,15 @@ class KVCache:
         scores = torch.full((rows, tokens, heads), -torch.inf, device=q.device)
         values = torch.zeros(rows, tokens, heads, dim, device=q.device)
         for prefix, own in now.groups:
-            of_prefix = self._of_prefix(prefix, q[own])
-            scores[own], values[own] = of_prefix.scores, of_prefix.values
+            scores[own], made = self._of_prefix(prefix, q[own])
+            assert made is not None, "a text has values"
+            values[own] = made
         return More(scores, values)
 
     def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
         (keys, values), codec = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.codec
         more = shared_attention(q.flatten(0, 1), Kept(keys, codec), Kept(values, codec))
-        assert more.values is not None, "a text has values"
-        return More(more.scores.view(q.shape[:3]), more.values.view(q.shape))
+        return more.each(lambda x: x.view(*q.shape[:3], *x.shape[3:]))
 
     def _copied(self, now: KVStep) -> tuple[Tensor, Tensor]:
         """The keys and values of the prefixes that rows share, for each of them. (rows, kv_heads, held, width) each"""

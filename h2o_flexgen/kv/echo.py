@@ -70,5 +70,4 @@ def _in_turn(now: KVStep, part: EchoPart, x: Tensor) -> Tensor:
 def _part(more: More | None, queries: slice, rows: Tensor | None = None) -> More | None:
     if more is None:
         return None
-    parts = (None if x is None else (x[:, queries] if rows is None else x[rows, queries]).contiguous() for x in more)
-    return More(*parts)
+    return more.each(lambda x: (x[:, queries] if rows is None else x[rows, queries]).contiguous())

@@ -8,13 +8,13 @@ everything on as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.models.base import Rotation
@@ -109,7 +109,7 @@ class LayerCache:
             _put(_by_head(all_q, kv_heads), heads, own.q)
             _put(_by_head(all_k, kv_heads), heads, own.k)
             if own.more is not None:
-                more = more or _more_like(own.more, q)
+                more = more or own.more.each(lambda x: x.new_empty(*q.shape[:3], *x.shape[3:]))
                 for whole, part in zip(more, own.more, strict=True):
                     if whole is not None and part is not None:
                         _put(_by_head(whole, kv_heads), heads, part)
@@ -126,7 +126,7 @@ class LayerCache:
         (q, k, v, more, worth), kv_heads = asked, asked.k.shape[2]
         out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
-            own_more = more and More(*(None if x is None else _picked(x, heads, kv_heads) for x in more))
+            own_more = more and more.each(partial(_picked, heads=heads, kv_heads=kv_heads))
             own_worth = None if worth is None else worth.index_select(1, heads)
             own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
             own = Asked(own_q, own_k, own_v, own_more, own_worth)
@@ -150,11 +150,6 @@ def _picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
 
 def _picked_sink_scores(sink_scores: Tensor | None, heads: Tensor, kv_heads: int) -> Tensor | None:
     return None if sink_scores is None else sink_scores.view(kv_heads, -1).index_select(0, heads).flatten()
-
-
-def _more_like(more: More, q: Tensor) -> More:
-    """Room for what all heads of the queries have, when some of them have such."""
-    return More(more.scores.new_empty(q.shape[:3]), None if more.values is None else more.values.new_empty(q.shape))
 
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:
