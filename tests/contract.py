@@ -80,6 +80,7 @@ STORED = (
     ("gpt-oss", "mxfp4", "group4", INT8),
     ("gpt-oss", "bfloat16", PLAIN, EXACT),
     ("gpt-oss", "float16", "group4", EXACT),
+    ("glm4-moe-air", "bfloat16", PLAIN, EXACT),
 )
 
 # plan options, one policy each, with budgets that tiny texts outgrow

@@ -15,8 +15,8 @@ LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads,
 
 def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
     """Groups `tensors`, given by their names in the checkpoint, by layer."""
-    dtype = getattr(torch, model.spec.dtype)
-    return [{name: tensors[spec.name].to(dtype) for name, spec in layer.tensors} for layer in model.spec.layers]
+    dtypes = {model.spec.itemsize: getattr(torch, model.spec.dtype), 4: torch.float32}
+    return [{name: tensors[spec.name].to(dtypes[spec.itemsize]) for name, spec in layer.tensors} for layer in model.spec.layers]
 
 
 @torch.inference_mode()

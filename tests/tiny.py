@@ -31,6 +31,15 @@ _GPT_OSS = {
     "rope_theta": 700.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **_YARN},
 }
+_GLM = {
+    **_LLAMA,
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "rope_theta": 500.0,
+    "num_nextn_predict_layers": 0,
+}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,6 +78,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("gpt_oss", {**_GPT_OSS, "sliding_window": 5}),
     "gpt-oss-far": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * BLOCKS}),
+    "glm4-moe": ("glm4_moe", {**_GLM, "n_shared_experts": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}),
+    "glm4-moe-air": ("glm4_moe", {**_GLM, "attention_bias": True, "norm_topk_prob": False, "partial_rotary_factor": 0.25}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",
@@ -98,7 +109,14 @@ def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = _middle(name) + _spread(name) * torch.randn(parameter.shape, generator=generator)
+    for _, buffer in _corrections(model):
+        buffer.data = 0.1 * torch.randn(buffer.shape, generator=generator)
     return model
+
+
+def _corrections(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What is learned and no parameter: how routers correct whom they choose."""
+    return ((name, one) for name, one in model.named_buffers() if name.endswith("e_score_correction_bias"))
 
 
 def _middle(name: str) -> float:
@@ -114,7 +132,7 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
-    return with_each_expert(named)
+    return with_each_expert({**named, **dict(_corrections(model))})
 
 
 def with_each_expert(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

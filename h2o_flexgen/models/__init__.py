@@ -35,6 +35,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "qwen2_moe": ("mixture", "MixtureOfExperts"),
     "qwen3_moe": ("mixture", "MixtureOfExperts"),
     "gpt_oss": ("gpt_oss", "GptOss"),
+    "glm4_moe": ("glm", "GlmMoe"),
     "gpt_neox": ("neox", "NeoX"),
 }
 

@@ -27,9 +27,10 @@ OPTIONAL = {
     "sliding_window": POSITIONS,
     "moe_intermediate_size": MOST_WIDTH,
     "shared_expert_intermediate_size": MOST_WIDTH,
+    "n_shared_experts": MOST_EXPERTS,
 }
 NONE_IF_ZERO = ("sliding_window",)
-EXPERTS, CHOSEN = ("num_experts", "num_local_experts"), "num_experts_per_tok"  # transformers reads either name
+EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
 BASE, SHARE, SMALL, LIMITS = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0), (0.0, 1e6)  # smallest and largest value
 NUMBERS = {
     "rope_theta": BASE,
@@ -38,6 +39,8 @@ NUMBERS = {
     "partial_rotary_factor": SHARE,
     "rms_norm_eps": SMALL,
     "layer_norm_eps": SMALL,
+    "routed_scaling_factor": LIMITS,
+    "first_k_dense_replace": LIMITS,
     "swiglu_limit": LIMITS,
     "swiglu_alpha": LIMITS,
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.models.base import HeadFunction, LayerFunction
 from h2o_flexgen.models.halves import InHalves
 
@@ -30,6 +31,7 @@ class Parameter:
     shape: tuple[int, ...]
     share: float = 0.0
     is_never_packed: bool = False
+    is_wide: bool = False  # float32 in every model
 
 
 Parameters = Mapping[str, Parameter]  # by their names inside the layer
@@ -56,6 +58,11 @@ def scores(name: str, heads: int) -> Parameters:
     return {name: Parameter((heads,))}
 
 
+def wide(name: str, width: int) -> Parameters:
+    """Values that lose their meaning in 16 bits."""
+    return {name: Parameter((width,), is_wide=True)}
+
+
 def table(name: str, rows: int, width: int) -> Parameters:
     return {f"{name}.weight": Parameter((rows, width))}
 
@@ -74,8 +81,9 @@ class Origin:
     stored_as: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str, parameter: Parameter) -> TensorSpec:
-        itemsize, stored_as = DTYPE_BYTES[self.dtype], self.stored_as.get(name, self.prefix + name)
-        return TensorSpec(stored_as, parameter.shape, itemsize, itemsize, is_never_packed=parameter.is_never_packed)
+        stored, stored_as = DTYPE_BYTES[self.dtype], self.stored_as.get(name, self.prefix + name)
+        itemsize = FLOAT_BYTES if parameter.is_wide else stored
+        return TensorSpec(stored_as, parameter.shape, itemsize, stored, is_never_packed=parameter.is_never_packed)
 
 
 def layer(function: LayerFunction | HeadFunction, parameters: Parameters, out_width: int, origin: Origin) -> LayerSpec:

@@ -119,7 +119,7 @@ class MixtureOfExperts(Llama):
 
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         width, mixture = config.hidden_size, self._mixture
-        if not _has_experts(config, origin.block or 0):
+        if not self.has_experts(config, origin.block or 0):
             return [self.mlp_layer(width, config.intermediate_size, origin)]
         slices = [*mixture.slices(width)] if sep_layer else [range(mixture.experts)]
         return [self._slice(width, own, own.stop == mixture.experts, origin) for own in slices]
@@ -137,6 +137,13 @@ class MixtureOfExperts(Llama):
         passing = self.states_of_expert * max(mixture.inner, mixture.shared) + handed_on + 3 * width * floats
         names = tuple(function.__name__ for function in functions)
         return replace(made, functions=names, visits=(MLP_VISIT,) * len(own), passing_width=passing, reads_back=True)
+
+    @staticmethod
+    def has_experts(config: Config, block: int) -> bool:
+        """Whether a block has experts; in Qwen's models some may have a single mlp."""
+        if block in (getattr(config, "mlp_only_layers", None) or ()):
+            return False
+        return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
 
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
@@ -157,7 +164,7 @@ class MixtureOfExperts(Llama):
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
         shares, experts = self.chosen(x, weights)
-        total = self._shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
+        total = self.through_shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
         return Routed(hidden, x, total, shares, experts.int()).joined
 
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -168,7 +175,7 @@ class MixtureOfExperts(Llama):
             shares /= shares.sum(dim=-1, keepdim=True)
         return shares, experts
 
-    def _shared(self, x: Tensor, weights: Weights) -> Tensor:
+    def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
         """What comes of the mlp that all tokens pass through."""
         gate = ops.linear(x, weights, SHARED_GATE).float().sigmoid_()
         return self.gated(x, weights, SHARED).float().mul_(gate)
@@ -192,13 +199,6 @@ class MixtureOfExperts(Llama):
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         state = Routed.of(joined, self.spec.width, self._mixture.chosen)
         return state.hidden + state.total.to(joined.dtype)
-
-
-def _has_experts(config: Config, block: int) -> bool:
-    """Whether a block has experts; in Qwen's models some may have a single mlp."""
-    if block in (getattr(config, "mlp_only_layers", None) or ()):
-        return False
-    return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
 
 
 def _places(experts: Tensor, own: Sequence[int]) -> tuple[Tensor, ...]:

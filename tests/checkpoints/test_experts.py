@@ -18,7 +18,7 @@ from tests.contract import Case, Checkpoints, generate_with
 from tests.refusals import one_line
 from tests.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
 
-OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss")
+OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")
 
 
 def save_as_held(kind: str, folder: Path) -> None:

@@ -243,6 +243,7 @@ PUBLISHED = {
     "mistralai/Mistral-7B-v0.3": 7.25e9,
     "openai/gpt-oss-20b": 20.9e9,
     "openai/gpt-oss-120b": 116.8e9,
+    "zai-org/GLM-4.5-Air": 106e9,
 }
 
 
