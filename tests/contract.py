@@ -78,6 +78,11 @@ STORED = (
     ("qwen3", "mxfp8", "group4", EXACT),
     ("opt", "compressed-fp8", PLAIN, EXACT),
     ("mistral", "mxfp4" + WITH_HEAD, PLAIN, INT8),
+    ("gpt-oss", "mxfp4", PLAIN, EXACT),
+    ("gpt-oss", "mxfp4", "group4", INT8),
+    ("gpt-oss", "bfloat16", PLAIN, EXACT),
+    ("gpt-oss", "float16", "group4", EXACT),
+    ("glm4-moe-air", "bfloat16", PLAIN, EXACT),
 )
 
 # plan options, one policy each, with budgets that tiny texts outgrow
@@ -371,7 +376,8 @@ def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tenso
                 file.seek(place.offset)
                 data[start : start + place.nbytes] = torch.frombuffer(bytearray(file.read(place.nbytes)), dtype=torch.uint8)
     if isinstance(found, StoredTensor):
-        return data, data.view(getattr(torch, found.dtype)).view(tensor.shape)
+        values = data.view(getattr(torch, found.dtype))
+        return data, values.view(tensor.shape[::-1]).T.contiguous() if found.is_turned else values.view(tensor.shape)
     return data, decoded_with(stored.codec, data, tensor.shape, torch.float32)
 
 

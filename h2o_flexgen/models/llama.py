@@ -28,9 +28,10 @@ class Traits:
     whole_norm: bool = False  # all heads of a query, and of a key, are normalised at once
     windows: tuple[int | None, ...] | None = None  # of each layer, the tokens that a token sees; None: all that are before it
     clip: float | None = None  # queries, keys and values are no larger
+    sinks: bool = False  # each query head has a score beside those of keys
 
 
-SLIDING = "sliding_attention"
+SLIDING, SINKS = "sliding_attention", "self_attn.sinks"
 
 TRAITS: Mapping[str, Callable[[Config], Traits]] = {
     "llama": lambda config: Traits(config.attention_bias, config.attention_bias, config.mlp_bias),
@@ -99,7 +100,7 @@ class Llama(InHalves):
             q, k = halves_apart(q), halves_apart(k)
         if self._traits.head_norm:
             q, k = self._normed(q, k, weights)
-        return given.attend(q, k, v, self._rotary, x)
+        return given.attend(q, k, v, self._rotary, x, ops.plain(weights, SINKS))
 
     def _normed(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         return (
@@ -130,7 +131,7 @@ class Llama(InHalves):
         width, heads = config.hidden_size, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or width // heads
-        attention = _attention_parameters(width, heads * head_dim, kv_heads * head_dim, head_dim, self._traits)
+        attention = _attention_parameters(width, heads, kv_heads, head_dim, self._traits)
 
         def parts(index: int) -> Sequence[LayerSpec]:
             origin = Origin(dtype, f"model.layers.{index}.", index)
@@ -144,7 +145,7 @@ class Llama(InHalves):
         logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
         head = layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
-        own = {"kv_heads": kv_heads, "head_dim": head_dim}
+        own = {"kv_heads": kv_heads, "head_dim": head_dim, "sink_scores": self._traits.sinks}
         return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
 
     def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
@@ -168,8 +169,9 @@ def windows_of(config: Config, dense: int | None = None) -> tuple[int | None, ..
 
 
 def _attention_parameters(
-    width: int, q_width: int, kv_width: int, head_dim: int, traits: Traits
+    width: int, heads: int, kv_heads: int, head_dim: int, traits: Traits
 ) -> tuple[Parameters, Parameters]:
+    q_width, kv_width = heads * head_dim, kv_heads * head_dim
     widths = {"q": q_width, "k": kv_width} if traits.whole_norm else dict.fromkeys("qk", head_dim) if traits.head_norm else {}
     norms = [layout.norm(f"self_attn.{part}_norm", own, bias=False) for part, own in widths.items()]
     before = layout.joined(
@@ -178,5 +180,6 @@ def _attention_parameters(
         layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
         layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
         *norms,
+        layout.scores(SINKS, heads) if traits.sinks else {},
     )
     return before, layout.linear("self_attn.o_proj", width, q_width, traits.out_bias)

@@ -100,8 +100,10 @@ class Routed(NamedTuple):
 class MixtureOfExperts(Llama):
     """LLaMA's relatives with experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
+    states_of_expert = MLP_STATES  # of its inner width, at once
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
-        self._mixture = MIXTURES[config.model_type](config)
+        self._mixture = self.mixture_of(config)
         super().__init__(config, dtype, sep_layer, name)
         self._names = [GatedMlp.of(f"mlp.experts.{number}") for number in range(self._mixture.experts)]
 
@@ -109,11 +111,15 @@ class MixtureOfExperts(Llama):
     def traits_of(config: Config) -> Traits:
         return TRAITS_OF_MIXTURES[config.model_type](config)
 
+    @staticmethod
+    def mixture_of(config: Config) -> Mixture:
+        return MIXTURES[config.model_type](config)
+
     # -- its layers --------------------------------------------------------------------------------------------------------
 
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         width, mixture = config.hidden_size, self._mixture
-        if not _has_experts(config, origin.block or 0):
+        if not self.has_experts(config, origin.block or 0):
             return [self.mlp_layer(width, config.intermediate_size, origin)]
         slices = [*mixture.slices(width)] if sep_layer else [range(mixture.experts)]
         return [self._slice(width, own, own.stop == mixture.experts, origin) for own in slices]
@@ -121,18 +127,30 @@ class MixtureOfExperts(Llama):
     def _slice(self, width: int, own: range, is_last: bool, origin: Origin) -> LayerSpec:
         """The layer of some experts. The first also routes, and the last adds the sum to the hidden states."""
         mixture, is_first = self._mixture, own.start == 0
-        experts = (GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, share=mixture.share) for number in own)
-        parameters = layout.joined(*([self._routing(width)] if is_first else []), *experts)
+        experts = (self.expert(number, width) for number in own)
+        parameters = layout.joined(*([self.routing(width)] if is_first else []), *experts)
         handed_on = Routed.width(width, mixture.chosen, origin.dtype)
         functions = [MixtureOfExperts.routed] * is_first + [MixtureOfExperts.given_to_experts]
         functions += [MixtureOfExperts.with_total] * is_last
         made = layout.layer(functions[0], parameters, width if is_last else handed_on, origin)
         floats = FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
-        passing = MLP_STATES * max(mixture.inner, mixture.shared) + handed_on + 3 * width * floats
+        passing = self.states_of_expert * max(mixture.inner, mixture.shared) + handed_on + 3 * width * floats
         names = tuple(function.__name__ for function in functions)
         return replace(made, functions=names, visits=(MLP_VISIT,) * len(own), passing_width=passing, reads_back=True)
 
-    def _routing(self, width: int) -> layout.Parameters:
+    @staticmethod
+    def has_experts(config: Config, block: int) -> bool:
+        """Whether a block has experts; in Qwen's models some may have a single mlp."""
+        if block in (getattr(config, "mlp_only_layers", None) or ()):
+            return False
+        return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+
+    def expert(self, number: int, width: int) -> layout.Parameters:
+        mixture = self._mixture
+        return GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, share=mixture.share)
+
+    def routing(self, width: int) -> layout.Parameters:
+        """What stands before the experts."""
         mixture = self._mixture
         norm = layout.norm("post_attention_layernorm", width, bias=False)
         router = layout.router(ROUTER, mixture.experts, width)
@@ -144,16 +162,20 @@ class MixtureOfExperts(Llama):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        """Chooses experts for each token."""
         x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
+        shares, experts = self.chosen(x, weights)
+        total = self.through_shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
+        return Routed(hidden, x, total, shares, experts.int()).joined
+
+    def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Chooses experts for each token: their weights, in fp32, and their numbers. (rows, tokens, chosen) each"""
         likely = functional.softmax(ops.linear(x, weights, ROUTER), dim=-1, dtype=torch.float32)
         shares, experts = likely.topk(self._mixture.chosen, dim=-1)
         if self._mixture.sums_to_one:
             shares /= shares.sum(dim=-1, keepdim=True)
-        total = self._shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
-        return Routed(hidden, x, total, shares, experts.int()).joined
+        return shares, experts
 
-    def _shared(self, x: Tensor, weights: Weights) -> Tensor:
+    def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
         """What comes of the mlp that all tokens pass through."""
         gate = ops.linear(x, weights, SHARED_GATE).float().sigmoid_()
         return self.gated(x, weights, SHARED).float().mul_(gate)
@@ -162,25 +184,21 @@ class MixtureOfExperts(Llama):
         """Adds what these experts make of the tokens that they were given."""
         chosen, out = self._mixture.chosen, joined.clone()
         state = Routed.of(out.flatten(0, -2), self.spec.width, chosen)
-        own = [number for number, names in enumerate(self._names) if f"{names.gate}.weight" in weights]
+        own = [number for number, names in enumerate(self._names) if f"{names.down}.weight" in weights]
         for number, places in zip(own, _places(state.experts, own)):
             if len(places):
                 tokens = places.div(chosen, rounding_mode="floor")
-                made = self.gated(state.normed[tokens], weights, self._names[number]).float()
+                made = self.through_expert(state.normed[tokens], weights, number).float()
                 made *= state.weights.flatten()[places, None]
                 state.total.index_add_(0, tokens, made)  # each token once
         return out
 
+    def through_expert(self, x: Tensor, weights: Weights, number: int) -> Tensor:
+        return self.gated(x, weights, self._names[number])
+
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         state = Routed.of(joined, self.spec.width, self._mixture.chosen)
         return state.hidden + state.total.to(joined.dtype)
-
-
-def _has_experts(config: Config, block: int) -> bool:
-    """Whether a block has experts; in Qwen's models some may have a single mlp."""
-    if block in (getattr(config, "mlp_only_layers", None) or ()):
-        return False
-    return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
 
 
 def _places(experts: Tensor, own: Sequence[int]) -> tuple[Tensor, ...]:

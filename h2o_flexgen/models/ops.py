@@ -28,27 +28,28 @@ def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
     """Products of the same rows, which are made ready for them only once. Each is computed when it is asked for."""
     factor = Factor(x)
     for name in names:
-        matrix, bias = weights[f"{name}.weight"], _plain(weights, f"{name}.bias")
+        matrix, bias = weights[f"{name}.weight"], plain(weights, f"{name}.bias")
         yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
 
 
 def embedding(rows: Tensor, weights: Weights, name: str) -> Tensor:
-    table = _plain(weights, f"{name}.weight")
+    table = plain(weights, f"{name}.weight")
     assert table is not None, name
     return functional.embedding(rows, table)
 
 
 def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], _plain(weights, f"{name}.weight"), _plain(weights, f"{name}.bias"), eps)
+    return functional.layer_norm(x, x.shape[-1:], plain(weights, f"{name}.weight"), plain(weights, f"{name}.bias"), eps)
 
 
 def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
-    weight = _plain(weights, f"{name}.weight")
+    weight = plain(weights, f"{name}.weight")
     assert weight is not None, name
     return operations.rms_norm(x, weight, eps)
 
 
-def _plain(weights: Weights, name: str) -> Tensor | None:
+def plain(weights: Weights, name: str) -> Tensor | None:
+    """A tensor that is none of those that rows are multiplied with, if the layer has it."""
     found = weights.get(name)
     assert found is None or isinstance(found, Tensor), name
     return found

@@ -117,7 +117,7 @@ def _prompt_attention_bytes(at: Heads, site: Site) -> int:
     threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
     room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at)
     room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
-    room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads)
+    room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads) + _sink_bytes(at, tokens, threads)
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
         room += tokens * spec.kv_bytes_per_slot + min(encoding, 4 * tokens * spec.kv_decoded_bytes_per_slot)
@@ -198,6 +198,15 @@ def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> in
         return each + FLOAT_BYTES * PromptRoom.of_shared(spec.head_dim).end * threads
     scored = FLOAT_BYTES * tokens * spec.heads * (max(longest, batch.prompt_len) + 1)
     return each + 4 * min(SCORED_BYTES, scored) + 2 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
+
+
+def _sink_bytes(at: Heads, tokens: int, threads: int) -> int:
+    """Bytes for one more key of each query, as it is and in its place; torch scores such queries by itself."""
+    (spec, _, occupancy), batch = at, at.occupancy.batch
+    if not spec.sink_scores:
+        return 0
+    scored = FLOAT_BYTES * batch.size * spec.heads * _attended(occupancy) * batch.prompt_len
+    return 2 * FLOAT_BYTES * tokens * spec.heads + (0 if threads else 4 * min(SCORED_BYTES, scored))
 
 
 def _choosing_bytes(at: Heads, threads: int) -> int:

@@ -23,6 +23,7 @@ from h2o_flexgen.core.layout import decoded_bytes, part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
@@ -64,8 +65,12 @@ class WeightStore:
     def _on(self, *tiers: str) -> list[TensorSpec]:
         return [tensor for tensor in self._spec.tensors.values() if self._tiers[tensor.name] in tiers]
 
+    def _type_of(self, tensor: TensorSpec) -> torch.dtype:
+        """The type of a plain tensor's values: some have 32 bits in any model."""
+        return torch.float32 if tensor.itemsize == FLOAT_BYTES else self._dtype
+
     def _layout(self, tensors: Iterable[TensorSpec]) -> Layout:
-        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype, tensor.codec) for tensor in tensors})
+        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._type_of(tensor), tensor.codec) for tensor in tensors})
 
     def _check_stored(self) -> None:
         """Checks what every step reads, once and before anything is computed: a step reads parts of tensors, and if damage were
@@ -97,7 +102,8 @@ class WeightStore:
 
     def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Places) -> None:
         """Brings the codec's bytes of one tensor to the host."""
-        is_there = source.fill(tensor, out.view(self._dtype).view(tensor.shape) if tensor.codec == PLAIN else out)
+        values = out.view(self._type_of(tensor)).view(tensor.shape) if tensor.codec == PLAIN else out
+        is_there = source.fill(tensor, values)
         if not is_there:
             segments = located()[tensor.name].segments
             pieces = ((segment, self._piece(tensor, segment, out, 0)) for segment in segments)
@@ -108,9 +114,9 @@ class WeightStore:
         may have another type there."""
         stored = segment.stored
         if tensor.codec == PLAIN:
-            dtype = DTYPES[stored.dtype]
-            before = start // self._dtype.itemsize * dtype.itemsize
-            return Piece(stored.file, stored.offset + before, out.view(self._dtype), dtype)
+            dtype, own = DTYPES[stored.dtype], self._type_of(tensor)
+            before = start // own.itemsize * dtype.itemsize
+            return Piece(stored.file, stored.offset + before, out.view(own), dtype)
         first, behind = max(start, segment.start), min(start + len(out), segment.start + stored.nbytes)
         if first >= behind:
             return None
