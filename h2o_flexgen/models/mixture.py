@@ -28,6 +28,7 @@ from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, windows_of
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
 MOST_TOGETHER = 1.5  # so many times as many rows as there are tokens are computed at once by the experts of a slice
+VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
 ROUTER, SHARED_GATE = "mlp.gate", "mlp.shared_expert_gate"
 SHARED = GatedMlp.of("mlp.shared_expert")
 
@@ -138,7 +139,9 @@ class MixtureOfExperts(Llama):
         floats = FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
         passing = ceil(MOST_TOGETHER * MLP_STATES * max(mixture.inner, mixture.shared)) + handed_on + 3 * width * floats
         names = tuple(function.__name__ for function in functions)
-        return replace(made, functions=names, visits=(MLP_VISIT,) * len(own), passing_width=passing, reads_back=True)
+        part = f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}"
+        visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
+        return replace(made, functions=names, part=part, visits=visits, passing_width=passing, reads_back=True)
 
     def _routing(self, width: int) -> layout.Parameters:
         mixture = self._mixture
