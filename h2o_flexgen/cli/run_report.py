@@ -81,7 +81,7 @@ class Outcome:
         if files.log is not None:
             append_log(self._log_name() if isinstance(files.log, NamedByPlan) else files.log, summary)
         if files.trace is not None:
-            self.stats.last_block.trace.write_chrome(files.trace)
+            self.stats.last_block.trace.write_chrome(files.trace, [layer.title for layer in self.job.llm.spec.layers])
         if files.timeline is not None:
             self._draw_timeline(files.timeline)
 

@@ -133,6 +133,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
     behind = {name for part in parts[attends + 1 :] for name, _ in part.tensors}.union(*(part.behind for part in parts))
     return replace(
         parts[-1],
+        part=parts[-1].part if len(parts) == 1 else "",
         halves=next((part.halves for part in parts if part.halves), ()),
         behind=frozenset(behind),
         functions=tuple(name for part in parts for name in part.functions),
