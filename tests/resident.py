@@ -263,7 +263,7 @@ def _through_layers(
     tokens: Tensor,
     at_once: int = Plan.prefill_tokens,
 ) -> Tensor:
-    """The hidden states behind all layers; a prompt of more tokens than are computed at once goes piece by piece through each."""
+    """The hidden states behind all layers. A prompt of more tokens than are computed at once goes through each in pieces."""
     hidden, pieces = tokens, now[0].pieces(at_once) or (slice(None),)
     for layer, spec in enumerate(model.spec.layers[:-1]):
         attend = (partial(caches[layer].attend, now),) if spec.has_kv else ()

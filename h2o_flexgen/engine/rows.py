@@ -30,8 +30,8 @@ OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a cop
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts, of the longest one piece after
-    the other. Or a prefix that rows share, as one row that has no seat."""
+    """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts; or one piece by piece. Or a
+    prefix that rows share, as one row that has no seat."""
 
     rows: slice
     levels: tuple[KVStep, ...]  # the step as each level of KV heads has it

@@ -82,8 +82,8 @@ class KVCache:
     def attend(
         self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
     ) -> Tensor:
-        """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend. A prompt
-        may come in pieces, one call for each."""
+        """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend. One
+        prompt may come in pieces, with a call for each."""
         if now.is_prefill:
             return self._prefill(now, q, k, v, rotation, x)
         return self._decode(now, q, k, v, rotation, x)
@@ -131,9 +131,7 @@ class KVCache:
         self._enforce_budget(now, scores, written, old, got)
         return out
 
-    def _read_piece(
-        self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None
-    ) -> Tensor:
+    def _read_piece(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
         """The same for the next tokens of one row's prompt; the budget is enforced behind the last of them."""
         scores = self.living(1).scores
         if self._reading is None or self._reading.now is not now:  # another one was broken off
