@@ -204,6 +204,20 @@ def test_the_resident_loop_equals_the_reference_that_shares_no_code_with_the_cac
     torch.testing.assert_close(torch.stack(resident), torch.stack(logits), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2-near", "mixtral"])
+def test_a_prompt_in_pieces_gives_what_it_gives_at_once(
+    kind: str, policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints
+) -> None:
+    """So what is kept is chosen by all of the prompt, and not piece by piece."""
+    at_once = Case(kind, lengths=(13, 4, 19), gen_len=6, policy=policy)
+    expected, *others = (
+        torch.stack(checkpoints.resident_logits(replace(at_once, prefill_tokens=most), range(3))) for most in (1024, 5, 1)
+    )
+    for found in others:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
 def test_the_layout_of_a_cache_changes_no_token_of_the_resident_loop(checkpoints: Checkpoints) -> None:
     model, weights = checkpoints.model("llama-gqa", "float32", "float32")
     prompts = Case(lengths=RAGGED).prompts
