@@ -50,7 +50,7 @@ CHOICES = {
         "neox-sequential",
         "qwen2-wordy",
         *MIXTURES,
-        "qwen2-near",
+        "gemma3",
     ),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
@@ -139,6 +139,19 @@ def test_a_window_in_every_layer(values: dict[str, Any], checkpoints: Checkpoint
     hold_contract(Case("mistral-near", lengths=MANY, **values), checkpoints, offload)
 
 
+OTHERS = "phi3", "phi3-near", "gemma3-capped", "qwen2-near"  # relatives of kinds that are held to every pair of choices
+
+
+@pytest.mark.parametrize(("kind", "percent"), [*zip(OTHERS, (MIXES[3], MIXES[2], MIXES[4], MIXES[5]))])
+def test_relatives_of_other_kinds(
+    kind: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    evicting = POLICIES[0 if kind == "phi3-near" else 1]  # texts are longer than its windows
+    packed = {"weight_codec": "group4", "kv_codec": "group4", "sep_layer": False, "prefill_tokens": 5}
+    for plan in ({"policy": evicting}, packed):
+        hold_contract(Case(kind, percent, MANY, gpu_batch_size=3, device=any_device, **plan), checkpoints, offload)
+
+
 def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
 
@@ -181,7 +194,10 @@ def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, 
 
 @pytest.mark.parametrize(
     ("kind", "stored"),
-    [*((kind, "float32") for kind in CHOICES["kind"]), *dict.fromkeys((kind, stored) for kind, stored, *_ in STORED)],
+    [
+        *((kind, "float32") for kind in (*CHOICES["kind"], *OTHERS)),
+        *dict.fromkeys((kind, stored) for kind, stored, *_ in STORED),
+    ],
 )
 def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, stored: str, checkpoints: Checkpoints) -> None:
     """Transformers computes with what the writer of a form says that its bytes mean."""

@@ -48,6 +48,14 @@ def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
     return operations.rms_norm(x, weight, eps)
 
 
+def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
+    """The same where a weight says what is added to one. In 16 bits, one and a weight are not added before they are widened."""
+    weight = _plain(weights, f"{name}.weight")
+    assert weight is not None, name
+    normed = operations.rms_norm(x.float(), weight.float() + 1.0, eps)
+    return normed.to(x.dtype)
+
+
 def _plain(weights: Weights, name: str) -> Tensor | None:
     found = weights.get(name)
     assert found is None or isinstance(found, Tensor), name
