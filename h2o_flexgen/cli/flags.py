@@ -363,7 +363,7 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     beside = "with a GPU: in decode, KV in CPU memory and on disk is attended by the CPU, and does not cross the link"
     group.add("--cpu-cache-compute", "--cpu", dest="attend_on", action="store_const", const=HOST, help=beside)
-    at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
+    at_once = "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces"
     group.value("--prefill-tokens", "N", at_once, TOKENS, Plan.prefill_tokens)
     packed = "matrices, embedding and head too, take 4 bits a value (or 8); packed once, into a cache (default: as they are)"
     kept = "keys and values take 4 bits (or 8), head by head (default: as they are)"

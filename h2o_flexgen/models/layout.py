@@ -105,7 +105,8 @@ def embedding(function: LayerFunction, tokens: Parameters, others: Parameters, o
 def attention(before: Parameters, behind: Parameters, out_width: int, origin: Origin, window: int | None = None) -> LayerSpec:
     """The attention of an architecture in halves; the parameters `behind` are used when all is attended."""
     whole = layer(InHalves.attention, joined(before, behind), out_width, origin)
-    halves = tuple(function.__name__ for function in (InHalves.before_attended, InHalves.behind_attended))
+    functions = InHalves.attention, InHalves.before_attended, InHalves.behind_attended
+    halves = tuple(function.__name__ for function in functions)
     return replace(whole, has_kv=True, window=window, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
 
 

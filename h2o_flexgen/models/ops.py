@@ -65,6 +65,14 @@ def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
     return operations.rms_norm(x, weight, eps)
 
 
+def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
+    """The same where a weight says what is added to one. In 16 bits, one and a weight are not added before they are widened."""
+    weight = plain(weights, f"{name}.weight")
+    assert weight is not None, name
+    normed = operations.rms_norm(x.float(), weight.float() + 1.0, eps)
+    return normed.to(x.dtype)
+
+
 def plain(weights: Weights, name: str) -> Tensor | None:
     """A tensor that is none of those that rows are multiplied with, if the layer has it."""
     found = weights.get(name)

@@ -65,7 +65,7 @@ class Plan:
     weights: Shares = ALL_DEVICE
     kv: Shares = ALL_DEVICE
     hidden: Shares = ALL_DEVICE
-    prefill_tokens: int = 1024  # tokens of prompts that are computed at once, unless a single prompt is longer
+    prefill_tokens: int = 1024  # tokens of prompts that are computed at once; a longer prompt is computed in pieces
     slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
     attend_on: str = DEVICE  # or HOST: in decode, KV in host memory is attended there and does not cross the link
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
