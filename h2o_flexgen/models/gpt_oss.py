@@ -63,10 +63,10 @@ class GptOss(MixtureOfExperts):
         of_both, of_down = zip(*map(_names, asked.experts))
         (both,) = ops.linears_of_each(x, asked.counts, weights, of_both)
         gate, up = halves_apart(both).chunk(2, dim=-1)
-        gate.clamp_(max=self._limit)
-        up.clamp_(-self._limit, self._limit).add_(1.0)
-        (down,) = ops.linears_of_each((gate * self._alpha).sigmoid_().mul_(gate).mul_(up), asked.counts, weights, of_down)
-        return down
+        # gate * sigmoid(alpha * gate) * (up + 1) is silu of alpha times the gate, times the rest
+        gate = gate.clamp(max=self._limit).mul_(self._alpha)
+        up = up.clamp(-self._limit, self._limit).add_(1.0).div_(self._alpha)
+        return self.down_from(gate, up, asked, weights, of_down)
 
 
 def _names(number: int) -> tuple[str, str]:

@@ -208,7 +208,14 @@ class MixtureOfExperts(Llama):
         """What some experts make of their rows, which follow each other."""
         names = [self._names[number] for number in asked.experts]
         gate, up = ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
-        (down,) = ops.linears_of_each(self._gating(gate, up), asked.counts, weights, [own.down for own in names])
+        return self.down_from(gate, up, asked, weights, [own.down for own in names])
+
+    def down_from(self, gate: Tensor, up: Tensor, asked: Asked, weights: Weights, names: Sequence[str]) -> Tensor:
+        """The last product of each expert. Torch rounds values at the end of a tensor otherwise than those before them, so what
+        is done to one expert's rows is done to them alone: whom they are computed beside makes no difference."""
+        for own, other in zip(gate.split(asked.counts), up.split(asked.counts)):
+            own.copy_(self._gating(own, other))  # nothing to copy where it was overwritten
+        (down,) = ops.linears_of_each(gate, asked.counts, weights, names)
         return down
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
