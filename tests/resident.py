@@ -66,7 +66,7 @@ def resident_generate(
     capacities = [occupancy.capacity for occupancy in each]
     caches = _caches(model, levels, len(prompts), capacities, by_token, device, kv_codec)
     parts = [
-        _last_of_prompts(model, weights, caches, levels, part, prompts, steps, capacities, device)
+        _last_of_prompts(model, weights, caches, levels, part, prompts, steps, capacities, device, prefill_tokens)
         for part in batch.parts(prefill_tokens)
     ]
     attended = caches | {layer: caches[layer].beside() for number, layer in enumerate(model.spec.kv_layers) if number in beside}
@@ -182,13 +182,14 @@ def _last_of_prompts(
     steps: int,
     capacities: Sequence[int],
     device: torch.device,
+    at_once: int,
 ) -> Tensor:
     own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
     padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
     slots = [level.policy.occupancy(part, steps).at(0) for level in levels]
     now = _now(slots, capacities, device, within=part.echoes_within)
     tokens = [text if part.echoes_within is None else text + text for text in padded]
-    hidden = _through_layers(model, weights, own, now, torch.tensor(tokens, device=device))
+    hidden = _through_layers(model, weights, own, now, torch.tensor(tokens, device=device), at_once)
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
 
@@ -220,7 +221,7 @@ def resident_talk(
                 within = None if step else _echoes_within(model, levels)
                 now = _now([occupancy.at(step) for occupancy in each], capacities, device, within=within)
                 tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
-                hidden = _through_layers(model, weights, caches, now, tokens)
+                hidden = _through_layers(model, weights, caches, now, tokens, chunk)
                 if not new:
                     made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
                     piece = [int(made[-1].argmax())]
@@ -268,13 +269,20 @@ def resident_behind(
 
 
 def _through_layers(
-    model: Model, weights: Sequence[Weights], caches: Mapping[int, _Layer], now: Sequence[KVStep], tokens: Tensor
+    model: Model,
+    weights: Sequence[Weights],
+    caches: Mapping[int, _Layer],
+    now: Sequence[KVStep],
+    tokens: Tensor,
+    at_once: int = Plan.prefill_tokens,
 ) -> Tensor:
-    hidden = tokens
+    """The hidden states behind all layers. A prompt of more tokens than are computed at once goes through each in pieces."""
+    hidden, pieces = tokens, now[0].pieces(at_once) or (slice(None),)
     for layer, spec in enumerate(model.spec.layers[:-1]):
-        places = now[0].text_positions
-        given = Given(places, partial(caches[layer].attend, now)) if spec.has_kv else Given(places)
-        hidden = computed(model, spec, hidden, weights[layer], given)
+        attend = (partial(caches[layer].attend, now),) if spec.has_kv else ()
+        given = (Given(now[0].text_positions[:, piece], *attend) for piece in pieces)
+        each = [computed(model, spec, hidden[:, piece], weights[layer], own) for piece, own in zip(pieces, given)]
+        hidden = torch.cat(each, dim=1)
     return hidden
 
 

@@ -50,7 +50,7 @@ CHOICES = {
         "neox-sequential",
         "qwen2-wordy",
         *MIXTURES,
-        "qwen2-near",
+        "gemma3",
     ),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
@@ -139,6 +139,19 @@ def test_a_window_in_every_layer(values: dict[str, Any], checkpoints: Checkpoint
     hold_contract(Case("mistral-near", lengths=MANY, **values), checkpoints, offload)
 
 
+OTHERS = "phi3", "phi3-near", "gemma3-capped", "qwen2-near"  # relatives of kinds that are held to every pair of choices
+
+
+@pytest.mark.parametrize(("kind", "percent"), [*zip(OTHERS, (MIXES[3], MIXES[2], MIXES[4], MIXES[5]))])
+def test_relatives_of_other_kinds(
+    kind: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    evicting = POLICIES[0 if kind == "phi3-near" else 1]  # texts are longer than its windows
+    packed = {"weight_codec": "group4", "kv_codec": "group4", "sep_layer": False, "prefill_tokens": 5}
+    for plan in ({"policy": evicting}, packed):
+        hold_contract(Case(kind, percent, MANY, gpu_batch_size=3, device=any_device, **plan), checkpoints, offload)
+
+
 def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
 
@@ -181,7 +194,10 @@ def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, 
 
 @pytest.mark.parametrize(
     ("kind", "stored"),
-    [*((kind, "float32") for kind in CHOICES["kind"]), *dict.fromkeys((kind, stored) for kind, stored, *_ in STORED)],
+    [
+        *((kind, "float32") for kind in (*CHOICES["kind"], *OTHERS)),
+        *dict.fromkeys((kind, stored) for kind, stored, *_ in STORED),
+    ],
 )
 def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, stored: str, checkpoints: Checkpoints) -> None:
     """Transformers computes with what the writer of a form says that its bytes mean."""
@@ -202,6 +218,20 @@ def test_the_resident_loop_equals_the_reference_that_shares_no_code_with_the_cac
     resident = checkpoints.resident_logits(case, range(len(RAGGED)))
     assert torch.stack(resident).argmax(-1).T.tolist() == tokens
     torch.testing.assert_close(torch.stack(resident), torch.stack(logits), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2-near", "mixtral"])
+def test_a_prompt_in_pieces_gives_what_it_gives_at_once(
+    kind: str, policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints
+) -> None:
+    """So what is kept is chosen by all of the prompt, and not piece by piece."""
+    at_once = Case(kind, lengths=(13, 4, 19), gen_len=6, policy=policy)
+    expected, *others = (
+        torch.stack(checkpoints.resident_logits(replace(at_once, prefill_tokens=most), range(3))) for most in (1024, 5, 1)
+    )
+    for found in others:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_the_layout_of_a_cache_changes_no_token_of_the_resident_loop(checkpoints: Checkpoints) -> None:

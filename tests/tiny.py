@@ -40,6 +40,25 @@ _GLM = {
     "rope_theta": 500.0,
     "num_nextn_predict_layers": 0,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 400.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.1, 1.9],
+    "long_factor": [2.0, 7.0],
+}
+_GEMMA = {
+    **_LLAMA,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 900.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    },
+    "tie_word_embeddings": True,
+}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +87,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True, "rope_theta": 1000.0}),
     "qwen2-wordy": ("qwen2", {**_LLAMA, "vocab_size": 1100, "tie_word_embeddings": True}),  # the table outweighs the layers
     "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),
+    "phi3": ("phi3", {**_LLAMA, "original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
+    "phi3-near": ("phi3", {**_LLAMA, "sliding_window": 6, "rope_theta": 300.0}),
+    "gemma3": ("gemma3_text", _GEMMA),
+    "gemma3-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
     "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "olmoe": ("olmoe", {**_LLAMA, "intermediate_size": 24, "num_experts": 9, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
@@ -107,8 +130,10 @@ def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model in fp32. Every parameter is random, norms and biases too, so that none can be forgotten unnoticed."""
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().eval()
     generator = torch.Generator().manual_seed(seed)
+    counts_from_one = model.config.model_type.startswith("gemma")  # the weights of norms
     for name, parameter in model.named_parameters():
-        parameter.data = _middle(name) + _spread(name) * torch.randn(parameter.shape, generator=generator)
+        middle = 0.0 if counts_from_one else _middle(name)
+        parameter.data = middle + _spread(name) * torch.randn(parameter.shape, generator=generator)
     for _, buffer in _corrections(model):
         buffer.data = 0.1 * torch.randn(buffer.shape, generator=generator)
     return model

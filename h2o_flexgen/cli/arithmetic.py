@@ -27,8 +27,8 @@ class Arithmetic:
     @classmethod
     def of(cls, planned: WorkloadPlan, processor: Processor | None) -> Arithmetic:
         """The arithmetic of the largest block."""
-        batch = planned.blocks.first.block.batches[0]
-        most = max(one.readings * one.size * one.prompt_len for one in batch.parts(planned.plan.prefill_tokens))
+        batch, at_once = planned.blocks.first.block.batches[0], planned.plan.prefill_tokens
+        most = max(min(at_once, one.readings * one.size * one.prompt_len) for one in batch.parts(at_once))
         return cls(planned.plan, planned.spec.dtype, processor, batch.size, most, planned.spec.forms)
 
     # -- what products are made in ---------------------------------------------------------------------------------------

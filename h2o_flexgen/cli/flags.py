@@ -358,12 +358,12 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     )
     group.switch("--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
     group.switch("--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
-    captured = f"where all data stay on a GPU, its decode steps are captured and replayed; {ON}: or it is an error"
+    captured = f"where KV and activations stay on a GPU, decode steps are captured and replayed; {ON}: or it is an error"
     group.add(GRAPHS_FLAG, dest="graphs", default=Plan.graphs, choices=GRAPHS, help=captured)
     group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     beside = "with a GPU: in decode, KV in CPU memory and on disk is attended by the CPU, and does not cross the link"
     group.add("--cpu-cache-compute", "--cpu", dest="attend_on", action="store_const", const=HOST, help=beside)
-    at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
+    at_once = "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces"
     group.value("--prefill-tokens", "N", at_once, TOKENS, Plan.prefill_tokens)
     packed = "matrices, embedding and head too, take 4 bits a value (or 8); packed once, into a cache (default: as they are)"
     kept = "keys and values take 4 bits (or 8), head by head (default: as they are)"

@@ -39,7 +39,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
 from h2o_flexgen.sampling.output import Completion
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, Op
+from h2o_flexgen.schedule.ops import ATTEND_LANE, COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Outcome:
         if files.log is not None:
             append_log(self._log_name() if isinstance(files.log, NamedByPlan) else files.log, summary)
         if files.trace is not None:
-            self.stats.last_block.trace.write_chrome(files.trace)
+            self.stats.last_block.trace.write_chrome(files.trace, [layer.title for layer in self.job.llm.spec.layers])
         if files.timeline is not None:
             self._draw_timeline(files.timeline)
 
@@ -193,10 +193,10 @@ class Outcome:
 
     def _bounds(self, machine: Machine, predicted: Mapping[Op, int]) -> dict[str, float]:
         """The least seconds that each lane could take: bytes over bandwidths, flops over rates. What ops share a lane's bytes
-        in is known of the prediction."""
+        in is known of the prediction. What the host attends was not measured, and has none."""
         bounds, lanes = {COMPUTE_LANE: self._compute_bound(machine)}, by_lane(predicted)
         for lane, moved in self.stats.moved_bytes.items():
-            if lane in lanes:
+            if lane in lanes and lane != ATTEND_LANE:
                 seconds = sum(
                     nbytes / machine.bandwidth(lane, self.job.llm.plan.page_locks(op))
                     for op, nbytes in predicted.items()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import ceil, log1p, prod
 from typing import Any
 
 from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
@@ -20,7 +20,16 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
-WHOLE_ATTENTION = "attention"  # the function that is both halves
+
+
+def asked_for(share: float, rows: float) -> float:
+    """The part that is expected to be needed, by any of so many rows, of matrices that each multiply this share of all rows."""
+    return 1.0 if share >= 1.0 else 1.0 - (1.0 - share) ** rows
+
+
+def rows_asking(share: float, part: float) -> int:
+    """The rows from which on they are expected to need this part of the matrices, which is less than all."""
+    return 1 if share >= 1.0 else ceil(log1p(-part) / log1p(-share))
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,16 @@ class LayerSpec:
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
     token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
-    halves: tuple[str, ...] = ()  # of an attention: the functions before it and behind it, where others attend
+    halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and behind, where others attend
     behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
+    part: str = ""  # what it is of its block, for people, where its functions do not say so
     reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
+
+    @property
+    def title(self) -> str:
+        """What it is, for people."""
+        part = self.part or ", ".join(self.functions)
+        return part if self.block is None else f"{part} of block {self.block}"
 
     @property
     def takes_tokens(self) -> bool:
@@ -358,8 +374,8 @@ class ModelSpec:
 
 def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:
     """A layer up to the outcome of its attention, which it hands on behind hidden states, and the rest of it."""
-    at = layer.functions.index(WHOLE_ATTENTION)
-    before, behind = layer.halves
+    whole, before, behind = layer.halves
+    at = layer.functions.index(whole)
 
     def half(is_behind: bool, **changes: Any) -> LayerSpec:
         return replace(

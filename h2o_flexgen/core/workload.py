@@ -30,6 +30,14 @@ def check_num_prompts(num: int) -> None:
         raise ValueError(f"{shown(num)} prompts are more than one run takes; give {MOST_PROMPTS} at most, or run them in parts")
 
 
+def evenly(first: int, last: int, most: int) -> Iterator[slice]:
+    """The pieces, one behind the other and of about one length, of a range of tokens of which at most so many are computed at
+    once."""
+    count = -(-(last - first) // most)
+    bounds = (first + (last - first) * piece // count for piece in range(count + 1))
+    return (slice(*pair) for pair in pairwise(bounds))
+
+
 @dataclass(frozen=True)
 class Batch:
     """The rows of one micro-batch: their places in the input, and the tokens of each that step 0 takes in."""
@@ -69,8 +77,8 @@ class Batch:
         return 2 if self.echoes else 1
 
     def parts(self, tokens: int) -> tuple[Batch, ...]:
-        """Neighbouring rows whose prompts are computed at once: at most `tokens` with their padding and their echo, but one row
-        at least."""
+        """Neighbouring rows whose prompts are read together: at most `tokens` with their padding and their echo, or one row. A
+        longer prompt is a part of its own, and computed piece by piece."""
         starts, longest = [0], 0
         for place, length in enumerate(self.lengths):
             longest = max(longest, length)

@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
-from h2o_flexgen.engine.graphs import Compute, StepGraphs
+from h2o_flexgen.engine.graphs import Compute, Place, StepGraphs
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.parts_there import PartsThere
@@ -477,7 +477,8 @@ class Engine:
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
         if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
-            state.hidden.put(task, state.graphs.compute(visit, rows, hidden, self._captured(visit, cache)))
+            place = Place(visit.layer, self._weights_for(visit).buffer(visit))
+            state.hidden.put(task, state.graphs.compute(place, visit.batch, rows, hidden, self._captured(visit, cache)))
             return
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
@@ -492,14 +493,11 @@ class Engine:
     def _captured(self, visit: Visit, cache: LayerCache | None) -> Compute:
         """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
 
-        def attend_of(part: Part) -> base.Attend | None:
-            return None if cache is None else partial(cache.attend, part.levels)
-
         def compute(part: Part, hidden: Tensor | None) -> Tensor:
             self._weights_for(visit).forget_decoded()
             if cache is not None:
                 cache.forget_replaced()
-            return self._computed(visit, part, hidden, attend_of)
+            return self._computed(visit, part, hidden, None if cache is None else partial(cache.attend, part.levels))
 
         return compute
 
@@ -522,28 +520,39 @@ class Engine:
         return partial((cache if is_all else _cache_of(part, cache)).attend, part.levels)
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:
-        """Computes all rows at once, or part by part: what a part allocates in passing is free for the next."""
-        if len(rows.parts) == 1:
-            return self._computed(visit, rows.parts[0], hidden, attend_of)
+        """Computes all rows at once, or part by part and long prompts piece by piece: what one allocates in passing is free for
+        the next."""
+        if len(rows.parts) == len(rows.parts[0].pieces) == 1:
+            only = self._there(visit, rows.parts[0])
+            return self._computed(visit, only, hidden, attend_of(only))
         out: Tensor | None = None
         parts = ((part, None) for part in rows.parts) if hidden is None else rows.split(hidden)
         start = 0
-        for part, states in parts:
-            computed = self._computed(visit, part, states, attend_of).flatten(0, 1)
-            out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
-            out[start : start + len(computed)] = computed
-            start += len(computed)
+        for one, states in parts:
+            part = self._there(visit, one)
+            attend = attend_of(part)  # the same for all pieces
+            for piece in part.pieces:
+                own = None if states is None else states[:, piece]
+                computed = self._computed(visit, part, own, attend, piece).flatten(0, 1)
+                out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
+                out[start : start + len(computed)] = computed
+                start += len(computed)
         assert out is not None
-        return out
+        return out if len(rows.parts) > 1 else out.view(*rows.parts[0].tokens.shape, -1)
 
-    def _computed(self, visit: Visit, part: Part, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:
+    def _there(self, visit: Visit, part: Part) -> Part:
+        """A part as the device has it that computes a visit."""
         device = self._device_of(visit.layer)
-        if device != self._plan.pipeline - 1:
-            part = self._parts_of_devices[device].of(visit.batch, part)
-        positions, attend = part.now.text_positions, attend_of(part)
+        return part if device == self._plan.pipeline - 1 else self._parts_of_devices[device].of(visit.batch, part)
+
+    def _computed(
+        self, visit: Visit, part: Part, hidden: Tensor | None, attend: base.Attend | None, piece: slice = slice(None)
+    ) -> Tensor:
+        """Computes a part, or a piece of it: `hidden` is that of its tokens."""
+        positions = part.now.text_positions[:, piece]
         given = base.Given(positions) if attend is None else base.Given(positions, attend)
         if hidden is None:
-            x, weights = self._weights_for(visit).look_up(visit, part.tokens)
+            x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:
             x, weights = hidden, self._weights_for(visit).views(visit)
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)

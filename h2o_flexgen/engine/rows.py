@@ -30,13 +30,19 @@ OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a cop
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts. Or a prefix that rows share,
-    as one row that has no seat."""
+    """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts; or one piece by piece. Or a
+    prefix that rows share, as one row that has no seat."""
 
     rows: slice
     levels: tuple[KVStep, ...]  # the step as each level of KV heads has it
     tokens: Tensor  # (rows, tokens)
     prefix: int | None = None  # the number of its group
+    at_once: int | None = None  # the most tokens that a layer computes at once; None: all
+
+    @property
+    def pieces(self) -> tuple[slice, ...]:
+        """The tokens that a layer computes one piece after the other."""
+        return (() if self.at_once is None else self.now.pieces(self.at_once)) or (slice(None),)
 
     @property
     def now(self) -> KVStep:
@@ -174,7 +180,7 @@ class BatchRows:
         for batch in self._batch.parts(tokens):
             rows = slice(start, start + batch.size)
             tokens_of_part = padded(self._rows[rows], batch.lengths, batch.readings)
-            parts.append(Part(rows, self._levels(batch, 0), self._uploaded(tokens_of_part)))
+            parts.append(Part(rows, self._levels(batch, 0), self._uploaded(tokens_of_part), at_once=tokens))
             start += batch.size
         return tuple(parts)
 

@@ -83,7 +83,7 @@ class SeatedRows(BatchRows):
             slots, tokens = [whole.behind(source.tokens) for whole in slots], tokens[source.tokens :]
             self._copied.append(source.group)
         levels = self._steps_of(slots, () if source is None else (source,), capacity=length)
-        return Part(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group)
+        return Part(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
 
     def _decoding(self) -> tuple[KVStep, ...]:
         steps = [[slots.at(row.num_generated) for slots in self._slots[row.row]] for row in self._rows]
@@ -102,7 +102,8 @@ class SeatedRows(BatchRows):
         steps = [[_first(slots, need) for slots in self._slots[row.row]] for row, need in zip(newcomers, needs)]
         slots, prefixes = map(StepSlots.of_rows, zip(*steps)), [need.prefix for need in needs]
         levels = self._steps_of(slots, prefixes, echoes_within=self._batch.echoes_within)
-        return Part(rows, levels, self._uploaded(padded(newcomers, [need.read for need in needs], self._batch.readings)))
+        tokens = padded(newcomers, [need.read for need in needs], self._batch.readings)
+        return Part(rows, levels, self._uploaded(tokens), at_once=self._prefill_tokens)
 
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):

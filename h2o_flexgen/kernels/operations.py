@@ -6,20 +6,23 @@ they differ.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
-from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.functions import Function, function_of
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
 from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.kernels.table import (
+    ADD_WEIGHTED,
     APPEND,
     DECODE,
     DECODE_ATTENTION,
@@ -104,6 +107,22 @@ def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     function = _required(PRODUCT, PLAIN, x.values, x.rows)
     out: Tensor = function(CODECS[PLAIN], x, matrix, len(matrix), bias)
     return out
+
+
+def products_of_each(op: str, codec: str, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> list[Meeting]:
+    """Multiplies rows of x (rows, inputs) with transposed matrices of their own, all of one codec, into out (rows, outputs), by
+    the kernels that would do so one by one. -> Those for which there is none: their matrices must be decoded first."""
+    left, by_kernel = list[Meeting](), defaultdict[Function, list[Meeting]](list)
+    for meeting in meetings:
+        function = chosen(op, codec, x.values, meeting.rows)
+        (left if function is None else by_kernel[function]).append(meeting)
+    for function, its in by_kernel.items():
+        if several := SEVERAL.get(function):
+            several(CODECS[codec], x, its, out)
+            continue
+        for first, rows, data, bias in its:
+            out[first : first + rows] = function(CODECS[codec], x.part(first, rows), data, out.shape[-1], bias)
+    return left
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------
@@ -233,3 +252,12 @@ def halves_apart(x: Tensor) -> Tensor:
     """Values (..., width) of which neighbours are rotated together, with those behind one another half a width apart."""
     out: Tensor = _required(HALVES_APART, PLAIN, x)(x)
     return out
+
+
+# -- sums ----------------------------------------------------------------------------------------------------------------
+
+
+def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:
+    """Adds rows (count, width), each times its weight (count,), fp32, to the sums (sums, width), fp32, that `to` (count,)
+    names. Those of a sum are added in their order. Of the `counts`, which follow each other, no two rows have the same sum."""
+    _required(ADD_WEIGHTED, PLAIN, rows)(sums, rows, weights, to, counts)

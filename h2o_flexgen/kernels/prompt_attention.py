@@ -16,7 +16,7 @@ from h2o_flexgen.kernels.column_sums import Near, column_sums, outcome_and_sums
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
-from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, prompt_threads
+from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
 
 
 def prompt_attention(
@@ -85,18 +85,28 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_seen(q: Tensor, k: Tensor, v: Tensor, is_held: Tensor) -> Tensor:
-    """Attention with a mask. The query heads of a group are laid one behind the other along the queries."""
+    """Attention with masks, which are made for some queries at a time."""
+    (rows, heads, tokens, _), (kv_heads, keys) = q.shape, k.shape[1:3]
+    queries = max(1, SCORED_BYTES // (rows * keys * mask_bytes(heads // kv_heads)))
+    made = [_attend_masked(q, k, v, is_held, slice(start, start + queries)) for start in range(0, tokens, queries)]
+    return made[0] if len(made) == 1 else torch.cat(made, dim=1)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, is_held: Tensor, queries: slice) -> Tensor:
+    """The query heads of a group are laid one behind the other along the queries."""
+    held, q = k.shape[2] - q.shape[2], q[:, :, queries]
     rows, heads, tokens, head_dim = q.shape
-    kv_heads = k.shape[1]
-    mask = _seen(is_held, tokens).repeat(1, heads // kv_heads, 1).unsqueeze(1)
-    out = functional.scaled_dot_product_attention(q.reshape(rows, kv_heads, -1, head_dim), k, v, attn_mask=mask)
+    kv_heads, seen = k.shape[1], held + queries.start + tokens
+    mask = _seen(is_held, queries.start, tokens).repeat(1, heads // kv_heads, 1).unsqueeze(1)
+    asked = q.reshape(rows, kv_heads, -1, head_dim)
+    out = functional.scaled_dot_product_attention(asked, k[:, :, :seen], v[:, :, :seen], attn_mask=mask)
     # no view: on some devices the outcome has another layout than the queries
     return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
 
 
-def _seen(is_held: Tensor, tokens: int) -> Tensor:
-    """The mask of which token sees which key, (rows, tokens, keys)."""
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=is_held.device).tril_()
+def _seen(is_held: Tensor, first: int, tokens: int) -> Tensor:
+    """The mask of which key tokens from `first` on see, (rows, tokens, keys up to the last of them)."""
+    causal = torch.ones(tokens, first + tokens, dtype=torch.bool, device=is_held.device).tril_(first)
     return torch.cat((is_held.expand(-1, tokens, -1), causal.expand(len(is_held), -1, -1)), dim=2)
 
 

@@ -41,6 +41,11 @@ def twin_values(device: str) -> int:
     return TWIN_VALUES if device == "cpu" else DEVICE_TWIN_VALUES
 
 
+def mask_bytes(group: int) -> int:
+    """Bytes for torch to say whether a query sees a key: as it is, and for each head of a group, in two forms."""
+    return 1 + group * (1 + FLOAT_BYTES)
+
+
 class PromptRoom(NamedTuple):
     """A thread's room for prompt attention, in float32 values: the keys of a head (from 0 on), its values, what each key got,
     and for a block of queries their scores, themselves and their outcome. C has the same fields in this order."""

@@ -19,9 +19,11 @@ from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
+from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.echo import attend_with_echo
 from h2o_flexgen.kv.judges.judge import Held, Judge, Written
+from h2o_flexgen.kv.reading import Reading
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
@@ -49,6 +51,15 @@ class Living(NamedTuple):
     notes: Notes | None
 
 
+class _Old(NamedTuple):
+    """What a pass of several tokens finds, oldest first, as it is kept and as it is computed with; keys may be unrotated."""
+
+    kept_k: Tensor  # (rows, kv_heads, held, width)
+    kept_v: Tensor
+    k: Tensor  # (rows, kv_heads, held, head_dim)
+    v: Tensor
+
+
 class KVCache:
     def __init__(
         self,
@@ -66,6 +77,7 @@ class KVCache:
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
         self._living: tuple[int, Living] | None = None  # of so many rows
+        self._reading: Reading | None = None  # a prompt of which some pieces are computed
 
     def attend(
         self,
@@ -77,7 +89,8 @@ class KVCache:
         x: Tensor | None = None,
         sink_scores: Tensor | None = None,
     ) -> Tensor:
-        """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
+        """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend. One
+        prompt may come in pieces, with a call for each."""
         if now.is_prefill:
             return self._prefill(now, q, k, v, rotation, x, sink_scores)
         return self._decode(now, q, k, v, rotation, x, sink_scores)
@@ -117,6 +130,8 @@ class KVCache:
     ) -> Tensor:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
         Behind new tokens may stand their echo, which is not kept."""
+        if q.shape[1] < now.tokens:
+            return self._read_piece(now, q, k, v, rotation, x)
         unrotated, new, scores = k, slice(now.positions.shape[1]), self.living(len(q)).scores
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
@@ -125,33 +140,76 @@ class KVCache:
         own_k, own_v = (each[:, new] for each in (unrotated if self._rolls else k, v))
         written = Written(None if x is None else x[:, new], own_k, own_v, now.slots.new)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (rows, heads, tokens, head_dim)
-        kept_k, kept_v = (self._coding.encode(each.transpose(1, 2)) for each in (own_k, own_v))
-        known, held = self._known(now, scores), None
-        if now.held:
-            held_k, held_v = self._copied(now) if now.slots.copies else self._held(now, scores)
-            kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
-            old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
-            if known is not None and known.worth is not None:
-                held = Held(old_k, old_v, known.worth, now.slots.counts)
-            if self._rolls and rotation is not None:
-                old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
-            k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
+        old = self._old(now, scores)
+        if old is not None:
+            k, v = torch.cat((self._turned(now, old.k, rotation), k), 2), torch.cat((old.v, v), 2)
         out, got = self._outcome(now, scores, q, k, v, more)
+        self._enforce_budget(now, scores, written, old, got)
+        return out
+
+    def _read_piece(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
+        """The same for the next tokens of one row's prompt; the budget is enforced behind the last of them."""
+        scores = self.living(1).scores
+        if self._reading is None or self._reading.now is not now:  # another one was broken off
+            seen_by_judge = x if self._judge is not None and self._judge.reads_input else None
+            self._reading = Reading.of(now, k, self._rolls and rotation is not None, seen_by_judge)
+            if (old := self._old(now, scores)) is not None:
+                self._reading.begin_behind(self._turned(now, old.k, rotation), old.v)
+        reading = self._reading
+        reading.note(k, x)
+        if rotation is not None:
+            turn, piece = now.turn(rotation, q.dtype, self._rolls), reading.next(q.shape[1])
+            turn = Turn(turn.cos[:, piece], turn.sin[:, piece])
+            q, k = rotate(q, turn), rotate(k, turn)
+        more = self._attended_elsewhere(now, q)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores))
+        if reading.is_over:
+            self._reading = None
+            self._enforce_budget(now, scores, reading.written, self._old(now, scores), reading.got)
+        return out
+
+    def _old(self, now: KVStep, scores: SlotScores | None) -> _Old | None:
+        if not now.held:
+            return None
+        kept = self._copied(now) if now.slots.copies else self._held(now, scores)
+        return _Old(*kept, *map(self._coding.decode, kept))
+
+    def _turned(self, now: KVStep, held_k: Tensor, rotation: Rotation | None) -> Tensor:
+        """Held keys (rows, kv_heads, held, head_dim) as they are attended."""
+        if not self._rolls or rotation is None:
+            return held_k
+        return _rolled(held_k, now.held_order.expand(held_k.shape[:3]), rotation)
+
+    def _enforce_budget(
+        self, now: KVStep, scores: SlotScores | None, written: Written, old: _Old | None, got: Tensor | None
+    ) -> None:
+        """Chooses what is kept of old and new tokens, of which each got so much, and stores it."""
+        kept_k, kept_v = (self._coding.encode(each.transpose(1, 2)) for each in (written.k, written.v))
+        known, held = self._known(now, scores), None
+        if old is not None:
+            kept_k, kept_v = torch.cat((old.kept_k, kept_k), 2), torch.cat((old.kept_v, kept_v), 2)
+            if known is not None and known.worth is not None:
+                held = Held(old.k, old.v, known.worth, now.slots.counts)
         chosen = now.places_if_all_stay
         if scores is not None and known is not None:
             worth = None if self._judge is None else self._judge.of_all(written, held)
             chosen = scores.keep_best(now, got, known, worth)
         self._store(now, chosen, kept_k, kept_v)
-        return out
+
+    def _asked_of_prompt(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor | None, str, int | None]:
+        """How much queries count in what tokens get, how that is gathered, and the tokens that each of them sees."""
+        if scores is None:
+            return None, SUM, None
+        return scores.weights(now), scores.policy.gathers, scores.policy.sees
 
     def _outcome(
         self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
     ) -> tuple[Tensor, Tensor | None]:
         """What queries attend, and what each held and new token gets from those that count."""
-        window = None if scores is None else scores.policy.sees
+        weights, gathers, window = self._asked_of_prompt(now, scores)
         if now.echo:
             return attend_with_echo(now, q, k, v, more, window)
-        weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
         return prompt_attention(q, k, v, now.counts, weights, more, gathers, window)
 
     def _known(self, now: KVStep, scores: SlotScores | None) -> SlotScores | None:

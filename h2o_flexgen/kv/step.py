@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.workload import ECHO_TOKENS
+from h2o_flexgen.core.workload import ECHO_TOKENS, evenly
 from h2o_flexgen.kernels.newest import Leaving, Newest
 from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.models.base import Rotation
@@ -108,6 +108,20 @@ class KVStep:
     def is_prefill(self) -> bool:
         """Whether each row may have several new tokens."""
         return self.slots.is_prefill
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each row that are computed: the new ones with their pads, and their echo."""
+        return max(self.slots.new) * (1 if self.echoes_within is None else 2)
+
+    def pieces(self, most: int) -> tuple[slice, ...]:
+        """The pieces in which one prompt is computed that has more tokens than are computed at once; none otherwise. No piece
+        has tokens of both the prompt and its echo, or of two parts of the echo."""
+        if not self.is_prefill or self.rows > 1 or self.tokens <= most:
+            return ()
+        new = max(self.slots.new)
+        parts = [(0, new), *((new + part.places.start, new + part.places.stop) for part in self.echo)]
+        return tuple(piece for part in parts for piece in evenly(*part, most))
 
     @property
     def held(self) -> int:

@@ -30,6 +30,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "mistral": ("llama", "Llama"),
     "qwen2": ("llama", "Llama"),
     "qwen3": ("llama", "Llama"),
+    "phi3": ("phi3", "Phi3"),
+    "gemma3_text": ("gemma", "Gemma"),
     "mixtral": ("mixture", "MixtureOfExperts"),
     "olmoe": ("mixture", "MixtureOfExperts"),
     "qwen2_moe": ("mixture", "MixtureOfExperts"),

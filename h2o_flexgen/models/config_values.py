@@ -3,7 +3,7 @@ sizes beyond any model's are refused here, so that no later code divides by zero
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from h2o_flexgen.core.hints import shown
@@ -25,6 +25,8 @@ OPTIONAL = {
     "head_dim": MOST_HEAD_DIM,
     "word_embed_proj_dim": MOST_WIDTH,
     "sliding_window": POSITIONS,
+    "original_max_position_embeddings": POSITIONS,
+    "query_pre_attn_scalar": MOST_WIDTH,
     "moe_intermediate_size": MOST_WIDTH,
     "shared_expert_intermediate_size": MOST_WIDTH,
     "n_shared_experts": MOST_EXPERTS,
@@ -32,6 +34,7 @@ OPTIONAL = {
 NONE_IF_ZERO = ("sliding_window",)
 EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
 BASE, SHARE, SMALL, LIMITS = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0), (0.0, 1e6)  # smallest and largest value
+SOFTCAP = (1e-3, 1e6)
 NUMBERS = {
     "rope_theta": BASE,
     "rotary_emb_base": BASE,
@@ -43,6 +46,7 @@ NUMBERS = {
     "first_k_dense_replace": LIMITS,
     "swiglu_limit": LIMITS,
     "swiglu_alpha": LIMITS,
+    "final_logit_softcapping": SOFTCAP,
 }
 EOS = "eos_token_id"
 
@@ -56,8 +60,8 @@ def check_config(values: Mapping[str, Any], architecture: str, name: str) -> Non
         for key, most in OPTIONAL.items():
             if values.get(key) is not None and not (key in NONE_IF_ZERO and values[key] == 0):
                 _check_size(key, values[key], most)
-        for place in (values, values.get("rope_parameters"), values.get("rope_scaling")):
-            _check_numbers(place if isinstance(place, Mapping) else {})
+        for place in _places_of_numbers(values):
+            _check_numbers(place)
         if values.get("sliding_window") == 1:
             raise ValueError("sliding_window is 1, in which a token would see itself alone")
         _check_heads(values)
@@ -83,6 +87,15 @@ def _check_size(key: str, value: object, most: int) -> None:
         raise ValueError(f"{key} is missing")
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {most}")
+
+
+def _places_of_numbers(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The values, and those that say how positions are rotated, by kinds of layers where these differ."""
+    yield values
+    for place in (values.get("rope_parameters"), values.get("rope_scaling")):
+        if isinstance(place, Mapping):
+            yield place
+            yield from (own for own in place.values() if isinstance(own, Mapping))
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Parameters
 from h2o_flexgen.models.llama import GatedMlp, Traits
 from h2o_flexgen.models.mixture import ROUTER, Mixture, MixtureOfExperts
-from h2o_flexgen.models.rotary import Rope
 
 CORRECTION = f"{ROUTER}.e_score_correction_bias"
 SHARED = GatedMlp.of("mlp.shared_experts")
@@ -20,8 +19,6 @@ LEAST_SUM = 1e-20  # so that nobody divides by zero
 class GlmMoe(MixtureOfExperts):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         super().__init__(config, dtype, sep_layer, name)
-        rope = Rope.of(config)
-        self._rotary = rope.rotary(int(rope.share * self.spec.head_dim))
         self._factor = float(config.routed_scaling_factor)
 
     @staticmethod

@@ -15,7 +15,7 @@ from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Parameters
 from h2o_flexgen.models.llama import Traits, windows_of
-from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
+from h2o_flexgen.models.mixture import Asked, Mixture, MixtureOfExperts
 
 ROUTER = "mlp.router"
 LIMIT, ALPHA = 7.0, 1.702  # of configs that are older than the keys
@@ -59,12 +59,14 @@ class GptOss(MixtureOfExperts):
         likeliest, experts = ops.linear(x, weights, ROUTER).topk(self._mixture.chosen, dim=-1)
         return functional.softmax(likeliest, dim=-1, dtype=torch.float32), experts
 
-    def through_expert(self, x: Tensor, weights: Weights, number: int) -> Tensor:
-        both, down = _names(number)
-        gate, up = halves_apart(ops.linear(x, weights, both)).chunk(2, dim=-1)
+    def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
+        of_both, of_down = zip(*map(_names, asked.experts))
+        (both,) = ops.linears_of_each(x, asked.counts, weights, of_both)
+        gate, up = halves_apart(both).chunk(2, dim=-1)
         gate.clamp_(max=self._limit)
         up.clamp_(-self._limit, self._limit).add_(1.0)
-        return ops.linear((gate * self._alpha).sigmoid_().mul_(gate).mul_(up), weights, down)
+        (down,) = ops.linears_of_each((gate * self._alpha).sigmoid_().mul_(gate).mul_(up), asked.counts, weights, of_down)
+        return down
 
 
 def _names(number: int) -> tuple[str, str]:

@@ -105,7 +105,8 @@ def embedding(function: LayerFunction, tokens: Parameters, others: Parameters, o
 def attention(before: Parameters, behind: Parameters, out_width: int, origin: Origin, window: int | None = None) -> LayerSpec:
     """The attention of an architecture in halves; the parameters `behind` are used when all is attended."""
     whole = layer(InHalves.attention, joined(before, behind), out_width, origin)
-    halves = tuple(function.__name__ for function in (InHalves.before_attended, InHalves.behind_attended))
+    functions = InHalves.attention, InHalves.before_attended, InHalves.behind_attended
+    halves = tuple(function.__name__ for function in functions)
     return replace(whole, has_kv=True, window=window, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
 
 
@@ -133,6 +134,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
     behind = {name for part in parts[attends + 1 :] for name, _ in part.tensors}.union(*(part.behind for part in parts))
     return replace(
         parts[-1],
+        part=parts[-1].part if len(parts) == 1 else "",
         halves=next((part.halves for part in parts if part.halves), ()),
         behind=frozenset(behind),
         functions=tuple(name for part in parts for name in part.functions),

@@ -14,7 +14,7 @@ from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
-from h2o_flexgen.models.rotary import Rope
+from h2o_flexgen.models.rotary import Rope, Rotary
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Llama(InHalves):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._traits = self.traits_of(config)
         self.spec = self._spec(config, dtype, sep_layer, name)
-        self._gating = ops.gating(config.hidden_act)
+        self._gating = ops.gating(self.activation_of(config))
         self._eps = config.rms_norm_eps
-        self._rotary = Rope.of(config).rotary(self.spec.head_dim)
+        self._rotary = self.rotary_of(config)
         self._interleaved = bool(getattr(config, "rope_interleave", False))
 
     # -- what relatives say otherwise --------------------------------------------------------------------------------------
@@ -78,6 +78,32 @@ class Llama(InHalves):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return TRAITS[config.model_type](config)
+
+    @staticmethod
+    def activation_of(config: Config) -> str:
+        name: str = config.hidden_act
+        return name
+
+    def rotary_of(self, config: Config) -> Rotary:
+        (rope,) = self.ropes_of(config)
+        return rope.rotary(int(rope.share * self.spec.head_dim))
+
+    def ropes_of(self, config: Config) -> Sequence[Rope]:
+        """The rotations that its layers have."""
+        return [Rope.of(config)]
+
+    def attention_layer(
+        self, width: int, q_width: int, kv_width: int, head_dim: int, origin: Origin, window: int | None
+    ) -> LayerSpec:
+        parameters = attention_parameters(width, q_width, kv_width, head_dim, self._traits)
+        return layout.attention(*parameters, width, origin, window)
+
+    def projected(self, x: Tensor, weights: Weights) -> Sequence[Tensor]:
+        """Queries, keys and values, all heads of each side by side."""
+        return [*ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))]
+
+    def normed(self, x: Tensor, weights: Weights, name: str) -> Tensor:
+        return ops.rms_norm(x, weights, name, self._eps)
 
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         """The layers of a block behind its attention."""
@@ -89,8 +115,13 @@ class Llama(InHalves):
         return ops.embedding(tokens, weights, "embed_tokens")
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = ops.rms_norm(hidden, weights, "input_layernorm", self._eps)
-        q, k, v = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
+        x, q, k, v = self.asked(hidden, weights)
+        return given.attend(q, k, v, self._rotary, x, ops.plain(weights, SINKS))
+
+    def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a layer makes queries, keys and values of, and these, head by head."""
+        x = self.normed(hidden, weights, "input_layernorm")
+        q, k, v = self.projected(x, weights)
         if self._traits.whole_norm:
             q, k = self._normed(q, k, weights)
         if (most := self._traits.clip) is not None:
@@ -100,13 +131,10 @@ class Llama(InHalves):
             q, k = halves_apart(q), halves_apart(k)
         if self._traits.head_norm:
             q, k = self._normed(q, k, weights)
-        return given.attend(q, k, v, self._rotary, x, ops.plain(weights, SINKS))
+        return x, q, k, v
 
     def _normed(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        return (
-            ops.rms_norm(q, weights, "self_attn.q_norm", self._eps),
-            ops.rms_norm(k, weights, "self_attn.k_norm", self._eps),
-        )
+        return self.normed(q, weights, "self_attn.q_norm"), self.normed(k, weights, "self_attn.k_norm")
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = ops.linear(out, weights, "self_attn.o_proj")
@@ -114,7 +142,7 @@ class Llama(InHalves):
         return out
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        out = self.gated(ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps), weights, MLP)
+        out = self.gated(self.normed(hidden, weights, "post_attention_layernorm"), weights, MLP)
         out += hidden
         return out
 
@@ -123,7 +151,7 @@ class Llama(InHalves):
         return ops.linear(self._gating(gate, up), weights, names.down)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return ops.linear(ops.rms_norm(hidden, weights, "norm", self._eps), weights, "lm_head")
+        return ops.linear(self.normed(hidden, weights, "norm"), weights, "lm_head")
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 
@@ -131,12 +159,12 @@ class Llama(InHalves):
         width, heads = config.hidden_size, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or width // heads
-        attention = _attention_parameters(width, heads, kv_heads, head_dim, self._traits)
+        widths = width, heads * head_dim, kv_heads * head_dim, head_dim
 
         def parts(index: int) -> Sequence[LayerSpec]:
             origin = Origin(dtype, f"model.layers.{index}.", index)
             window = None if self._traits.windows is None else self._traits.windows[index]
-            own = layout.attention(*attention, width, origin, window)
+            own = self.attention_layer(*widths, origin, window)
             return own, *self.behind_attention(config, sep_layer, origin)
 
         head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
@@ -145,7 +173,12 @@ class Llama(InHalves):
         logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
         head = layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
-        own = {"kv_heads": kv_heads, "head_dim": head_dim, "sink_scores": self._traits.sinks}
+        own = {
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
+            "sink_scores": self._traits.sinks,
+        }
         return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
 
     def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
@@ -168,10 +201,9 @@ def windows_of(config: Config, dense: int | None = None) -> tuple[int | None, ..
     return tuple(None if block < first else window for block in range(blocks))
 
 
-def _attention_parameters(
-    width: int, heads: int, kv_heads: int, head_dim: int, traits: Traits
+def attention_parameters(
+    width: int, q_width: int, kv_width: int, head_dim: int, traits: Traits
 ) -> tuple[Parameters, Parameters]:
-    q_width, kv_width = heads * head_dim, kv_heads * head_dim
     widths = {"q": q_width, "k": kv_width} if traits.whole_norm else dict.fromkeys("qk", head_dim) if traits.head_norm else {}
     norms = [layout.norm(f"self_attn.{part}_norm", own, bias=False) for part, own in widths.items()]
     before = layout.joined(
@@ -180,6 +212,6 @@ def _attention_parameters(
         layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
         layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
         *norms,
-        layout.scores(SINKS, heads) if traits.sinks else {},
+        layout.scores(SINKS, q_width // head_dim) if traits.sinks else {},
     )
     return before, layout.linear("self_attn.o_proj", width, q_width, traits.out_bias)

@@ -3,8 +3,9 @@ except the activations, which are handed only what nobody else needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.matrix import PackedMatrix, linear_of_each
 from h2o_flexgen.kernels.operations import gated_silu, plain_product
 from h2o_flexgen.models.base import Weights
 
@@ -32,6 +34,21 @@ def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
         yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
 
 
+def linears_of_each(x: Tensor, counts: Sequence[int], weights: Weights, *names: Sequence[str]) -> Iterator[Tensor]:
+    """The same of rows (rows, inputs) that have matrices of their own: so many, one behind the other, for each name of a
+    product."""
+    factor, firsts = Factor(x), tuple(accumulate(counts, initial=0))
+    for own in names:
+        meetings = ((first, rows, *_linear(weights, name)) for first, rows, name in zip(firsts, counts, own))
+        yield linear_of_each(factor, list(meetings))
+
+
+def _linear(weights: Weights, name: str) -> tuple[Tensor | PackedMatrix, Tensor | None]:
+    matrix = weights[f"{name}.weight"]
+    assert isinstance(matrix, (Tensor, PackedMatrix)), name
+    return matrix, plain(weights, f"{name}.bias")
+
+
 def embedding(rows: Tensor, weights: Weights, name: str) -> Tensor:
     table = plain(weights, f"{name}.weight")
     assert table is not None, name
@@ -46,6 +63,14 @@ def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
     weight = plain(weights, f"{name}.weight")
     assert weight is not None, name
     return operations.rms_norm(x, weight, eps)
+
+
+def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
+    """The same where a weight says what is added to one. In 16 bits, one and a weight are not added before they are widened."""
+    weight = plain(weights, f"{name}.weight")
+    assert weight is not None, name
+    normed = operations.rms_norm(x.float(), weight.float() + 1.0, eps)
+    return normed.to(x.dtype)
 
 
 def plain(weights: Weights, name: str) -> Tensor | None:

@@ -15,6 +15,8 @@ from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.models.layout import Config
 
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+
 
 class Rotary:
     """Rotates the pairs (j, j + half) of a head's first 2 * half values by position * frequency[j]; the rest stays. `stretch`:
@@ -48,9 +50,11 @@ class Rope:
     scaling: Mapping[str, Any]
 
     @classmethod
-    def of(cls, config: Config) -> Rope:
-        """Reads configs of transformers 5 (rope_parameters has everything) and of 4 (rope_scaling, and attributes)."""
+    def of(cls, config: Config, layers: str | None = None) -> Rope:
+        """Reads configs of transformers 5 (rope_parameters has everything) and of 4 (rope_scaling, and attributes). `layers` is
+        the kind of layer that is asked for, where they differ."""
         scaling = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+        scaling = scaling if layers is None else dict(scaling[layers])
         if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
             raise ValueError(f"rope parameters that differ by layer ({', '.join(nested)}) are not supported")
 
@@ -62,14 +66,25 @@ class Rope:
         theta = read("rope_theta", "rotary_emb_base", default=10000.0)
         share = read("partial_rotary_factor", "rotary_pct", default=1.0)
         divisors = getattr(config, "rope_divisors", None)  # of a GGUF file: transformers has no such kind
-        return cls(kind, theta, share, scaling) if divisors is None else cls(DIVIDED, theta, share, {"divisors": divisors})
+        if divisors is not None:
+            return cls(DIVIDED, theta, share, {"rope_divisors": divisors})
+        if kind in LONG:
+            scaling = {ORIGINAL_LENGTH: getattr(config, ORIGINAL_LENGTH, None), **scaling}
+            scaling = {"factor": config.max_position_embeddings / _positive(scaling, ORIGINAL_LENGTH), **scaling}
+        return cls(LONGROPE if kind in LONG else kind, theta, share, scaling)
+
+    def longest(self, config: Config) -> int:
+        """The tokens of the longest text. One that outgrew the original length of longrope would have all of its tokens turned
+        anew, by other divisors, also those whose keys are kept."""
+        most = int(config.max_position_embeddings)
+        return min(most, int(_positive(self.scaling, ORIGINAL_LENGTH))) if self.kind == LONGROPE else most
 
     def rotary(self, width: int) -> Rotary:
         """The rotation for heads of which the first `width` values are rotated."""
         if self.kind not in SCALINGS:
             raise ValueError(f"rope type {self.kind!r} is not supported; known are {', '.join(SCALINGS)}")
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-        stretch = _stretch_of_yarn(self.scaling) if self.kind == YARN else 1.0
+        stretch = STRETCHES[self.kind](self.scaling) if self.kind in STRETCHES else 1.0
         return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, **self.scaling}), stretch)
 
 
@@ -99,7 +114,7 @@ def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them."""
     low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
-    turns = frequencies * (_positive(scaling, "original_max_position_embeddings") / (2 * math.pi))  # over the original length
+    turns = frequencies * (_positive(scaling, ORIGINAL_LENGTH) / (2 * math.pi))  # over the original length
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / _positive(scaling, "factor"))
 
@@ -107,7 +122,7 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them by their
     number."""
-    count, length = len(frequencies), _positive(scaling, "original_max_position_embeddings")
+    count, length = len(frequencies), _positive(scaling, ORIGINAL_LENGTH)
 
     def number(turns: float) -> float:
         """The number of the wave that fits so often into the original length."""
@@ -134,20 +149,39 @@ def _stretch_of_yarn(scaling: Mapping[str, Any]) -> float:
     return of(1.0)
 
 
+def _longrope(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """As it is for texts within the original length. Longer ones have other divisors from their first token on."""
+    return _by_divisors(frequencies, scaling, "short_factor")
+
+
+def _stretch_of_longrope(scaling: Mapping[str, Any]) -> float:
+    if scaling.get("attention_factor") is not None:
+        return _positive(scaling, "attention_factor")
+    factor, length = _positive(scaling, "factor"), _positive(scaling, ORIGINAL_LENGTH)
+    return math.sqrt(1.0 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+
+
 def _divided(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Each frequency has a divisor of its own."""
-    divisors, count = scaling["divisors"], len(frequencies)
+    return _by_divisors(frequencies, scaling, "rope_divisors")
+
+
+def _by_divisors(frequencies: Tensor, scaling: Mapping[str, Any], name: str) -> Tensor:
+    divisors, count = scaling.get(name), len(frequencies)
     if not isinstance(divisors, list) or len(divisors) != count or not all(map(_is_positive, divisors)):
-        raise ValueError(f"rope_divisors is {shown(divisors)} instead of {count} numbers above 0; download the model again")
+        raise ValueError(f"{name} is {shown(divisors)} instead of {count} numbers above 0; download the model again")
     return frequencies / torch.tensor(divisors, dtype=torch.float32)
 
 
-DIVIDED, YARN = "divided", "yarn"
+DIVIDED, YARN, LONGROPE = "divided", "yarn", "longrope"
+LONG = LONGROPE, "su"  # its first name
+STRETCHES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {YARN: _stretch_of_yarn, LONGROPE: _stretch_of_longrope}
 SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     "default": _unscaled,
     "dynamic": _unscaled,  # what it does is done to texts longer than the model has positions
     "linear": _linear,
     "llama3": _llama3,
     YARN: _yarn,
+    LONGROPE: _longrope,
     DIVIDED: _divided,
 }

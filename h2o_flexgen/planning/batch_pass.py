@@ -4,22 +4,23 @@ the KV that is moved for it. Cost and pricing ask it, whether the rows of a bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
+from h2o_flexgen.core.workload import ECHO_TOKENS, Batch, evenly
 from h2o_flexgen.policies.occupancy import Occupancy
 
 
 class Prompts(NamedTuple):
-    """Prompts that are read at once, behind what their rows hold already."""
+    """Prompts that are read together, behind what their rows hold already."""
 
     rows: int
     length: int  # of the longest, to which the others are padded
     held: int = 0
     echoes: bool = False  # they are repeated behind themselves
+    at_once: int | None = None  # the most tokens that are computed at once, of a prompt that has more; None: all
 
     @property
     def length_computed(self) -> int:
@@ -28,6 +29,16 @@ class Prompts(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.rows * self.length_computed
+
+    @property
+    def products(self) -> Iterator[int]:
+        """The numbers of rows of the products that are made, piece by piece."""
+        if self.at_once is None or self.rows > 1 or self.tokens <= self.at_once:
+            yield self.tokens
+            return
+        of_echo = range(0, self.length if self.echoes else 0, ECHO_TOKENS)
+        for part in (self.length, *(min(ECHO_TOKENS, self.length - start) for start in of_echo)):
+            yield from (piece.stop - piece.start for piece in evenly(0, part, self.at_once))
 
     @property
     def attended(self) -> float:
@@ -103,7 +114,8 @@ def products_of(one: BatchPass) -> Mapping[int, int]:
     """The numbers of rows of matrix products, and how many products of each there are."""
     rows = Counter({one.rows: 1} if one.rows else {})
     for part, count in one.prompts.items():
-        rows[part.tokens] += count
+        for tokens in part.products:
+            rows[tokens] += count
     return rows
 
 
@@ -147,7 +159,7 @@ class StepOfBatch:
             return {}
         held, counts = self.occupancy.held(0), Counter[Prompts]()
         for part, count in self._batch.kinds_of_parts(self.prefill_tokens).items():
-            counts[Prompts(part.size, part.prompt_len, held, part.echoes)] += count
+            counts[Prompts(part.size, part.prompt_len, held, part.echoes, self.prefill_tokens)] += count
         return counts
 
     @property

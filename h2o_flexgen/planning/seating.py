@@ -159,8 +159,8 @@ def _shared(needs: Sequence[Need]) -> Shared:
 
 def _prompts(needs: Sequence[Need], prefixes: Sequence[int], tokens: int, echoes: bool) -> Mapping[Prompts, int]:
     parts = [needs[part] for part in read_together([need.read for need in needs], tokens, echoes)]
-    found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part), echoes) for part in parts)
-    return found + Counter(Prompts(1, length) for length in prefixes)
+    found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part), echoes, tokens) for part in parts)
+    return found + Counter(Prompts(1, length, at_once=tokens) for length in prefixes)
 
 
 def _mean_prefix(needs: Sequence[Need]) -> int:

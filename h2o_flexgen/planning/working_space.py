@@ -13,11 +13,11 @@ from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, prompt_threads, twin_values
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads, twin_values
 from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.held_kv import HeldKV
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
@@ -58,7 +58,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once) for at in kinds.values())
     if site.accelerator and plan.may_capture:
         most += max(_decode_bytes(spec, plan, Heads.of(planned.kv, at), site) for at in kinds.values())
-        most += GRAPH_BYTES * len(spec.layers) * len(batches)
+        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.slots)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 
@@ -76,7 +76,7 @@ def _values_at_once(site: Site) -> int:
 def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0) -> int:
     """Bytes for one batch."""
     spec, batch, levels = kv.spec, kv.block.batches[number], Heads.of(kv, number)
-    prefill = max(_prefill_bytes(spec, part, site) for part in _parts(plan, batch, levels))
+    prefill = max(_prefill_bytes(spec, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
     decode = _decode_bytes(spec, plan, levels, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
@@ -97,30 +97,43 @@ def _decode_attention_bytes(at: Heads, plan: Plan, site: Site) -> int:
     return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
 
 
-def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site) -> int:
-    """Bytes for prompts that are computed at once: what the layer has of all heads, and what the level works in that needs
-    most."""
+def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site, at_once: int) -> int:
+    """Bytes for prompts that are read together, of whose tokens so many are computed at once: what the layer has of all heads,
+    what the level works in that needs most, and what all have of a prompt in pieces."""
     batch = levels[0].occupancy.batch
-    tokens, heads = batch.size * batch.prompt_len * batch.readings, spec.heads * spec.head_dim
-    normed = _normed_bytes(spec)
+    total, heads = batch.size * batch.prompt_len * batch.readings, spec.heads * spec.head_dim
+    tokens, normed = min(total, at_once), _normed_bytes(spec)
     widened = spec.itemsize if site.threads_of(PROMPT_ATTENTION, spec.dtype) else max(spec.itemsize, 4)  # torch sums in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened + _picking_bytes(spec, levels))
-    attention += max(_prompt_attention_bytes(at, site) for at in levels)
-    attention += tokens * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
+    attention += max(_prompt_attention_bytes(at, site, at_once) for at in levels)
+    attention += total * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
     passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
-    return max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
+    most = max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
+    return most + (_pieces_bytes(spec, levels, total) if total > tokens else 0)
 
 
-def _prompt_attention_bytes(at: Heads, site: Site) -> int:
+def _pieces_bytes(spec: ModelSpec, levels: Sequence[Heads], tokens: int) -> int:
+    """Bytes that stay while a prompt is computed piece by piece: its keys and values, what each token got, and the turns of all
+    positions, which are made in fp32."""
+    total = tokens * spec.head_dim * (spec.itemsize * len(levels) + 2 * FLOAT_BYTES)
+    for spec_of_level, policy, occupancy in levels:
+        of_token = spec_of_level.kv_decoded_bytes_per_slot * (3 if policy.rolls else 2) // 2
+        total += _attended(occupancy) * (of_token + 2 * spec_of_level.kv_heads * FLOAT_BYTES)
+    return total + (tokens * spec.width * spec.itemsize if any(at.policy.judge == PROBE for at in levels) else 0)
+
+
+def _prompt_attention_bytes(at: Heads, site: Site, at_once: int) -> int:
     (spec, _, occupancy), batch = at, at.occupancy.batch
-    tokens = batch.size * batch.prompt_len * batch.readings
-    threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
-    room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at)
+    total = batch.size * batch.prompt_len * batch.readings
+    tokens, threads = min(total, at_once), site.threads_of(PROMPT_ATTENTION, spec.dtype)
+    room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at, tokens)
     room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
-    room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads) + _sink_bytes(at, tokens, threads)
+    room += _mask_bytes(spec, 1, tokens, _attended(occupancy), threads) if total > tokens else 0
+    room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads, tokens)
+    room += _sink_bytes(at, tokens, threads)
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
-        room += tokens * spec.kv_bytes_per_slot + min(encoding, 4 * tokens * spec.kv_decoded_bytes_per_slot)
+        room += total * spec.kv_bytes_per_slot + min(encoding, 4 * total * spec.kv_decoded_bytes_per_slot)
     return room
 
 
@@ -145,13 +158,14 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 
 
-def _scored_bytes(at: Heads) -> int:
-    """Bytes for torch to add up what keys receive."""
+def _scored_bytes(at: Heads, at_once: int) -> int:
+    """Bytes for torch to add up what keys receive of so many tokens."""
     spec, policy, occupancy = at
     if policy.ranks_by != ATTENTION:
         return 0
     batch, keys = occupancy.batch, _attended(occupancy)
-    queries = _part_of_echo(batch) or max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
+    counted = _part_of_echo(batch) or max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
+    queries = min(counted, at_once)
     return 2 * min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
 
 
@@ -229,23 +243,25 @@ def _extending_bytes(at: Heads, threads: int) -> int:
     tokens = occupancy.batch.prompt_len
     keys = occupancy.held(0) + tokens * occupancy.batch.readings
     copies = keys * spec.kv_decoded_bytes_per_slot * (4 if policy.rolls else 3)
-    return occupancy.batch.size * (copies + _mask_bytes(spec, tokens, keys, threads))
+    rows = occupancy.batch.size
+    return rows * copies + _mask_bytes(spec, rows, tokens, keys, threads)
 
 
-def _mask_bytes(spec: ModelSpec, tokens: int, keys: int, threads: int) -> int:
-    """Bytes for torch to say who sees whom, as it is and for every head."""
-    return 0 if threads else tokens * keys * (1 + (spec.heads // spec.kv_heads) * (1 + 4))
+def _mask_bytes(spec: ModelSpec, rows: int, queries: int, keys: int, threads: int) -> int:
+    """Bytes for torch to say who sees whom."""
+    of_query = rows * keys * mask_bytes(spec.heads // spec.kv_heads)
+    return 0 if threads else min(queries * of_query, max(of_query, SCORED_BYTES))
 
 
-def _echo_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
+def _echo_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int, at_once: int) -> int:
     """Bytes for a part of an echo: what it attends, side by side, what it gets, and what it gives."""
     batch, keys = occupancy.batch, _attended(occupancy)
-    part = _part_of_echo(batch)
+    part = min(_part_of_echo(batch), at_once)
     if not part:
         return 0
     copies = 2 * keys * spec.kv_decoded_bytes_per_slot + part * spec.heads * spec.head_dim * spec.itemsize
     given = 4 * keys * spec.kv_heads * FLOAT_BYTES
-    return batch.size * (copies + given + _mask_bytes(spec, part, keys, threads))
+    return batch.size * (copies + given) + _mask_bytes(spec, batch.size, part, keys, threads)
 
 
 def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from functools import cache
@@ -180,6 +181,14 @@ def test_rotation_keeps_dtype_shape_and_lengths_and_depends_on_distance_only(dty
         torch.testing.assert_close(near, far, atol=1e-4, rtol=0)
 
 
+def test_longrope_is_for_texts_within_the_original_length() -> None:
+    """Transformers turns everything anew when a text outgrows it."""
+    spec = create_model(tiny_config("phi3"), "float32").spec
+    assert spec.max_positions == 64 < POSITIONS
+    rope = Rope.of(tiny_config("phi3"))
+    assert rope.rotary(4)._stretch == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
+
+
 # -- windows ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +239,8 @@ PUBLISHED = {
     "facebook/opt-30b": 30e9,
     "facebook/opt-66b": 66e9,
     "facebook/opt-175b": 175e9,
+    "google/gemma-3-1b-pt": 1.0e9,
+    "google/gemma-3-4b-pt": 3.88e9,  # its text part
     "meta-llama/Llama-2-7b-hf": 6.74e9,
     "meta-llama/Llama-2-13b-hf": 13.02e9,
     "meta-llama/Llama-2-70b-hf": 68.98e9,
@@ -238,6 +249,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B": 8.03e9,
     "meta-llama/Llama-3.1-70B": 70.55e9,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1.10e9,
+    "microsoft/Phi-3-mini-4k-instruct": 3.82e9,
     "mistralai/Mistral-7B-v0.1": 7.24e9,
     "mistralai/Mixtral-8x7B-v0.1": 46.7e9,
     "mistralai/Mistral-7B-v0.3": 7.25e9,
@@ -270,6 +282,14 @@ def test_a_known_model_is_found_by_short_name_and_in_any_case(name: str) -> None
 def test_llama_31_shapes_carry_their_rope_scaling() -> None:
     rope = Rope.of(known_config("Llama-3.1-8B"))
     assert (rope.kind, rope.theta, rope.scaling["factor"]) == ("llama3", 500000.0, 8.0)
+
+
+def test_gemma_3_shapes_have_a_rotation_for_each_kind_of_layer() -> None:
+    config = known_config("gemma-3-4b-pt")
+    near, everything = (Rope.of(config, kind) for kind in ("sliding_attention", "full_attention"))
+    assert (near.kind, near.theta) == ("default", 10_000.0)
+    assert (everything.kind, everything.theta, everything.scaling["factor"]) == ("linear", 1_000_000.0, 8.0)
+    assert create_model(config, "bfloat16").spec.windows[:7] == (1024,) * 5 + (None, 1024)
 
 
 def test_importing_the_table_does_not_import_torch_or_transformers() -> None:
@@ -309,14 +329,8 @@ def test_an_unknown_architecture_is_named_beside_the_known_ones(architecture: st
         ("opt", {"activation_function": "mish"}, ["'mish'", "relu"]),
         (
             "llama-mha",
-            {
-                "rope_scaling": {
-                    "rope_type": "longrope",
-                    "factor": 2.0,
-                    **dict.fromkeys(("short_factor", "long_factor"), [1.0] * 4),
-                }
-            },
-            ["'longrope'", "default", "linear", "llama3", "yarn"],
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            ["'proportional'", "default", "linear", "llama3", "yarn", "longrope"],
         ),
     ],
 )

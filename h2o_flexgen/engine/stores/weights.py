@@ -206,6 +206,10 @@ class WeightStore:
                     weight.renew()
         return self._views[layer, slot]
 
+    def buffer(self, visit: Visit) -> int:
+        """The buffer that a layer's weights come through; one number for all visits where they rest."""
+        return self._schedule.weight_buffer(visit) if self._moved_layouts[visit.layer].nbytes else 0
+
     def forget_decoded(self) -> None:
         """Makes the next visit decode its matrices, whatever was decoded before: what is captured stands by itself."""
         self._viewed_pass = -1

@@ -31,6 +31,8 @@ class Held(NamedTuple):
 
 
 class Judge(ABC):
+    reads_input = False  # whether it looks at what the layer makes keys of
+
     @abstractmethod
     def of_heads(self, heads: Tensor) -> Judge:
         """The judge of some of the layer's KV heads, by their numbers."""

@@ -9,6 +9,8 @@ from h2o_flexgen.kv.judges.judge import OneByOne, Written
 
 
 class Linear(OneByOne):
+    reads_input = True
+
     def __init__(self, weight: Tensor, bias: Tensor, heads: Tensor | None = None) -> None:
         """weight (kv_heads, width) and bias (kv_heads,) in fp32; `heads`: the numbers of those that are asked for, unless all
         are."""

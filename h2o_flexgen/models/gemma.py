@@ -1,0 +1,112 @@
+"""Gemma 3: LLaMA with norms before and behind attention and mlp, all of which count from one, an embedding that is scaled, and
+layers with a window that have a rotation of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.model_spec import LayerSpec
+from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.layout import Config, Origin
+from h2o_flexgen.models.llama import MLP, SLIDING, Llama, Traits, attention_parameters, windows_of
+from h2o_flexgen.models.rotary import Rope, Rotary
+
+FULL = "full_attention"
+BEHIND_ATTENTION, BEFORE_MLP, BEHIND_MLP = (
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+class Gemma(Llama):
+    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        if getattr(config, "use_bidirectional_attention", False):
+            raise ValueError("use_bidirectional_attention is set, but tokens are made one after the other; take another model")
+        self._slides = [kind == SLIDING for kind in config.layer_types]
+        super().__init__(config, dtype, sep_layer, name)
+        near, _ = self.ropes_of(config)
+        self._rotary_near = near.rotary(self.spec.head_dim)
+        scale = torch.tensor(config.hidden_size**0.5, dtype=getattr(torch, dtype))  # rounded as the model was trained with
+        self._embedding_scale = float(scale)
+        self._query_scale = math.sqrt(self.spec.head_dim / config.query_pre_attn_scalar)  # beside that of every attention
+        self._most_logit = getattr(config, "final_logit_softcapping", None)
+
+    # -- what it says otherwise --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        bias = config.attention_bias
+        return Traits(bias, bias, head_norm=True, windows=windows_of(config))
+
+    @staticmethod
+    def activation_of(config: Config) -> str:
+        name: str = config.hidden_activation
+        return name
+
+    def ropes_of(self, config: Config) -> Sequence[Rope]:
+        """The rotations of layers with a window, and of those that see everything."""
+        return [Rope.of(config, layers) for layers in (SLIDING, FULL)]
+
+    def rotary_of(self, config: Config) -> Rotary:
+        _, everything = self.ropes_of(config)
+        return everything.rotary(self.spec.head_dim)
+
+    def normed(self, x: Tensor, weights: Weights, name: str) -> Tensor:
+        return ops.rms_norm_from_one(x, weights, name, self._eps)
+
+    # -- the functions of layers -------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
+        return super().embed(tokens, weights, given).mul_(self._embedding_scale)
+
+    def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return self._attended(hidden, weights, given, self._rotary)
+
+    def _attended(self, hidden: Tensor, weights: Weights, given: Given, rotary: Rotary) -> Tensor:
+        x, q, k, v = self.asked(hidden, weights)
+        q = q if self._query_scale == 1.0 else q.mul_(self._query_scale)
+        return given.attend(q, k, v, rotary, x)
+
+    def near_attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        """The attention of a layer with a window."""
+        return self.with_attended(hidden, self._attended(hidden, weights, given, self._rotary_near), weights)
+
+    def before_near_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        """The first half of it, as `InHalves` has halves."""
+        return torch.cat((hidden, self._attended(hidden, weights, given, self._rotary_near)), dim=-1)
+
+    def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
+        return self.normed(ops.linear(out, weights, "self_attn.o_proj"), weights, BEHIND_ATTENTION).add_(hidden)
+
+    def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        out = self.gated(self.normed(hidden, weights, BEFORE_MLP), weights, MLP)
+        return self.normed(out, weights, BEHIND_MLP).add_(hidden)
+
+    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        logits, most = super().head(hidden, weights), self._most_logit
+        return logits if most is None else logits.div_(most).tanh_().mul_(most)
+
+    # -- its layers --------------------------------------------------------------------------------------------------------
+
+    def attention_layer(
+        self, width: int, q_width: int, kv_width: int, head_dim: int, origin: Origin, window: int | None
+    ) -> LayerSpec:
+        before, behind = attention_parameters(width, q_width, kv_width, head_dim, self._traits)
+        own = layout.attention(
+            before, layout.joined(behind, layout.norm(BEHIND_ATTENTION, width, bias=False)), width, origin, window
+        )
+        if origin.block is None or not self._slides[origin.block]:
+            return own
+        whole, first_half = Gemma.near_attention.__name__, Gemma.before_near_attended.__name__
+        return replace(own, functions=(whole,), halves=(whole, first_half, *own.halves[2:]))
+
+    def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
+        norms = (layout.norm(name, width, bias=False) for name in (BEFORE_MLP, BEHIND_MLP))
+        return layout.mlp(Llama.mlp, layout.joined(*norms, MLP.parameters(width, inner)), width, inner, origin)

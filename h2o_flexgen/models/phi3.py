@@ -1,0 +1,52 @@
+"""Phi-3: LLaMA with one matrix for queries, keys and values, and one for both ways into the mlp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from h2o_flexgen.core.model_spec import LayerSpec
+from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.base import Weights
+from h2o_flexgen.models.layout import Config, Origin
+from h2o_flexgen.models.llama import GatedMlp, Llama, Traits, windows_of
+
+QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
+MLP_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
+
+
+class Phi3(Llama):
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(windows=windows_of(config))
+
+    # -- the functions of layers -------------------------------------------------------------------------------------------
+
+    def projected(self, x: Tensor, weights: Weights) -> Sequence[Tensor]:
+        q_width, kv_width = (heads * self.spec.head_dim for heads in (self.spec.heads, self.spec.kv_heads))
+        parts: tuple[Tensor, ...] = ops.linear(x, weights, QKV).split((q_width, kv_width, kv_width), dim=-1)
+        return parts
+
+    def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
+        gate, up = (half.contiguous() for half in ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1))
+        return ops.linear(self._gating(gate, up), weights, OUT_OF_MLP)
+
+    # -- its layers --------------------------------------------------------------------------------------------------------
+
+    def attention_layer(
+        self, width: int, q_width: int, kv_width: int, head_dim: int, origin: Origin, window: int | None
+    ) -> LayerSpec:
+        fused = layout.linear(QKV, q_width + 2 * kv_width, width, bias=False)
+        before = layout.joined(layout.norm("input_layernorm", width, bias=False), fused)
+        behind = layout.linear("self_attn.o_proj", width, q_width, bias=False)
+        return layout.attention(before, behind, width, origin, window)
+
+    def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
+        parameters = layout.joined(
+            layout.norm("post_attention_layernorm", width, bias=False),
+            layout.linear(INTO_MLP, 2 * inner, width, bias=False),
+            layout.linear(OUT_OF_MLP, width, inner, bias=False),
+        )
+        return replace(layout.mlp(Llama.mlp, parameters, width, inner, origin), passing_width=MLP_STATES * inner)
