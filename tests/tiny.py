@@ -176,7 +176,7 @@ def _of_each_expert(name: str, tensor: Tensor, has_bias: bool) -> Iterator[tuple
         yield from ((f"{prefix}{of_all}{number}.{kind.removesuffix('_bias')}.bias", own) for number, own in enumerate(tensor))
         return
     if has_bias:  # gpt-oss: one matrix, transposed
-        yield from ((f"{prefix}{of_all}{number}.{kind}.weight", own.T) for number, own in enumerate(tensor))
+        yield from ((f"{prefix}{of_all}{number}.{kind}.weight", own.T.contiguous()) for number, own in enumerate(tensor))
         return
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
     for number, own in enumerate(tensor):

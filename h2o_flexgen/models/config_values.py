@@ -33,7 +33,8 @@ OPTIONAL = {
 }
 NONE_IF_ZERO = ("sliding_window",)
 EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
-BASE, SHARE, SMALL, LIMITS = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0), (0.0, 1e6)  # smallest and largest value
+BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # smallest and largest value
+LIMITS, FACTORS = (0.0, 1e6), (1e-3, 1e3)
 SOFTCAP = (1e-3, 1e6)
 NUMBERS = {
     "rope_theta": BASE,
@@ -45,7 +46,7 @@ NUMBERS = {
     "routed_scaling_factor": LIMITS,
     "first_k_dense_replace": LIMITS,
     "swiglu_limit": LIMITS,
-    "swiglu_alpha": LIMITS,
+    "swiglu_alpha": FACTORS,
     "final_logit_softcapping": SOFTCAP,
 }
 EOS = "eos_token_id"

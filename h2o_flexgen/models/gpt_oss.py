@@ -22,7 +22,7 @@ LIMIT, ALPHA = 7.0, 1.702  # of configs that are older than the keys
 
 
 class GptOss(MixtureOfExperts):
-    states_of_expert = 4  # both products as they come, and parted; then one of them and what becomes of it
+    states_of_expert = 4  # both products as they come, and parted
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         super().__init__(config, dtype, sep_layer, name)
@@ -62,10 +62,10 @@ class GptOss(MixtureOfExperts):
     def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
         of_both, of_down = zip(*map(_names, asked.experts))
         (both,) = ops.linears_of_each(x, asked.counts, weights, of_both)
-        gate, up = halves_apart(both).chunk(2, dim=-1)
-        # gate * sigmoid(alpha * gate) * (up + 1) is silu of alpha times the gate, times the rest
-        gate = gate.clamp(max=self._limit).mul_(self._alpha)
-        up = up.clamp(-self._limit, self._limit).add_(1.0).div_(self._alpha)
+        gate, up = halves_apart(both.flatten()).view(2, len(both), -1)
+        # (up + 1) * gate * sigmoid(alpha * gate), by silu of alpha * gate
+        gate.clamp_(max=self._limit).mul_(self._alpha)
+        up.clamp_(-self._limit, self._limit).add_(1.0).div_(self._alpha)
         return self.down_from(gate, up, asked, weights, of_down)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.models import mixture
+from h2o_flexgen.models import create_model, mixture
 from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.gpt_oss import GptOss
 from h2o_flexgen.models.mixture import MixtureOfExperts, Routed
 from tests.tiny import tiny_config
 
@@ -19,8 +20,10 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def model_of(dtype: torch.dtype, sep_layer: bool = True) -> MixtureOfExperts:
-    return MixtureOfExperts(tiny_config("olmoe"), str(dtype).removeprefix("torch."), sep_layer, "tiny")
+def model_of(dtype: torch.dtype, sep_layer: bool = True, kind: str = "olmoe") -> MixtureOfExperts:
+    model = create_model(tiny_config(kind), str(dtype).removeprefix("torch."), sep_layer, "tiny")
+    assert isinstance(model, MixtureOfExperts)
+    return model
 
 
 def layers_of(model: MixtureOfExperts, dtype: torch.dtype) -> list[Weights]:
@@ -38,7 +41,7 @@ def layers_of(model: MixtureOfExperts, dtype: torch.dtype) -> list[Weights]:
 def routed(model: MixtureOfExperts, dtype: torch.dtype) -> Tensor:
     draw = torch.Generator().manual_seed(5)
     hidden = torch.randn(TOKENS, 1, model.spec.width, generator=draw).to(dtype)
-    likely = torch.rand(TOKENS, 1, 9, generator=draw)
+    likely = torch.rand(TOKENS, 1, model._mixture.experts, generator=draw)
     likely[:, :, 1] += 0.9  # asked by most
     weights, experts = likely.topk(CHOSEN, dim=-1)
     return Routed(hidden, hidden.clone(), torch.zeros_like(hidden, dtype=torch.float32), weights, experts.int()).joined
@@ -54,8 +57,9 @@ def total(model: MixtureOfExperts, joined: Tensor, layers: list[Weights]) -> Ten
     return Routed.of(joined, model.spec.width, CHOSEN).total
 
 
-def test_company_and_cuts_change_no_token(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(dtype)
+@pytest.mark.parametrize("kind", ["olmoe", "gpt-oss"])
+def test_company_and_cuts_change_no_token(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(dtype, kind=kind)
     layers, joined = layers_of(model, dtype), routed(model, dtype)
     assert len(layers) > 3
     whole = total(model, joined, layers)
@@ -63,10 +67,24 @@ def test_company_and_cuts_change_no_token(dtype: torch.dtype, monkeypatch: pytes
         monkeypatch.setattr(mixture, "MOST_TOGETHER", most)
         assert torch.equal(total(model, joined, layers), whole), most
     together = {name: value for weights in layers for name, value in weights.items()}
-    assert torch.equal(total(model_of(dtype, sep_layer=False), joined, [together]), whole)
+    assert torch.equal(total(model_of(dtype, False, kind), joined, [together]), whole)
     if dtype == torch.float32:  # kernels are chosen by the number of rows, and those for bfloat16 differ by more
         alone = total(model, joined[7:8], layers)
         assert (alone - whole[7:8]).abs().max() <= 1e-5 * whole.abs().max()
+
+
+def test_where_a_value_stands_changes_no_bit_of_what_gpt_oss_makes_of_it(dtype: torch.dtype) -> None:
+    model, both = model_of(dtype, kind="gpt-oss"), torch.randn(7, 46, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert isinstance(model, GptOss)
+    gate, up = both.double().unflatten(1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    whole = model._gated(both)
+    near = 1e-6 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(whole.double(), (up + 1) * gate * (1.3 * gate).sigmoid(), atol=near, rtol=near)
+    for row in range(7):
+        assert torch.equal(model._gated(both[row:]), whole[row:]) and torch.equal(
+            model._gated(both[: row + 1]), whole[: row + 1]
+        )
 
 
 def test_a_sum_is_that_of_one_expert_after_the_other(dtype: torch.dtype) -> None:
