@@ -68,6 +68,7 @@ class BlockRun:
     step_seconds: tuple[float, ...]  # seconds of each decode step
     tokens: int  # tokens generated or scored
     moved_bytes: Mapping[str, int]  # bytes per lane, of all devices
+    skipped_bytes: Mapping[str, int]  # of experts that nobody asked for, which would have been moved
     busy_seconds: Mapping[str, float]  # of the device whose lane works longest
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
@@ -101,6 +102,7 @@ class _Measures:
     graphs_given_up: str | None = None
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    skipped_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, step: int, tokens: int) -> None:
         """Counts the time since the last head for this one: whatever the order of the schedule, each step gets its own."""
@@ -364,6 +366,7 @@ class Engine:
                     measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
+                measures.skipped_bytes = sum((weights.skipped_bytes for weights in self._weights), Counter())
 
     @contextmanager
     def _prefixes(self, planned: BlockPlan, last: bool) -> Iterator[PrefixStore]:
@@ -445,6 +448,7 @@ class Engine:
                 state.heard.append(task)
                 if lanes.of(task) == lanes.of_head:  # listeners are called in the caller's thread
                     state.tell_of_visits()
+            self._weights_for(task.visit).wanted.computed(task.visit)
             return 0
 
         return {
@@ -541,7 +545,9 @@ class Engine:
         if device != self._plan.pipeline - 1:
             part = self._parts_of_devices[device].of(visit.batch, part)
         positions, attend = part.now.text_positions, attend_of(part)
-        given = base.Given(positions) if attend is None else base.Given(positions, attend)
+        given = base.Given(positions, chosen=partial(self._weights[device].wanted.chose, visit))
+        if attend is not None:
+            given = replace(given, attend=attend)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens)
         else:
@@ -566,6 +572,7 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         step_seconds=tuple(steps[1:]),
         tokens=measures.tokens,
         moved_bytes=measures.moved_bytes,
+        skipped_bytes=measures.skipped_bytes,
         busy_seconds=measures.lane_seconds,
         replayed=measures.replayed,
         graphs_given_up=measures.graphs_given_up,
