@@ -16,6 +16,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
+from h2o_flexgen.kernels.gated_silu import gated_silu_twin
 from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
@@ -246,6 +247,15 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. May overwrite the gate."""
     out: Tensor = _required(GATED_SILU, PLAIN, gate)(gate, up)
     return out
+
+
+def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there. Torch
+    gives the last values of a tensor other last bits than those in its middle."""
+    function = _required(GATED_SILU, PLAIN, gate)
+    if function is not gated_silu_twin:
+        return gated_silu(gate, up)
+    return torch.cat([function(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
 
 
 def halves_apart(x: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class GptOss(MixtureOfExperts):
         # (up + 1) * gate * sigmoid(alpha * gate), by silu of alpha * gate
         gate.clamp_(max=self._limit).mul_(self._alpha)
         up.clamp_(-self._limit, self._limit).add_(1.0).div_(self._alpha)
-        return self.down_from(gate, up, asked, weights, of_down)
+        (down,) = ops.linears_of_each(ops.gated_each(self._gating, gate, up, asked.counts), asked.counts, weights, of_down)
+        return down
 
 
 def _names(number: int) -> tuple[str, str]:
