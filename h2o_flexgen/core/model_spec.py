@@ -167,6 +167,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     kv_codec: str = PLAIN  # codec of a head's key or value of one token
     product: str = PRODUCT  # the op by which packed matrices are multiplied
+    attention_cap: float | None = None  # scores of attention come near it and no further
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 
     @property

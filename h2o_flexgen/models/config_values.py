@@ -41,6 +41,7 @@ NUMBERS = {
     "rms_norm_eps": SMALL,
     "layer_norm_eps": SMALL,
     "final_logit_softcapping": SOFTCAP,
+    "attn_logit_softcapping": SOFTCAP,
 }
 EOS = "eos_token_id"
 

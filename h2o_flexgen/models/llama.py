@@ -28,6 +28,7 @@ class Traits:
     whole_norm: bool = False  # all heads of a query, and of a key, are normalised at once
     windows: tuple[int | None, ...] | None = None  # of each layer, the tokens that a token sees; None: all that are before it
     clip: float | None = None  # queries, keys and values are no larger
+    attention_cap: float | None = None  # scores of attention come near it and no further
 
 
 SLIDING = "sliding_attention"
@@ -175,6 +176,7 @@ class Llama(InHalves):
         own = {
             "kv_heads": kv_heads,
             "head_dim": head_dim,
+            "attention_cap": self._traits.attention_cap,
             "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
         }
         return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
