@@ -110,7 +110,5 @@ def test_held_after_knows_neither_the_future_nor_what_has_gone() -> None:
 
 def test_a_model_whose_scores_have_a_cap_is_not_studied() -> None:
     capped: Any = SimpleNamespace(spec=SimpleNamespace(name="a model", attention_cap=50.0))
-    with pytest.raises(
-        ValueError, match=r"of a model have a cap, 50, which studies .* take a model without"
-    ):
+    with pytest.raises(ValueError, match=r"of a model have a cap, 50, which studies .* take a model without"):
         read_texts(capped, [])
