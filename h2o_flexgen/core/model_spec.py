@@ -193,6 +193,7 @@ class ModelSpec:
     kv_codec: str = PLAIN  # codec of a head's key or value of one token
     product: str = PRODUCT  # the op by which packed matrices are multiplied
     sink_scores: bool = False  # query heads have a learned score that takes part in their softmax beside those of keys
+    attention_cap: float | None = None  # scores of attention come near it and no further
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 
     @property
