@@ -6,6 +6,8 @@ as they lie in the file, and the products are parted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -62,12 +64,15 @@ class GptOss(MixtureOfExperts):
     def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
         of_both, of_down = zip(*map(_names, asked.experts))
         (both,) = ops.linears_of_each(x, asked.counts, weights, of_both)
+        (down,) = ops.linears_of_each(self._gated(both, asked.counts), asked.counts, weights, of_down)
+        return down
+
+    def _gated(self, both: Tensor, counts: Sequence[int]) -> Tensor:
+        """(up + 1) * gate * sigmoid(alpha * gate), by what silu makes of alpha * gate."""
         gate, up = halves_apart(both.flatten()).view(2, len(both), -1)
-        # (up + 1) * gate * sigmoid(alpha * gate), by silu of alpha * gate
         gate.clamp_(max=self._limit).mul_(self._alpha)
         up.clamp_(-self._limit, self._limit).add_(1.0).div_(self._alpha)
-        (down,) = ops.linears_of_each(ops.gated_each(self._gating, gate, up, asked.counts), asked.counts, weights, of_down)
-        return down
+        return ops.gated_each(self._gating, gate, up, counts)
 
 
 def _names(number: int) -> tuple[str, str]:
