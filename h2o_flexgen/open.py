@@ -10,10 +10,10 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from h2o_flexgen.checkpoints.derived import Damaged
-from h2o_flexgen.checkpoints.dummy import DummySource
+from h2o_flexgen.checkpoints.dummy import DummySource, random_form
 from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
-from h2o_flexgen.checkpoints.quantisation import KEYS
+from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quantisation_of
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
@@ -46,7 +46,7 @@ class OpenedModel:
         if dummy_weights:
             folder, checkpoint, stored = None, None, None
             config = known_config(name) or load_config(name)
-            _refuse_quantised(config)
+            _refuse_quantised(_quantisation(config))
         else:
             folder = resolve_model(name)
             config = load_config(str(folder))
@@ -73,8 +73,11 @@ class OpenedModel:
         if plan.attend_on == HOST:
             model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:
+            self.checkpoint.require(model.spec.tensors)
             model.spec = model.spec.map_tensors(self._as_stored)
             _refuse_tables(model.spec, self.checkpoint)
+        elif quantisation := _quantisation(self.config):
+            model.spec = _in_random_forms(model.spec, quantisation)
         model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
         return model
 
@@ -98,11 +101,24 @@ class OpenedModel:
         return load_tokenizer(self.folder, self.config, vocab, place)
 
 
-def _refuse_quantised(config: Config) -> None:
-    """Random weights have none of the forms of checkpoints, and figures of others would mislead."""
-    if by := _method(config):
+def _refuse_quantised(quantisation: Quantisation | None) -> None:
+    """Random weights have few of the forms of checkpoints, and figures of others would mislead."""
+    if quantisation is not None and quantisation.method != MXFP4:
         advice = "give its weights, or a config without quantization_config"
-        raise ValueError(f"the model is quantised ({by}), and random weights are not; {advice}")
+        raise ValueError(f"the model is quantised ({quantisation.method}), and random weights are not; {advice}")
+
+
+def _quantisation(config: Config) -> Quantisation | None:
+    return quantisation_of({key: getattr(config, key, None) for key in KEYS})
+
+
+def _in_random_forms(spec: ModelSpec, quantisation: Quantisation) -> ModelSpec:
+    """The model with its matrices in the forms that they would have in files, but for tables of tokens."""
+    tables = {name for layer in spec.layers for name in (layer.token_table, layer.logit_matrix) if name is not None}
+    own = {tensor.name for layer in spec.layers for name, tensor in layer.tensors if name in tables}
+    found = {matrix.name: random_form(quantisation, matrix) for layer in spec.layers for matrix in layer.matrices}
+    forms = {name: form for name, form in found.items() if form is not None and name not in own}
+    return spec.map_tensors(lambda tensor: replace(tensor, codec=forms.get(tensor.name, tensor.codec)))
 
 
 def _method(config: Config) -> str:

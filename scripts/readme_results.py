@@ -19,7 +19,7 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
 
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
 `compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`, `published.py --gpus`,
-`published_data_wrangling.py` and `serving.py` in benchmarks write brings a table of its own.
+`published_mixtures.py`, `published_data_wrangling.py` and `serving.py` in benchmarks write brings a table of its own.
 """
 
 from __future__ import annotations
@@ -231,6 +231,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "planner": _table_of_its_own,
     "host": _table_of_its_own,
     "published on gpus": _table_of_its_own,
+    "published mixtures": _table_of_its_own,
     "published data wrangling": _table_of_its_own,
     "eviction and quality": _table_of_its_own,
     "serving": _table_of_its_own,

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,7 +40,6 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests import tiny
-from tests.gguf_files import save_gguf
 from tests.probes import OF_NO_MODEL, probe_for
 from tests.quantised import FORMS, WIDE, save_quantised
 from tests.reference import weights_by_layer
@@ -64,6 +64,8 @@ STORED = (
     ("qwen3", "gguf-q5_K", PLAIN, EXACT),
     ("qwen2", "gguf-q6_K", PLAIN, EXACT),
     ("mistral", "gguf-mxfp4", PLAIN, EXACT),
+    ("olmoe", "gguf-q4_0", PLAIN, EXACT),
+    ("qwen2-moe", "gguf-q5_1", PLAIN, INT8),
     ("qwen2", "gguf-bfloat16", "group4", EXACT),
     ("qwen3", "gguf-q8_0", "group4", EXACT),
     ("llama-gqa", "gguf-q4_0", PLAIN, INT8),
@@ -76,6 +78,11 @@ STORED = (
     ("qwen3", "mxfp8", "group4", EXACT),
     ("opt", "compressed-fp8", PLAIN, EXACT),
     ("mistral", "mxfp4" + WITH_HEAD, PLAIN, INT8),
+    ("gpt-oss", "mxfp4", PLAIN, EXACT),
+    ("gpt-oss", "mxfp4", "group4", INT8),
+    ("gpt-oss", "bfloat16", PLAIN, EXACT),
+    ("gpt-oss", "float16", "group4", EXACT),
+    ("glm4-moe-air", "bfloat16", PLAIN, EXACT),
 )
 
 # plan options, one policy each, with budgets that tiny texts outgrow
@@ -255,6 +262,9 @@ class Checkpoints:
         if (kind, stored) in self.hf_models:
             return place
         if is_gguf:
+            pytest.importorskip("gguf")  # writes such files, and is missing where only torch and transformers are
+            from tests.gguf_files import save_gguf
+
             made = save_gguf(kind, place, stored.removeprefix(GGUF))
         elif stored in DTYPE_BYTES:
             made = tiny.save_tiny(kind, place, getattr(torch, stored), max_shard_size="40KB")
@@ -366,7 +376,8 @@ def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tenso
                 file.seek(place.offset)
                 data[start : start + place.nbytes] = torch.frombuffer(bytearray(file.read(place.nbytes)), dtype=torch.uint8)
     if isinstance(found, StoredTensor):
-        return data, data.view(getattr(torch, found.dtype)).view(tensor.shape)
+        values = data.view(getattr(torch, found.dtype))
+        return data, values.view(tensor.shape[::-1]).T.contiguous() if found.is_turned else values.view(tensor.shape)
     return data, decoded_with(stored.codec, data, tensor.shape, torch.float32)
 
 

@@ -6,6 +6,7 @@ Where the package cannot encode, matrices are random blocks, in which all codes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tests.tiny import checkpoint_tensors, tiny_hf_model
+from tests.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 
 Bytes = NDArray[np.uint8]
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by model_type
+OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **OF_MIXTURES}  # by model_type
+EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
+ROUTERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
 FORMS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
     name.lower().replace("_k", "_K"): Type[name]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -42,11 +46,15 @@ SIZES_OF_LARGE_BLOCKS = {
     "head_dim": 64,
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+EVERYWHERE: Mapping[str, Mapping[str, Any]] = {  # all layers have experts, whose rows are whole blocks
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []},
+    "qwen3_moe": {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True},
+}
 
 
-def sizes_for(form: str) -> dict[str, int]:
+def sizes_for(form: str, model_type: str = "llama") -> dict[str, Any]:
     """Sizes of a tiny model whose rows are whole blocks of this form."""
-    return SIZES_OF_LARGE_BLOCKS if FORMS[form] in SCALES else SIZES
+    return {**(SIZES_OF_LARGE_BLOCKS if FORMS[form] in SCALES else SIZES), **EVERYWHERE.get(model_type, {})}
 
 
 def save_gguf(
@@ -62,7 +70,7 @@ def save_gguf(
 ) -> PreTrainedModel:
     """Writes a file, or parts with so many tensors each, with matrices in one form and tables of tokens perhaps in another.
     Returns the model that it holds."""
-    model = tiny_hf_model(kind, seed, **{**sizes_for(form), **changes})
+    model = tiny_hf_model(kind, seed, **{**sizes_for(form, KINDS[kind][0]), **changes})
     writer = GGUFWriter(file, ARCHITECTURES[model.config.model_type], split_max_tensors=tensors_per_part)
     _add_metadata(writer, model.config)
     if alignment:
@@ -70,10 +78,17 @@ def save_gguf(
     for key, value in (metadata or {}).items():
         _add_value(writer, key, value)
     generator = np.random.default_rng(seed)
+    experts: dict[str, list[Tensor]] = {}
     for name, parameter in checkpoint_tensors(model).items():
-        is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
+        if expert := EXPERT.fullmatch(name):
+            experts.setdefault(f"{expert[1]}.ffn_{expert[2]}_exps.weight", []).append(parameter)
+            continue
+        is_table, is_router = name in ("model.embed_tokens.weight", "lm_head.weight"), name.endswith(ROUTERS)
         own = form if not is_table else table_form or form
-        _add_tensor(writer, model.config, name, parameter, FORMS[own] if parameter.ndim == 2 else Type.F32, generator)
+        kind_there = FORMS[own] if parameter.ndim == 2 and not is_router else Type.F32
+        _add_tensor(writer, model.config, name, parameter, kind_there, generator)
+    for name, parameters in experts.items():
+        _add_experts(writer, name.replace("model.layers", "blk"), parameters, FORMS[form], generator)
     _add_divisors(writer, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -101,6 +116,19 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
     if config.model_type == "mistral" and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "num_experts_per_tok", 0):
+        _add_choice(writer, config)
+
+
+def _add_choice(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type.startswith("qwen"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if getattr(config, "shared_expert_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if getattr(config, "clip_qkv", None):
+        writer.add_clamp_kqv(config.clip_qkv)
 
 
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -124,7 +152,19 @@ def _add_tensor(
     order = _rows_in_file(config, name, len(parameter))
     written = _in_blocks(parameter[order].numpy(), kind, generator)
     parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape)
+    if name.endswith("shared_expert_gate.weight"):
+        written = written[0]
     writer.add_tensor(name_in_file(name), written, raw_dtype=kind)
+
+
+def _add_experts(writer: GGUFWriter, name: str, parameters: list[Tensor], kind: Type, generator: np.random.Generator) -> None:
+    """One matrix of all experts, as one tensor."""
+    values = torch.stack(parameters)
+    written = _in_blocks(values.flatten(0, 1).numpy(), kind, generator)
+    decoded = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(values.shape)
+    for parameter, own in zip(parameters, decoded, strict=True):
+        parameter.copy_(own)
+    writer.add_tensor(name, written.reshape(*values.shape[:2], -1), raw_dtype=kind)
 
 
 def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Generator) -> NDArray[Any]:
@@ -159,6 +199,9 @@ NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,7 @@ FORMS: Mapping[str, Form] = {
         32,
     ),
 }
+NOT_CONVERTED = "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}  # every matrix of a LLaMA in groups of 32
 
 
@@ -252,10 +253,13 @@ class Quantised:
 def save_quantised(
     kind: str, folder: Path, form: Form, dtype: torch.dtype = torch.float16, files: int = 1, head: bool = False, **changes: Any
 ) -> Quantised:
-    """Writes a tiny model with every linear layer that the form takes, with its head only if it is said so; other tensors are
-    of `dtype`. The parts of a matrix come into different `files`."""
+    """Writes a tiny model with every linear layer that the form takes, with its head only if it is said so; of gpt-oss with
+    experts alone. Other tensors are of `dtype`. The parts of a matrix come into different `files`."""
     made = Quantised(tiny.save_tiny(kind, folder, dtype, **changes))
     tensors = {name: tensor.clone() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    if made.model.config.model_type == "gpt_oss":
+        _write_experts(made, tensors, form)
+        form = replace(form, config={**form.config, "modules_to_not_convert": list(NOT_CONVERTED)}, inputs=1 << 40)
     for name, module in made.model.named_modules():
         is_head = module is made.model.get_output_embeddings()
         if isinstance(module, torch.nn.Linear) and form.takes(module.weight) and (head or not is_head):
@@ -267,6 +271,20 @@ def save_quantised(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(form.config)}))
     return made
+
+
+def _write_experts(made: Quantised, tensors: dict[str, Tensor], form: Form) -> None:
+    """All experts of a layer in one tensor of blocks and one of scales, with outputs before inputs; the plain tensors that they
+    take the place of have inputs first."""
+    for name, parameter in made.model.named_parameters():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            written = [form.written(own.T) for own in parameter.detach()]
+            del tensors[name]
+            for end in ("blocks", "scales"):
+                tensors[f"{name}_{end}"] = torch.stack([parts[f"weight_{end}"] for parts, _ in written])
+            parameter.data = torch.stack([values.T for _, values in written])
+            prefix, kind = name.removesuffix(".weight").rsplit(".", 1)
+            made.values |= {f"{prefix}.{number}.{kind}.weight": values for number, (_, values) in enumerate(written)}
 
 
 def _save(folder: Path, tensors: Mapping[str, Tensor], files: int) -> None:

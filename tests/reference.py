@@ -15,8 +15,8 @@ LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads,
 
 def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
     """Groups `tensors`, given by their names in the checkpoint, by layer."""
-    dtype = getattr(torch, model.spec.dtype)
-    return [{name: tensors[spec.name].to(dtype) for name, spec in layer.tensors} for layer in model.spec.layers]
+    dtypes = {model.spec.itemsize: getattr(torch, model.spec.dtype), 4: torch.float32}
+    return [{name: tensors[spec.name].to(dtypes[spec.itemsize]) for name, spec in layer.tensors} for layer in model.spec.layers]
 
 
 @torch.inference_mode()
@@ -52,6 +52,7 @@ def _attend(
     v: Tensor,
     rotation: Rotation | None = None,
     x: Tensor | None = None,
+    sink_scores: Tensor | None = None,
 ) -> Tensor:
     """Padding stands behind a row's text, in slots that its own queries never look at and later tokens take over."""
     if rotation is not None:
@@ -67,5 +68,8 @@ def _attend(
     visible = torch.arange(held) <= positions[:, None, :, None]
     if window is not None:
         visible &= torch.arange(held) > positions[:, None, :, None] - window
-    mixed = scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sink_scores is not None:
+        scores = torch.cat((scores, sink_scores.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    mixed = scores.softmax(-1)[..., :held] @ values
     return mixed.transpose(1, 2).flatten(2).to(q.dtype)

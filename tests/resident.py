@@ -19,6 +19,7 @@ from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.judges import linear_judges
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.judge import Judge
@@ -125,14 +126,18 @@ class _Layer:
         v: Tensor,
         rotation: Rotation | None = None,
         x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
     ) -> Tensor:
         if len(self.caches) == 1:
-            return self._attended[0].attend(now[self.caches[0][0]], q, k, v, rotation, x)
+            return self._attended[0].attend(now[self.caches[0][0]], q, k, v, rotation, x, sink_scores)
         group, of_head = q.shape[2] // k.shape[2], {}
         for (level, heads, _), cache in zip(self.caches, self._attended):
             own_q = torch.cat([q[:, :, head * group : (head + 1) * group] for head in heads], dim=2)
             own_k, own_v = (torch.stack([x[:, :, head] for head in heads], dim=2) for x in (k, v))
-            out = cache.attend(now[level], own_q, own_k, own_v, rotation, x)
+            own_sinks = None
+            if sink_scores is not None:
+                own_sinks = torch.cat([sink_scores[head * group : (head + 1) * group] for head in heads])
+            out = cache.attend(now[level], own_q, own_k, own_v, rotation, x, own_sinks)
             of_head |= dict(zip(heads, out.chunk(len(heads), dim=2), strict=True))
         return torch.cat([of_head[head] for head in range(k.shape[2])], dim=2)
 
@@ -147,11 +152,19 @@ class _Beside:
         self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding, cap=cache._cap)
 
     def attend(
-        self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+        self,
+        now: KVStep,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
     ) -> Tensor:
-        asked = self._asking.asked(now, q, k, v, rotation, x)
+        asked = self._asking.asked(now, q, k, v, rotation, x, sink_scores)
         worth = None if asked.worth is None else asked.worth.cpu()
-        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), None, worth)
+        more = asked.more and More(asked.more.scores.cpu(), None)
+        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), more, worth)
         return self._cache.answer(now.on(torch.device("cpu")), there, rotation).to(q.device)
 
 

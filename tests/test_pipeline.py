@@ -40,7 +40,7 @@ from tests.test_contract import EQUAL, MANY, MIXES, RAGGED
 from tests.tiny import BLOCKS
 
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "mixtral", "qwen2-near"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "gpt-oss", "qwen2-near"),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),

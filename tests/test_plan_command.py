@@ -126,9 +126,9 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:
 
 def test_graphs_are_refused_where_a_run_would_refuse_them(command: Any, machines: dict[str, Path]) -> None:
     flags = (*WORK, "--evaluate", "--cuda-graphs", "on", "--percent")
-    refused = command(*flags, 0, 100, 100, 0, 100, 0, machine=machines["accelerator"])
-    assert refused.status == 2 and "graphs 'on' is for plans whose data all stay on the GPU" in refused.err[-1]
-    taken = command(*flags, 100, 0, 100, 0, 100, 0, machine=machines["accelerator"])
+    refused = command(*flags, 100, 0, 0, 100, 100, 0, machine=machines["accelerator"])
+    assert refused.status == 2 and "graphs 'on' is for plans whose KV and activations all stay on the GPU" in refused.err[-1]
+    taken = command(*flags, 0, 100, 100, 0, 100, 0, machine=machines["accelerator"])
     assert taken.status == 0 and plan_in(taken.json).graphs == "on"
 
 

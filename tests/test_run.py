@@ -176,6 +176,12 @@ def test_the_bound_of_compute_is_that_of_the_products_that_were_made(command: An
     assert all(one["lanes"]["compute"]["bound_seconds"] > 0 for one in (plain, rounded))
 
 
+def test_what_the_host_attends_has_a_lane_without_a_bound(command: Any, opt: Path, pretended: None) -> None:
+    on_host = ("--device", "pretended", "--percent", 100, 0, 0, 100, 100, 0, "--cpu-cache-compute")
+    lanes = command("--model", opt, *SMALL, *on_host).json["lanes"]
+    assert lanes["attend"]["moved_bytes"] > 0 and lanes["attend"]["bound_seconds"] is None
+
+
 def test_an_accelerators_lanes_too_move_what_was_predicted(command: Any, opt: Path, pretended: None) -> None:
     flags = ("--device", "pretended", "--percent", 30, 30, 30, 30, 0, 40)
     result = command("--model", opt, *SMALL, *flags)

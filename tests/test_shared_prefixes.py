@@ -75,7 +75,7 @@ class SharedCase(Case):
 
 
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss-far"),
     "percent": MIXES,
     "gpu_batch_size": (1, 2, 3, 5),
     "num_gpu_batches": (1, 2, 3),

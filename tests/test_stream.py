@@ -40,7 +40,7 @@ MIXES = (
     (0, 40, 60, 0, 0, 50),
 )
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3", "qwen2-near", "mixtral"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3", "gpt-oss", "mixtral"),
     "percent": MIXES,
     "gpu_batch_size": (1, 2, 3, 4),
     "num_gpu_batches": (1, 2, 3),

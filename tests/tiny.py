@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,26 @@ _NEOX = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "
 _EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LLAMA3_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _YARN = {"original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+_GPT_OSS = {
+    **_LLAMA,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.5,  # some of what tiny models have goes beyond it
+    "swiglu_alpha": 1.3,
+    "rope_theta": 700.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **_YARN},
+}
+_GLM = {
+    **_LLAMA,
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "rope_theta": 500.0,
+    "num_nextn_predict_layers": 0,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 400.0,
@@ -87,6 +107,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**_EXPERTS, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},  # all layers have it
     ),
+    "gpt-oss": ("gpt_oss", {**_GPT_OSS, "sliding_window": 5}),
+    "gpt-oss-far": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * BLOCKS}),
+    "glm4-moe": ("glm4_moe", {**_GLM, "n_shared_experts": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}),
+    "glm4-moe-air": ("glm4_moe", {**_GLM, "attention_bias": True, "norm_topk_prob": False, "partial_rotary_factor": 0.25}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",
@@ -116,10 +140,16 @@ def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     counts_from_one = model.config.model_type.startswith("gemma")  # the weights of norms
     for name, parameter in model.named_parameters():
-        parameter.data = (0.0 if counts_from_one else _middle(name)) + _spread(name) * torch.randn(
-            parameter.shape, generator=generator
-        )
+        middle = 0.0 if counts_from_one else _middle(name)
+        parameter.data = middle + _spread(name) * torch.randn(parameter.shape, generator=generator)
+    for _, buffer in _corrections(model):
+        buffer.data = 0.1 * torch.randn(buffer.shape, generator=generator)
     return model
+
+
+def _corrections(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What is learned and no parameter: how routers correct whom they choose."""
+    return ((name, one) for name, one in model.named_buffers() if name.endswith("e_score_correction_bias"))
 
 
 def _middle(name: str) -> float:
@@ -135,14 +165,26 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
-    return {own: values for name, tensor in named.items() for own, values in _of_each_expert(name, tensor)}
+    return with_each_expert({**named, **dict(_corrections(model))})
 
 
-def _of_each_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def with_each_expert(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, with those of each expert where there is one for all experts of a layer."""
+    has_bias = any(name.endswith(".gate_up_proj_bias") for name in named)
+    return {own: values for name, tensor in named.items() for own, values in _of_each_expert(name, tensor, has_bias)}
+
+
+def _of_each_expert(name: str, tensor: Tensor, has_bias: bool) -> Iterator[tuple[str, Tensor]]:
     """The matrices of experts, which transformers holds as one tensor for a layer."""
     prefix, of_all, kind = name.rpartition(".mlp.experts.")
-    if not of_all:
+    if not of_all or kind[0].isdigit():
         yield name, tensor
+        return
+    if kind.endswith("_bias"):
+        yield from ((f"{prefix}{of_all}{number}.{kind.removesuffix('_bias')}.bias", own) for number, own in enumerate(tensor))
+        return
+    if has_bias:  # gpt-oss: one matrix, transposed
+        yield from ((f"{prefix}{of_all}{number}.{kind}.weight", own.T.contiguous()) for number, own in enumerate(tensor))
         return
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
     for number, own in enumerate(tensor):

@@ -46,7 +46,8 @@ class Calibration:
     @classmethod
     def taken(cls, device: str, dtype: str, checkpoint: Path, seconds: float = 2.0) -> Calibration:
         opened = open_device(device)
-        needs = Needs(dtype, SHAPE, (ROWS,), read_files=tuple(sorted(checkpoint.glob("*.safetensors"))), links=True)
+        files = (checkpoint,) if checkpoint.is_file() else tuple(sorted(checkpoint.glob("*.safetensors")))
+        needs = Needs(dtype, SHAPE, (ROWS,), read_files=files, links=True)
         peaks = Peaks.measured() if device == CPU else None
         machine = measure(opened, needs, repetitions=3, seconds=seconds / 3)
         return cls(

@@ -6,7 +6,7 @@ Only headers are read here. A source says where a tensor lies, or makes it; movi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
-from h2o_flexgen.checkpoints.experts import each_expert, usually_named
+from h2o_flexgen.checkpoints.experts import each_expert, matrices_of_each
 from h2o_flexgen.checkpoints.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.gguf_model import stored_in
@@ -101,15 +101,23 @@ class Checkpoint:
     def close(self) -> None:
         pass
 
+    def require(self, names: Collection[str]) -> None:
+        """Refuses a checkpoint that lacks any of these tensors: one that was cut off lacks many."""
+        missing = [name for name in names if not self._places(name)]
+        if missing:
+            others = f", and so are {len(missing) - 1} of {len(names) - 1} others" if len(missing) > 1 else ""
+            advice = "download the model again or check its config"
+            raise ValueError(f"tensor {missing[0]} is missing in {self.place}{others}; {advice}")
+
     def to_write(self, spec: ModelSpec) -> Mapping[str, TensorSpec]:
         """The tensors that no file has in the form of the spec: they are to be written to a copy first."""
         return {name: tensor for name, tensor in spec.tensors.items() if not self._is_there(tensor)}
 
     def _is_there(self, tensor: TensorSpec) -> bool:
         stored = self._find(tensor.name)
-        return tensor.codec == PLAIN or (
-            isinstance(stored, StoredMatrix) and stored.is_in_place and stored.codec == tensor.codec
-        )
+        if isinstance(stored, StoredTensor):
+            return tensor.codec == PLAIN and not stored.is_turned
+        return stored.is_in_place and stored.codec == tensor.codec
 
     def located(self, tensor: TensorSpec) -> StoredTensor | StoredMatrix:
         stored = self._find(tensor.name)
@@ -121,10 +129,8 @@ class Checkpoint:
         return stored
 
     def _find(self, name: str) -> StoredTensor | StoredMatrix:
-        known = name in self._tensors or name in self._matrices
-        found = [name] if known else self._by_bare_name.get(_bare_name(name), [])
-        if not found:
-            raise ValueError(f"tensor {name} is missing in {self.place}; download the model again or check its config")
+        self.require([name])
+        found = self._places(name)
         if len(found) > 1:
             names = " and ".join(found)
             raise ValueError(f"tensor {name} is not in {self.place}, and {names} could both be meant; rename one of them")
@@ -136,6 +142,11 @@ class Checkpoint:
                 f"tensor {name} in {tensor.file} has the dtype {tensor.dtype}; only {', '.join(FLOATS)} can be run"
             )
         return tensor
+
+    def _places(self, name: str) -> Sequence[str]:
+        """The names that the checkpoint may have for a tensor."""
+        known = name in self._tensors or name in self._matrices
+        return [name] if known else self._by_bare_name.get(_bare_name(name), [])
 
 
 def _bare_name(name: str) -> str:
@@ -155,7 +166,7 @@ def folder_checkpoint(folder: Path, copy: Copy | None = None, quantisation: Quan
     shards.check(held)
     tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
     found = find_matrices(quantisation, tensors)
-    return Checkpoint(folder, each_expert(found.tensors), usually_named(found.matrices), copy)
+    return Checkpoint(folder, each_expert(found.tensors), matrices_of_each(found.matrices), copy)
 
 
 def open_checkpoint(place: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:

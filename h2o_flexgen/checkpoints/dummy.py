@@ -2,7 +2,7 @@
 
 A value depends only on the seed, the tensor's name and its place in the tensor. Tensors are cut from one random block that
 repeats for ever, so making weights costs a copy. The block's length is prime; otherwise rows of a matrix would equal each other
-and tokens would tie.
+and tokens would tie. Floats of 4 bits have codes of such a block, and one scale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
 from io import BufferedWriter
@@ -24,19 +25,29 @@ import torch
 from h2o_flexgen.checkpoints.derived import alone_in
 from h2o_flexgen.checkpoints.files import Progress, flush_to_disk, require_free_space
 from h2o_flexgen.checkpoints.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
+from h2o_flexgen.checkpoints.quantisation import Quantisation
 from h2o_flexgen.checkpoints.safetensors_format import tensor_bytes
 from h2o_flexgen.checkpoints.stored import StoredAs, StoredTensor
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.kernels.stored_parts import sections_of
 from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.sectioned import FP4, Fp4
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
-SCALE = 0.02
+SCALE, FP4_EXPONENT = 0.02, 120  # random codes are about 3 on average: 2 ** -7 of that is as much
 PART_VALUES = 1 << 20  # encoded at once
 FLUSH_BYTES = 512 << 20
 UNNAMED = "/proc/self/fd/{}"  # if the system has it, an open file can be opened again even without a name
+
+
+def random_form(quantisation: Quantisation, matrix: TensorSpec) -> str | None:
+    """The form that a matrix has in a checkpoint which is quantised so, and that random weights can have; None: it is plain."""
+    (codec,), module = FP4, matrix.name.removesuffix(".weight")
+    is_plain = any(fnmatchcase(module, f"{name}*") for name in quantisation.plain)
+    return None if is_plain or matrix.shape[-1] % codec.group else codec.name
 
 
 class DummySource:
@@ -56,6 +67,11 @@ class DummySource:
         block = torch.empty(BLOCK_VALUES, dtype=torch.float32).normal_(0.0, SCALE, generator=generator)
         return block.to(getattr(torch, self.dtype))
 
+    @cached_property
+    def _codes(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(256, (BLOCK_VALUES,), dtype=torch.uint8, generator=generator)
+
     def stored_as(self, name: str) -> StoredAs:
         return StoredAs(DTYPE_BYTES[self.dtype])
 
@@ -63,6 +79,8 @@ class DummySource:
         if tensor.codec == PLAIN:
             assert tuple(out.shape) == tensor.shape, (tensor, out.shape)
             self._fill_values(tensor, out.view(-1))
+        elif isinstance(codec := CODECS[tensor.codec], Fp4):
+            self._fill_codes(codec, tensor, out)
         else:
             self._fill_packed(tensor, out)
         return True
@@ -132,6 +150,15 @@ class DummySource:
             part = values[: rows - row]
             self._fill_values(tensor, part.view(-1), row * columns)
             encode(tensor.codec, part, units[row // together : (row + step) // together])
+
+    def _fill_codes(self, codec: Fp4, tensor: TensorSpec, out: torch.Tensor) -> None:
+        outputs, inputs = tensor.shape
+        codes, scales = sections_of(codec, out.zero_().view(1, -1), outputs, inputs)
+        scales.fill_(FP4_EXPONENT)
+        start = self._start(tensor.name)
+        while len(codes):
+            piece = self._codes[start : start + len(codes)]
+            codes[: len(piece)], codes, start = piece, codes[len(piece) :], 0
 
     def _fill_values(self, tensor: TensorSpec, flat: torch.Tensor, first: int = 0) -> None:
         start = 0

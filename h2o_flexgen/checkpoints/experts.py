@@ -1,7 +1,8 @@
 """Experts as checkpoints have them, by one set of names: a matrix for each expert, wherever its bytes lie.
 
 Checkpoints of Mixtral name them in words of their own. Those that transformers writes as it holds them have all experts of a
-layer in one tensor of three dimensions; there the rows of each expert lie together, those of its gate before the others.
+layer in one tensor of three dimensions; there the rows of each expert lie together, those of its gate before the others. In
+those of gpt-oss, whose experts have biases, gate and up are one matrix, and plain ones are transposed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+GATE_UP, BIAS = "gate_up_proj", "_bias"
 OF_ALL = ".mlp.experts."  # stands before what is one tensor for all experts of a layer
-TOGETHER = {f"{OF_ALL}gate_up_proj": (GATE, UP), f"{OF_ALL}{DOWN}": (DOWN,)}
+TOGETHER = {GATE_UP: (GATE, UP), DOWN: (DOWN,)}
 OF_MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+)\.(?:(w[123])\.)?")
 WORDS = {"w1": GATE, "w2": DOWN, "w3": UP}
 
@@ -35,11 +37,7 @@ def each_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors by their usual names, with one for each matrix of each expert."""
     found: dict[str, StoredTensor] = {}
     for tensor in tensors.values():
-        end = next((end for end in TOGETHER if tensor.name.endswith(end)), None)
-        if end is None or tensor.dtype not in DTYPE_BYTES:
-            named = {usual_name(tensor.name): tensor}
-        else:
-            named = {part.name: part for part in _taken_apart(tensor, tensor.name.removesuffix(end), TOGETHER[end])}
+        named = dict(_parts(tensor, tensors))
         if twice := named.keys() & found.keys():
             raise ValueError(
                 f"{tensor.name} in {tensor.file} is there under another name, too ({min(twice)}); remove one of them"
@@ -48,8 +46,50 @@ def each_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return found
 
 
-def usually_named(matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredMatrix]:
-    return {usual_name(name): matrix for name, matrix in matrices.items()}
+def matrices_of_each(matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredMatrix]:
+    """The same for matrices in a form of their checkpoint's own."""
+    return {name: part for name, matrix in matrices.items() for name, part in _parts_of_matrix(name, matrix)}
+
+
+def _parts_of_matrix(name: str, matrix: StoredMatrix) -> Iterator[tuple[str, StoredMatrix]]:
+    prefix, _, kind = name.rpartition(OF_ALL)
+    if len(matrix.shape) != 3 or kind not in TOGETHER:
+        yield usual_name(name), matrix
+        return
+    for sections in zip(*(_of_each(section, f"{prefix}{OF_ALL}%d.{kind}.weight") for section in matrix.sections)):
+        own = sections[0].name
+        yield own, replace(matrix, name=own, shape=matrix.shape[1:], sections=sections)
+
+
+def _parts(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
+    """What a tensor is of each expert, or itself, by name."""
+    prefix, of_all, kind = tensor.name.rpartition(OF_ALL)
+    matrix = kind.removesuffix(BIAS)
+    if not of_all or matrix not in TOGETHER or tensor.dtype not in DTYPE_BYTES:
+        yield usual_name(tensor.name), tensor
+    elif kind != matrix:
+        _check_dimensions(tensor, 2, "experts, rows")
+        yield from ((part.name, part) for part in _of_each(tensor, f"{prefix}{OF_ALL}%d.{matrix}.bias"))
+    elif f"{prefix}{OF_ALL}{GATE_UP}{BIAS}" in tensors:
+        _check_dimensions(tensor, 3, "experts, columns, rows")
+        for part in _of_each(tensor, f"{prefix}{OF_ALL}%d.{matrix}.weight"):
+            yield part.name, replace(part, shape=part.shape[::-1], is_turned=True)
+    else:
+        yield from ((part.name, part) for part in _taken_apart(tensor, prefix, TOGETHER[matrix]))
+
+
+def _of_each(tensor: StoredTensor, name: str) -> Iterator[StoredTensor]:
+    """The parts of a tensor that each expert has, of which the name says where its number stands."""
+    count, *shape = tensor.shape
+    nbytes = tensor.nbytes // count
+    for number in range(count):
+        start = tensor.offset + number * nbytes
+        yield replace(tensor, name=name % number, offset=start, nbytes=nbytes, shape=tuple(shape), check=None)
+
+
+def _check_dimensions(tensor: StoredTensor, count: int, wanted: str) -> None:
+    if len(tensor.shape) != count or not all(tensor.shape):
+        raise ValueError(f"tensor {tensor.name} in {tensor.file} has the shape {tensor.shape} instead of ({wanted})")
 
 
 def _taken_apart(tensor: StoredTensor, prefix: str, names: tuple[str, ...]) -> Iterator[StoredTensor]:

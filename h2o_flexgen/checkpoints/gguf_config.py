@@ -19,15 +19,23 @@ EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_fre
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
 
-# The architectures, as files name them (Mistral's models come as llama), and whether llama.cpp's rows are interleaved there: it
-# has moved those of queries and keys so that values that are rotated together are neighbours.
-INTERLEAVED: Mapping[str, bool] = {"llama": True, "qwen2": False, "qwen3": False}
+# The architectures, as files name them (Mistral's models and Mixtral come as llama), and whether llama.cpp's rows are
+# interleaved there: it has moved those of queries and keys so that values that are rotated together are neighbours.
+IN_ORDER = "qwen2", "qwen3", "olmoe", "qwen2moe", "qwen3moe"
+INTERLEAVED: Mapping[str, bool] = {"llama": True, **dict.fromkeys(IN_ORDER, False)}
+MIXTURES = {"llama": "mixtral", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}  # where there are experts
+SUMS_TO_ONE = ("mixtral", "qwen3_moe")  # the weights of a token's experts, as llama.cpp has it for these
+EXPERT, SHARED_EXPERT = (f"blk.0.ffn_{name}.weight" for name in ("gate_exps", "gate_shexp"))
+CLIP, NORMED, SOFTMAX = "attention.clamp_kqv", "expert_weights_norm", 1
 
 # what would change a layer's arithmetic -> the values with which it does not
 WITHOUT_EFFECT: Mapping[str, tuple[float, ...]] = {
-    "expert_count": (0,),
+    "leading_dense_block_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_gating_func": (0, SOFTMAX),
+    "expert_weights_scale": (0, 1),
     "attention.scale": (0,),
-    "attention.clamp_kqv": (0,),
+    CLIP: (0,),
     "attention.max_alibi_bias": (0,),
     "attention.temperature_scale": (0,),
     "attention.causal": (True,),
@@ -60,6 +68,7 @@ def config_in(gguf: Gguf) -> dict[str, Any]:
         "mlp_bias": any(name.endswith(".bias") and ".ffn_" in name for name in tensors),
         "rope_interleave": INTERLEAVED[said.architecture],
         **heads,
+        **_experts(said, tensors),
         **_window(said),
         **_rope(said, heads["head_dim"], tensors.get(ROPE_DIVISORS)),
         **_ids(gguf.metadata),
@@ -89,13 +98,27 @@ class Said:
             )
         said = cls(metadata, architecture)
         for name, harmless in WITHOUT_EFFECT.items():
-            if said.has(name) and metadata.values[said.key(name)] not in harmless:
+            if said.has(name) and metadata.values[said.key(name)] not in harmless and not said.understands(name):
                 raise said.refusal(name, "which the layers here do not do; give another model")
+        if said.experts and architecture not in MIXTURES:
+            raise said.refusal("expert_count", f"and {architecture} with experts is not read; give another model")
+        if not said.experts and architecture != "llama" and architecture in MIXTURES:
+            raise said.refusal("expert_count", f"and {architecture} without experts is not read; {AGAIN}")
         return said
+
+    @property
+    def experts(self) -> int:
+        return self.whole("expert_count", 0)
+
+    def understands(self, name: str) -> bool:
+        """Whether layers of this architecture do what is said here."""
+        return name == CLIP and self.architecture == "olmoe"
 
     @property
     def model_type(self) -> str:
         """The name of transformers. Of the models that files call llama, those with a sliding window are Mistral's."""
+        if self.experts:
+            return MIXTURES[self.architecture]
         is_mistral = self.architecture == "llama" and self.whole("attention.sliding_window", 0) > 0
         return "mistral" if is_mistral else self.architecture
 
@@ -124,6 +147,34 @@ def _heads(said: Said) -> dict[str, int]:
             raise said.refusal(name, f"but heads of {width} values; layers in which the two differ are not read")
     kv_heads = said.whole("attention.head_count_kv", heads)
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+
+
+def _experts(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """How many there are, how wide they are, and how they are chosen."""
+    if not said.experts:
+        return {}
+    if said.has(NORMED) and said.metadata.values[said.key(NORMED)] is not (said.model_type in SUMS_TO_ONE):
+        raise said.refusal(NORMED, f"which is not how {said.model_type} weighs its experts; give another model")
+    inner = _rows(said, tensors, EXPERT, 3)
+    chosen, sums_to_one = said.whole("expert_used_count"), said.model_type in SUMS_TO_ONE
+    found: dict[str, Any] = {"num_experts_per_tok": chosen, "norm_topk_prob": sums_to_one}
+    if said.model_type == "mixtral":
+        return {**found, "num_local_experts": said.experts, "intermediate_size": inner}
+    if said.model_type == "olmoe":
+        return {**found, "num_experts": said.experts, "intermediate_size": inner, "clip_qkv": said.number(CLIP, 0.0) or None}
+    found |= {"num_experts": said.experts, "moe_intermediate_size": inner, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if said.model_type == "qwen2_moe":
+        found["shared_expert_intermediate_size"] = _rows(said, tensors, SHARED_EXPERT, 2)
+    return found
+
+
+def _rows(said: Said, tensors: Mapping[str, GgufTensor], name: str, dimensions: int) -> int:
+    """The outputs of a matrix, or of each of several."""
+    tensor = tensors.get(name)
+    if tensor is None or len(tensor.shape) != dimensions:
+        what = "has no" if tensor is None else f"has {len(tensor.shape)} instead of {dimensions} dimensions for"
+        raise ValueError(f"{said.metadata.path} {what} {name}, its experts (files from before 2024 have them apart); {AGAIN}")
+    return tensor.shape[-2]
 
 
 def _window(said: Said) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """GGUF files as checkpoints: their tensors by the names that models have for them, in the forms in which they lie there.
 
-A tensor that no layer would read is refused: it stands for arithmetic that is not done here.
+A tensor that no layer would read is refused: it stands for arithmetic that is not done here. Experts lie in one tensor for each
+of their matrices, one expert behind the other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.files import AGAIN
@@ -24,33 +26,57 @@ ATTENTION = {**QKV, "attn_output": "self_attn.o_proj"}
 MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 HEAD_NORMS = {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+ONE = "{}"  # stands for the number of an expert
+EXPERTS = {f"{part}_exps": name.replace("mlp.", f"mlp.experts.{ONE}.") for part, name in MLP.items()} | {
+    "ffn_gate_inp": "mlp.gate"
+}
+SHARED = {f"{part}_shexp": name.replace("mlp.", "mlp.shared_expert.") for part, name in MLP.items()}
+SHARED_GATE = "mlp.shared_expert_gate"  # a single row, which files have as a vector
 
 
 def _of(kind: str, *names: Mapping[str, str]) -> dict[str, str]:
     return {f"{part}.{kind}": f"{name}.{kind}" for some in names for part, name in some.items()}
 
 
-WEIGHTS = _of("weight", ATTENTION, MLP, NORMS)
+WEIGHTS, OF_MIXTURES = _of("weight", ATTENTION, MLP, NORMS), _of("weight", ATTENTION, EXPERTS, NORMS)
 IN_BLOCKS: Mapping[str, Mapping[str, str]] = {  # by model_type
     "llama": {**WEIGHTS, **_of("bias", ATTENTION, MLP)},
     "mistral": WEIGHTS,
+    "mixtral": OF_MIXTURES,
+    "olmoe": {**OF_MIXTURES, **_of("weight", HEAD_NORMS)},
     "qwen2": {**WEIGHTS, **_of("bias", QKV)},
+    "qwen2_moe": {**OF_MIXTURES, **_of("weight", SHARED, {"ffn_gate_inp_shexp": SHARED_GATE}), **_of("bias", QKV)},
     "qwen3": {**WEIGHTS, **_of("weight", HEAD_NORMS), **_of("bias", ATTENTION)},
+    "qwen3_moe": {**OF_MIXTURES, **_of("weight", HEAD_NORMS), **_of("bias", ATTENTION)},
 }
 
 
 def stored_in(file: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredMatrix]]:
     """The tensors of plain values and the packed matrices of a model, by its own names for them."""
     plain, packed = {}, {}
-    for name, tensor in named_in_model(read_gguf(file)).items():
-        stored = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.kind, tensor.shape)
-        if tensor.kind not in BLOCKS:
-            plain[name] = stored
-        elif len(tensor.shape) == 2:
-            packed[name] = StoredMatrix(name, tensor.kind, tensor.shape, (stored,))
-        else:
-            raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, no matrix, as {tensor.kind}; {AGAIN}")
+    for given, tensor in named_in_model(read_gguf(file)).items():
+        for name, stored in _each_expert(given, tensor):
+            if tensor.kind not in BLOCKS:
+                plain[name] = stored
+            elif len(stored.shape) == 2:
+                packed[name] = StoredMatrix(name, tensor.kind, stored.shape, (stored,))
+            else:
+                raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, no matrix, as {tensor.kind}; {AGAIN}")
     return plain, packed
+
+
+def _each_expert(name: str, tensor: GgufTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """A tensor, or the matrices (outputs, inputs) of all experts (experts, outputs, inputs) in it."""
+    shape = (1, *tensor.shape) if SHARED_GATE in name and len(tensor.shape) == 1 else tensor.shape
+    whole = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.kind, shape)
+    if ONE not in name:
+        yield name, whole
+        return
+    if len(shape) != 3:
+        raise ValueError(f"{tensor.file} has {shown(tensor.name)} with {len(shape)} dimensions instead of 3; {AGAIN}")
+    nbytes = tensor.nbytes // max(shape[0], 1)
+    for number in range(shape[0]):
+        yield name.format(number), replace(whole, offset=tensor.offset + number * nbytes, nbytes=nbytes, shape=shape[1:])
 
 
 def named_in_model(gguf: Gguf) -> dict[str, GgufTensor]:

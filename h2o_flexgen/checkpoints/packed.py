@@ -1,11 +1,12 @@
-"""PackedCheckpoint: a checkpoint some of whose matrices and tables are kept in a form that its files do not have. They are
-encoded once, some rows at a time, into safetensors in a cache folder, and read from there ever after, in every step if they are
-placed on disk."""
+"""PackedCheckpoint: a checkpoint some of whose matrices and tables are kept in a form that its files do not have, or have
+transposed. They are encoded once, some rows at a time, into safetensors in a cache folder, and read from there ever after, in
+every step if they are placed on disk."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
 from h2o_flexgen.checkpoints.files import Progress, advancing, require_free_space
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.checkpoints.stored import Located, StoredAs, StoredMatrix, StoredTensor
-from h2o_flexgen.checkpoints.stored_values import stored_values
+from h2o_flexgen.checkpoints.stored_values import plain_rows, stored_values
 from h2o_flexgen.checkpoints.sums import Sums
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.quant.codec import CODECS, chosen_codec
+from h2o_flexgen.quant.codec import CODECS, PLAIN, chosen_codec
 
 FILE_BYTES = 2 << 30  # of a packed file, approximately
 LARGEST = 1e38  # so that the difference of two values is still a float32
@@ -68,7 +69,7 @@ class PackedCheckpoint:
 
     @property
     def _nbytes(self) -> int:
-        return sum(aligned(tensor.nbytes) for tensor in self._tensors.values())
+        return sum(aligned(tensor.stored_nbytes) for tensor in self._tensors.values())
 
     # -- a source of weights -----------------------------------------------------------------------------------------------
 
@@ -91,7 +92,16 @@ class PackedCheckpoint:
     @cached_property
     def _packed(self) -> Mapping[str, StoredTensor]:
         copy = self._folder.made(self._build, self._renewing)
-        return {tensor.name: tensor for file in copy.files for tensor in copy.tensors(file)}
+        return {tensor.name: self._as_asked(tensor) for file in copy.files for tensor in copy.tensors(file)}
+
+    def _as_asked(self, packed: StoredTensor) -> StoredTensor:
+        """Plain values have a type; all others are bytes."""
+        tensor = self._tensors[packed.name]
+        if tensor.codec != PLAIN:
+            return packed
+        stored = self._checkpoint.located(tensor)
+        assert isinstance(stored, StoredTensor), stored
+        return replace(packed, dtype=stored.dtype, shape=tensor.shape)
 
     def _build(self, folder: Path) -> dict[str, dict[str, Sums]]:
         sums = {}
@@ -99,16 +109,19 @@ class PackedCheckpoint:
         advance = advancing(self._progress, self._nbytes)
         for number, tensors in enumerate(_in_files(self._tensors.values())):
             # as whole pages, so that each starts where direct reads can
-            forms = [TensorForm(tensor.name, torch.uint8, (aligned(tensor.nbytes),)) for tensor in tensors]
+            forms = [TensorForm(tensor.name, torch.uint8, (aligned(tensor.stored_nbytes),)) for tensor in tensors]
             value = partial(self._encoded, advance)
             name = f"packed-{number:05d}.safetensors"
             sums[name] = write_safetensors(folder / name, forms, value)
         return sums
 
     def _encoded(self, advance: Callable[[int], None], name: str) -> torch.Tensor:
-        tensor, out = self._tensors[name], torch.zeros(aligned(self._tensors[name].nbytes), dtype=torch.uint8)
+        tensor = self._tensors[name]
+        out = torch.zeros(aligned(tensor.stored_nbytes), dtype=torch.uint8)
         stored = self._checkpoint.located(tensor)
-        if isinstance(stored, StoredMatrix) and stored.make is not None and stored.codec == tensor.codec:
+        if isinstance(stored, StoredTensor) and tensor.codec == PLAIN:
+            torch.cat([*plain_rows(stored, 1)], out=out[: stored.nbytes].view(getattr(torch, stored.dtype)).view(tensor.shape))
+        elif isinstance(stored, StoredMatrix) and stored.make is not None and stored.codec == tensor.codec:
             stored.make(out[: tensor.nbytes])
         else:
             _encode(tensor, stored, out)
@@ -130,7 +143,7 @@ def _encode(tensor: TensorSpec, stored: StoredTensor | StoredMatrix, out: torch.
 def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
     own: list[TensorSpec] = []
     for tensor in tensors:
-        if own and sum(one.nbytes for one in own) + tensor.nbytes > FILE_BYTES:
+        if own and sum(one.stored_nbytes for one in own) + tensor.stored_nbytes > FILE_BYTES:
             yield own
             own = []
         own.append(tensor)

@@ -40,6 +40,7 @@ class Quantisation:
     groups: tuple[int, ...] = ()  # sizes that groups of inputs may have
     blocks: tuple[tuple[int, int], ...] = ()  # outputs and inputs that share a scale, where these are blocks
     zeros_one_less: bool = False  # zero points are written less one
+    plain: tuple[str, ...] = ()  # modules that are not quantised, where the config names them; a star stands for anything
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
@@ -102,7 +103,10 @@ def _fp8(stored: Mapping[str, Any]) -> Quantisation:
 
 
 def _mxfp4(stored: Mapping[str, Any]) -> Quantisation:
-    return Quantisation(MXFP4)
+    plain = stored.get("modules_to_not_convert") or ()
+    if not isinstance(plain, (list, tuple)) or not all(isinstance(one, str) for one in plain):
+        raise ValueError(f"the config's modules_to_not_convert is {shown(plain)}, which is no list of names; {AGAIN}")
+    return Quantisation(MXFP4, plain=tuple(plain))
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {

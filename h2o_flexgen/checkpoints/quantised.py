@@ -246,20 +246,21 @@ def _fp4(parts: _Parts, codes: StoredTensor, *ends: str) -> StoredMatrix:
 
 
 def _blocks(parts: _Parts) -> StoredMatrix | None:
-    """Blocks of 32 values as bytes (outputs, blocks, 16); those of experts have one more dimension, and no layer here asks."""
+    """Blocks of 32 values as bytes (outputs, blocks, 16); those of experts have one more dimension, for all of a layer."""
     codes = parts.tensors[f"{parts.prefix}_blocks"]
-    if len(codes.shape) != 3 or codes.shape[2] != 16:
+    dimensions = len(codes.shape)
+    if dimensions not in (3, 4) or codes.shape[-1] != 16:
         return None
     parts.used.add(codes.name)
-    scales = parts.required("_scales", POWERS)
-    shape = codes.shape[0], codes.shape[1] * 32
-    return _of_powers(parts, parts.prefix, shape, parts.checked(codes, BYTES, 3), scales)
+    scales = parts.required("_scales", POWERS, dimensions - 1)
+    shape = *codes.shape[:-2], codes.shape[-2] * 32
+    return _of_powers(parts, parts.prefix, shape, parts.checked(codes, BYTES, dimensions), scales)
 
 
-def _of_powers(parts: _Parts, name: str, shape: tuple[int, int], codes: StoredTensor, scales: StoredTensor) -> StoredMatrix:
+def _of_powers(parts: _Parts, name: str, shape: tuple[int, ...], codes: StoredTensor, scales: StoredTensor) -> StoredMatrix:
     (codec,) = FP4
-    if shape[1] % codec.group or scales.shape != (shape[0], shape[1] // codec.group):
-        raise _wrong(scales, f"has the shape {scales.shape} beside {shape[0]} x {shape[1]} values; each 32 have a scale")
+    if shape[-1] % codec.group or scales.shape != (*shape[:-1], shape[-1] // codec.group):
+        raise _wrong(scales, f"has the shape {scales.shape} beside {' x '.join(map(str, shape))} values; each 32 have a scale")
     return StoredMatrix(name, codec.name, shape, (codes, scales))
 
 

@@ -56,6 +56,7 @@ class StoredTensor:
     dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of its format ("I8")
     shape: tuple[int, ...]
     check: Check | None = field(default=None, compare=False)  # None if nobody knows what was written
+    is_turned: bool = False  # the file has the transposed matrix: its columns lie one behind the other
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -78,7 +79,7 @@ class StoredMatrix:
 
     name: str
     codec: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     sections: tuple[StoredTensor, ...]  # its bytes, in the order of the codec's; or what they are made of, if `make` is there
     make: Make | None = field(default=None, compare=False)
 

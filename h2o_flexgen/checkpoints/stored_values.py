@@ -30,11 +30,20 @@ def stored_values(stored: StoredTensor | StoredMatrix, together: int) -> Iterato
     return _sectioned(cast("Sectioned", codec), stored, -(-CUTS // together) * together)
 
 
-def _plain(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
+def plain_rows(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
+    """The rows in the type of the file, some times `together` of them at once but for the last ones."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
+    if stored.is_turned:  # rows lie in no range, so all are read, which are those of a single expert
+        yield from read_whole(stored).view(dtype).view(stored.shape[::-1]).T.split(_rows_at_once(stored.shape[1], together))
+        return
     for rows in read_rows(stored, stored.shape[-1] * dtype.itemsize, together):
-        values = rows.view(dtype)
-        yield values.float() if dtype == torch.float16 else values  # exact, and readable from C
+        yield rows.view(dtype)
+
+
+def _plain(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
+    for rows in plain_rows(stored, together):
+        values = rows.contiguous()
+        yield values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
 
 
 def _blocked(codec: Blocked, stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:

@@ -22,7 +22,7 @@ from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport, together_lines
 from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.run_work import WITH_ROOM
-from h2o_flexgen.cli.slow import kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
@@ -233,6 +233,7 @@ class BatchJob:
             self.find_plan()
             self.tell(self.plan_lines())
             say_slow(kernel_reasons(self.plan_report.arithmetic))
+            say_slow(experts_reason(self.plan_report.planned.blocks.first))
             say_threads(self.request.others, self.request.site.threads)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)

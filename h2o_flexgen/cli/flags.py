@@ -358,7 +358,7 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     )
     group.switch("--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
     group.switch("--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
-    captured = f"where all data stay on a GPU, its decode steps are captured and replayed; {ON}: or it is an error"
+    captured = f"where KV and activations stay on a GPU, decode steps are captured and replayed; {ON}: or it is an error"
     group.add(GRAPHS_FLAG, dest="graphs", default=Plan.graphs, choices=GRAPHS, help=captured)
     group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     beside = "with a GPU: in decode, KV in CPU memory and on disk is attended by the CPU, and does not cross the link"

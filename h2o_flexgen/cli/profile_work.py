@@ -35,7 +35,7 @@ def work(request: ProfileRequest) -> None:
         sizes = QUICK if request.quick else FULL
         mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others()
         note_partial(mark, progress.note)
-        progress.note(f"measuring this machine takes {sizes.budget_seconds:.0f} s at most")
+        progress.note(f"measuring this machine takes {sizes.time_on(device.accelerator)}")
         machine = profile(
             device,
             folder,

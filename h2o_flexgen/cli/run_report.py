@@ -39,7 +39,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
 from h2o_flexgen.sampling.output import Completion
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, Op
+from h2o_flexgen.schedule.ops import ATTEND_LANE, COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Outcome:
         if files.log is not None:
             append_log(self._log_name() if isinstance(files.log, NamedByPlan) else files.log, summary)
         if files.trace is not None:
-            self.stats.last_block.trace.write_chrome(files.trace)
+            self.stats.last_block.trace.write_chrome(files.trace, [layer.title for layer in self.job.llm.spec.layers])
         if files.timeline is not None:
             self._draw_timeline(files.timeline)
 
@@ -193,10 +193,10 @@ class Outcome:
 
     def _bounds(self, machine: Machine, predicted: Mapping[Op, int]) -> dict[str, float]:
         """The least seconds that each lane could take: bytes over bandwidths, flops over rates. What ops share a lane's bytes
-        in is known of the prediction."""
+        in is known of the prediction. What the host attends was not measured, and has none."""
         bounds, lanes = {COMPUTE_LANE: self._compute_bound(machine)}, by_lane(predicted)
         for lane, moved in self.stats.moved_bytes.items():
-            if lane in lanes:
+            if lane in lanes and lane != ATTEND_LANE:
                 seconds = sum(
                     nbytes / machine.bandwidth(lane, self.job.llm.plan.page_locks(op))
                     for op, nbytes in predicted.items()
@@ -245,6 +245,7 @@ def _rates(machine: Machine | None) -> dict[str, object]:
 class LaneReport:
     moved_bytes: int
     predicted_bytes: int  # of a run in which no row finishes early
+    skipped_bytes: int  # of experts that nobody asked for: with these, as many would have been moved as are predicted
     busy_share: float  # share of the seconds from the first task to the last
     bound_seconds: float | None  # bytes over measured bandwidths, flops over measured rates; None where not measured
 
@@ -258,7 +259,8 @@ def lane_reports(
         moved = stats.moved_bytes.get(lane, 0)
         bound = bounds.get(lane)
         busy = min(1.0, stats.busy_seconds.get(lane, 0.0) / seconds) if seconds else 0.0
-        reports[lane] = LaneReport(moved, predicted.get(lane, 0), round(busy, 4), None if bound is None else round(bound, 6))
+        skipped, seconds_at_least = stats.skipped_bytes.get(lane, 0), None if bound is None else round(bound, 6)
+        reports[lane] = LaneReport(moved, predicted.get(lane, 0), skipped, round(busy, 4), seconds_at_least)
     return reports
 
 

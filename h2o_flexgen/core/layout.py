@@ -83,12 +83,13 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
 
 def asked_arena(spec: ModelSpec, rows: int, shares: bool, judged: bool) -> Arena:
     """The places of what crosses the link where the host attends a decode step: queries, keys, values, and the outcome; where
-    rows share prefixes, also what was attended of these, as the weight and the values of one more key; and where a policy asks
-    what tokens are worth, that comes last."""
+    queries have one more key, its weight, and where rows share prefixes its values; and where a policy asks what tokens are
+    worth, that comes last."""
     heads, kv_heads = (rows * count * spec.head_dim * spec.itemsize for count in (spec.heads, spec.kv_heads))
-    more = (rows * spec.heads * FLOAT_BYTES, rows * spec.heads * spec.head_dim * FLOAT_BYTES) if shares else ()
+    weight = (rows * spec.heads * FLOAT_BYTES,) if shares or spec.sink_scores else ()
+    values = (rows * spec.heads * spec.head_dim * FLOAT_BYTES,) if shares else ()
     worth = (rows * spec.kv_heads * FLOAT_BYTES,) if judged else ()
-    return Arena.of((heads, kv_heads, kv_heads, heads, *more, *worth))
+    return Arena.of((heads, kv_heads, kv_heads, heads, *weight, *values, *worth))
 
 
 def probe_bytes(spec: ModelSpec) -> int:

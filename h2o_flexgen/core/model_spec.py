@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import ceil, log1p, prod
 from typing import Any
 
 from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
@@ -20,6 +20,16 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
+
+
+def asked_for(share: float, rows: float) -> float:
+    """The part that is expected to be needed, by any of so many rows, of matrices that each multiply this share of all rows."""
+    return 1.0 if share >= 1.0 else 1.0 - (1.0 - share) ** rows
+
+
+def rows_asking(share: float, part: float) -> int:
+    """The rows from which on they are expected to need this part of the matrices, which is less than all."""
+    return 1 if share >= 1.0 else ceil(log1p(-part) / log1p(-share))
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,16 @@ class LayerSpec:
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
     halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and behind, where others attend
     behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
+    # tensors that few tokens need, and the expert that each belongs to, if the router is in a layer of the block with others
+    experts: tuple[tuple[str, int], ...] = ()
+    part: str = ""  # what it is of its block, for people, where its functions do not say so
     reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
+
+    @property
+    def title(self) -> str:
+        """What it is, for people."""
+        part = self.part or ", ".join(self.functions)
+        return part if self.block is None else f"{part} of block {self.block}"
 
     @property
     def takes_tokens(self) -> bool:
@@ -84,6 +103,12 @@ class LayerSpec:
     @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @cached_property
+    def expert_of(self) -> Mapping[str, int]:
+        """The expert that tensors belong to, by their names in the model."""
+        tensors = dict(self.tensors)
+        return {tensors[name].name: number for name, number in self.experts if name in tensors}
 
     def packed_tensor(self, name: str | None) -> TensorSpec | None:
         """The packed tensor of this name, or None if its values need no decoding."""
@@ -167,6 +192,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     kv_codec: str = PLAIN  # codec of a head's key or value of one token
     product: str = PRODUCT  # the op by which packed matrices are multiplied
+    sink_scores: bool = False  # query heads have a learned score that takes part in their softmax beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 

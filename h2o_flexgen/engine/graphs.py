@@ -2,7 +2,8 @@
 
 A graph does its work on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the
 numbers of a step) is written into tensors that stay, hidden states go through one that stays, and a graph is good for one
-layer and batch with the rows that it has. When rows leave, or begin to lose tokens, new graphs are made.
+layer and batch with the rows that it has, and for one buffer through which the layer's weights come. When rows leave, or begin
+to lose tokens, new graphs are made.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ from torch import Tensor
 from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
-from h2o_flexgen.schedule.task import Visit
 
 Compute = Callable[[Part, "Tensor | None"], Tensor]  # computes a layer on the rows of a part
 EAGER = 2  # steps before a capture: libraries make themselves ready in the first, and rows that leave soon are not worth it
+
+
+class Place(NamedTuple):
+    """Where weights lie that a graph was captured with."""
+
+    layer: int
+    buffer: int  # of those through which weights come
 
 
 class Kind(NamedTuple):
@@ -48,7 +55,7 @@ class _Batch:
     hidden: dict[torch.Size, Tensor] = field(default_factory=dict)
     ends: dict[int, Tensor] = field(default_factory=dict)  # layer -> where its hidden states stay
     eager: Counter[int] = field(default_factory=Counter)  # layer -> times that it was computed without a graph
-    graphs: dict[int, Callable[[], None]] = field(default_factory=dict)  # layer -> what replays it
+    graphs: dict[Place, Callable[[], None]] = field(default_factory=dict)  # what replays a layer
 
     @classmethod
     def of(cls, kind: Kind, part: Part) -> _Batch:
@@ -91,21 +98,21 @@ class StepGraphs:
         (part, *others) = rows.parts
         return not others and not part.now.is_prefill and not part.now.prefixes and self.given_up is None
 
-    def compute(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
-        """Computes a layer, by its graph if it has one. `hidden`: what the layer before has left."""
-        batch = self._batch(visit.batch, rows)
+    def compute(self, place: Place, number: int, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
+        """Computes a layer on the batch of this number, by its graph if there is one. `hidden`: what the layer before left."""
+        batch, layer = self._batch(number, rows), place.layer
         batch.follow(rows.parts[0])
         if hidden is not None:
             hidden = self._staying(batch, hidden)
-        if visit.layer not in batch.graphs and batch.eager[visit.layer] >= EAGER:
-            self._capture(batch, visit.layer, hidden, compute)
-        if visit.layer in batch.graphs:
-            batch.graphs[visit.layer]()
+        if place not in batch.graphs and batch.eager[layer] >= EAGER:
+            self._capture(batch, place, hidden, compute)
+        if place in batch.graphs:
+            batch.graphs[place]()
             self.replayed += 1
         else:
-            batch.ends[visit.layer] = batch.put(compute(batch.part, hidden))
-            batch.eager[visit.layer] += 1
-        return batch.ends[visit.layer]
+            batch.ends[layer] = batch.put(compute(batch.part, hidden))
+            batch.eager[layer] += 1
+        return batch.ends[layer]
 
     def _batch(self, number: int, rows: BatchRows) -> _Batch:
         kind, known = Kind.of(rows), self._batches.get(number)
@@ -118,12 +125,12 @@ class StepGraphs:
     def _staying(self, batch: _Batch, hidden: Tensor) -> Tensor:
         return hidden if hidden is batch.hidden.get(hidden.shape) else batch.put(hidden)
 
-    def _capture(self, batch: _Batch, layer: int, hidden: Tensor | None, compute: Compute) -> None:
+    def _capture(self, batch: _Batch, place: Place, hidden: Tensor | None, compute: Compute) -> None:
         def work() -> None:
             batch.put(compute(batch.part, hidden))
 
         try:
-            batch.graphs[layer] = self._device.capture(work)
+            batch.graphs[place] = self._device.capture(work)
         except RuntimeError as error:
             if self._is_asked:
                 raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error

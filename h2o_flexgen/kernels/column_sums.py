@@ -80,7 +80,7 @@ def outcome_and_sums(
         every = scores if own is None else torch.cat((scores, own), dim=-1)
         shares, share = torch.softmax(every, dim=-1).split((held + end, every.shape[-1] - held - end), dim=-1)
         made = (shares @ v[row, :, : held + end].float()).view(-1, heads, end - start, dim).transpose(1, 2)
-        if more is not None:
+        if more is not None and more.values is not None:
             made = made + share.reshape(-1, heads, end - start, 1).transpose(1, 2) * more.values[row, start:end]
         out[row, start:end] = made.to(q.dtype)
         if got is not None and weights is not None:
@@ -105,10 +105,19 @@ def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[
             yield slice(row, min(row + together, rows)), start, min(start + queries, tokens)
 
 
-def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
+def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None, sink_scores: Tensor | None = None) -> Tensor:
     """q (rows, kv_heads, group, queries, dim), k (rows, kv_heads, keys, dim) up to the last query -> (rows, kv_heads, group *
-    queries, keys)"""
-    return torch.softmax(_scores(q, k, is_held), dim=-1)
+    queries, keys). What falls to sinks, with scores (heads,), is let go."""
+    scores = _scores(q, k, is_held)
+    if sink_scores is None:
+        return torch.softmax(scores, dim=-1)
+    own = (
+        sink_scores.float()
+        .view(k.shape[1], -1)
+        .repeat_interleave(q.shape[3], dim=1)[None, :, :, None]
+        .expand(len(q), -1, -1, -1)
+    )
+    return torch.softmax(torch.cat((scores, own), dim=-1), dim=-1)[..., :-1]
 
 
 def _scores(q: Tensor, k: Tensor, is_held: Tensor | None, cap: float | None = None) -> Tensor:

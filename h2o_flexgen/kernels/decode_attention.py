@@ -40,7 +40,7 @@ def decode_attention(
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     rows, kv_heads, group, dim = q.shape
-    assert more is None or more.values.shape == (rows, 1, kv_heads * group, dim)
+    assert more is None or more.values is None or more.values.shape == (rows, 1, kv_heads * group, dim)
     slots = keys.data.shape[2]
     floats, shares = q.float().contiguous(), torch.empty(rows, kv_heads, group, slots, dtype=torch.float32)
     out, got = torch.empty_like(floats), torch.empty(rows, kv_heads, slots, dtype=torch.float32)
@@ -84,7 +84,9 @@ def decode_attention_twin(
     if more is None:
         return torch.matmul(shares.to(values.data.dtype), values.data), _gathered(shares, gathers)
     shares, share = shares.split((mask.shape[-1], 1), dim=-1)
-    out = torch.matmul(shares.to(values.data.dtype), values.data).float().addcmul_(share, more.values.view(q.shape))
+    out = torch.matmul(shares.to(values.data.dtype), values.data)
+    if more.values is not None:
+        out = out.float().addcmul_(share, more.values.view(q.shape))
     return out.to(q.dtype), _gathered(shares, gathers)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from h2o_flexgen.kernels.add_weighted import add_weighted, add_weighted_twin
 from h2o_flexgen.kernels.append import append, append_twin
 from h2o_flexgen.kernels.changed_slots import gather_slots_twin
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
@@ -15,21 +16,21 @@ from h2o_flexgen.kernels.gated_silu import gated_silu, gated_silu_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.halves_apart import halves_apart, halves_apart_twin
-from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
-from h2o_flexgen.kernels.pair_product import pair_product
+from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin, int8_products
+from h2o_flexgen.kernels.pair_product import pair_product, pair_products
 from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
 from h2o_flexgen.kernels.rms_norm import rms_norm, rms_norm_twin
 from h2o_flexgen.kernels.rotate import rotate, rotate_twin
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
 from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin, stored_decode
-from h2o_flexgen.kernels.stored_dots import stored_dots
-from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin
-from h2o_flexgen.kernels.stored_pairs import stored_pairs
-from h2o_flexgen.kernels.stored_product import stored_product
+from h2o_flexgen.kernels.stored_dots import stored_dot_products, stored_dots
+from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin, stored_int8_products
+from h2o_flexgen.kernels.stored_pairs import stored_pair_products, stored_pairs
+from h2o_flexgen.kernels.stored_product import stored_product, stored_products
 from h2o_flexgen.kernels.table import TRITON, Kernel
 from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
-from h2o_flexgen.kernels.tile_product import tile_product
+from h2o_flexgen.kernels.tile_product import tile_product, tile_products
 from h2o_flexgen.kernels.tile_rows import (
     tile_decode,
     tile_decode_rows,
@@ -38,7 +39,7 @@ from h2o_flexgen.kernels.tile_rows import (
     tile_encode,
     tile_encode_twin,
 )
-from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin
+from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin, wide_products
 
 Function = Callable[..., Any]  # kernels of one operation take the same arguments
 
@@ -56,7 +57,20 @@ FUNCTIONS: Mapping[str, Function] = {
         *(rotate, rotate_twin, append, append_twin, evict, evict_twin),
         *(rms_norm, rms_norm_twin, gated_silu, gated_silu_twin, halves_apart, halves_apart_twin),
         *(take_slots, take_slots_twin, gather_slots_twin),
+        *(add_weighted, add_weighted_twin),
     )
+}
+
+# What does the products of several matrices at once, each with rows of its own, with the bits of one after the other.
+SEVERAL: Mapping[Function, Function] = {
+    pair_product: pair_products,
+    tile_product: tile_products,
+    wide_product: wide_products,
+    stored_dots: stored_dot_products,
+    stored_pairs: stored_pair_products,
+    stored_product: stored_products,
+    int8_product: int8_products,
+    stored_int8_product: stored_int8_products,
 }
 
 

@@ -129,13 +129,16 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long
     finish(&p->of, first_row, rows, first_tile, sums);
 }
 
-void int8_product(const product *p, int bits, int threads)
+/* Some products. */
+void int8_product(const product *products, long count, int bits, int threads)
 {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
-        for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-            if (bits == 4)
-                multiply_tiles(p, tile, row, 4);
-            else
-                multiply_tiles(p, tile, row, 8);
+#pragma omp parallel num_threads(threads)
+    for (const product *p = products; p < products + count; p++)
+#pragma omp for schedule(static) nowait
+        for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
+            for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
+                if (bits == 4)
+                    multiply_tiles(p, tile, row, 4);
+                else
+                    multiply_tiles(p, tile, row, 8);
 }

@@ -4,14 +4,16 @@ of a row depends on nothing but the row and the matrix: int8_product.c says how.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.int8_rows import Factors, Int8Rows, int8_rows, int8_rows_twin
-from h2o_flexgen.kernels.native import native_library, pointer
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.int8_rows import Factors, Int8Rows, int8_rows, int8_rows_twin, pointer_to_row
+from h2o_flexgen.kernels.native import pointer
+from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 from h2o_flexgen.quant.tiled import TILE, Tiled
@@ -19,14 +21,21 @@ from h2o_flexgen.quant.tiled import TILE, Tiled
 
 def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., columns), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
-    rows = x.made(int8_rows)
-    assert data.shape == (-(-outputs // TILE), codec.tile_bytes(x.values.shape[-1]))
-    assert bias is None or bias.shape == (outputs,)
-    out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
-    added = None if bias is None else bias.float().contiguous()
-    given = _Product(Factors.of(rows, added, out), pointer(data), pointer(rows.sums))
-    native_library().int8_product(ctypes.byref(given), ctypes.c_int(codec.bits), ctypes.c_int(torch.get_num_threads()))
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    int8_products(codec, x, Meeting.of_all(x, data, bias), out)
     return out
+
+
+def int8_products(codec: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    made, shape = x.made(int8_rows), (-(-out.shape[-1] // TILE), codec.tile_bytes(x.values.shape[-1]))
+    asked, kept = list[_Product](), list[Tensor]()
+    for first, rows, data, bias in meetings:
+        assert data.shape == shape and (bias is None or bias.shape == out.shape[-1:])
+        kept += [] if bias is None else [bias.float().contiguous()]
+        of_rows = Factors.of(made, first, rows, None if bias is None else kept[-1], out)
+        asked.append(_Product(of_rows, pointer(data), pointer_to_row(made.sums, first)))
+    call("int8_product", (_Product * len(asked))(*asked), codec.bits)
 
 
 def int8_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 
@@ -44,10 +45,18 @@ class Factors(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, rows: Int8Rows, bias: Tensor | None, out: Tensor) -> Factors:
-        """`bias` (outputs,) in float32, out (..., outputs)"""
-        places = (None if place is None else pointer(place) for place in (rows.codes, rows.scales, bias, out))
-        return cls(*places, *rows.scales.shape, out.shape[-1], KINDS[out.dtype])
+    def of(cls, x: Int8Rows, first: int, rows: int, bias: Tensor | None, out: Tensor) -> Factors:
+        """What is told of some rows: `bias` (outputs,) is float32, and out (..., outputs) is that of all rows."""
+        assert out.is_contiguous()
+        groups, outputs = x.scales.shape[1], out.shape[-1]
+        codes, scales = pointer_to_row(x.codes, first), pointer_to_row(x.scales, first)
+        to = address_of(out) + first * outputs * out.itemsize
+        return cls(codes, scales, None if bias is None else pointer(bias), to, rows, groups, outputs, KINDS[out.dtype])
+
+
+def pointer_to_row(values: Tensor, row: int) -> int:
+    """values (rows, ...)"""
+    return pointer(values).value + row * values.stride(0) * values.itemsize  # type: ignore[operator]
 
 
 def int8_rows(values: Tensor) -> Int8Rows:

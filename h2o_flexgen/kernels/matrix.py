@@ -3,14 +3,16 @@ it is decoded first, once for all products that follow."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.operations import decode, packed_product, plain_product, products_of_each
 from h2o_flexgen.kernels.table import PRODUCT
-from h2o_flexgen.quant.codec import CODECS
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
 @dataclass(eq=False)
@@ -54,3 +56,30 @@ class PackedMatrix:
         """The linear layer of torch, with the decoded values as weights."""
         out = packed_product(self.product, self.codec, x, self.data, self.outputs, bias)
         return plain_product(x, self.values(), bias) if out is None else out
+
+
+Matrix = PackedMatrix | Tensor
+
+
+def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor | None]]) -> Tensor:
+    """The linear layers of rows (rows, inputs) that have matrices of their own: the first row, how many there are, their matrix
+    and its bias -> (rows, outputs). The matrices have as many outputs, and all rows have one."""
+    outputs = _outputs(meetings[0][2])
+    out = x.values.new_empty(len(x.values), outputs)
+    packed = {first: matrix for first, _, matrix, _ in meetings if isinstance(matrix, PackedMatrix)}
+    by_form = defaultdict[tuple[str, str], list[Meeting]](list)
+    for first, rows, matrix, bias in meetings:
+        assert _outputs(matrix) == outputs
+        own = packed.get(first)
+        form = (PRODUCT, PLAIN) if own is None else (own.product, own.codec)
+        data = matrix.contiguous() if isinstance(matrix, Tensor) else matrix.data
+        by_form[form].append(Meeting(first, rows, data, bias))
+    for form, its in by_form.items():
+        for meeting in products_of_each(*form, x, its, out):
+            first, rows, _, bias = meeting
+            out[first : first + rows] = plain_product(x.part(first, rows), packed[first].values(), bias)
+    return out
+
+
+def _outputs(matrix: Matrix) -> int:
+    return len(matrix) if isinstance(matrix, Tensor) else matrix.outputs

@@ -6,15 +6,17 @@ they differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
-from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.functions import Function, function_of
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
+from h2o_flexgen.kernels.gated_silu import gated_silu_twin
 from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
@@ -23,6 +25,7 @@ from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
 from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.kernels.shared_attention import shared_attention_twin
 from h2o_flexgen.kernels.table import (
+    ADD_WEIGHTED,
     APPEND,
     CPU,
     DECODE,
@@ -113,6 +116,22 @@ def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     function = _required(PRODUCT, PLAIN, x.values, x.rows)
     out: Tensor = function(CODECS[PLAIN], x, matrix, len(matrix), bias)
     return out
+
+
+def products_of_each(op: str, codec: str, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> list[Meeting]:
+    """Multiplies rows of x (rows, inputs) with transposed matrices of their own, all of one codec, into out (rows, outputs), by
+    the kernels that would do so one by one. -> Those for which there is none: their matrices must be decoded first."""
+    left, by_kernel = list[Meeting](), defaultdict[Function, list[Meeting]](list)
+    for meeting in meetings:
+        function = chosen(op, codec, x.values, meeting.rows)
+        (left if function is None else by_kernel[function]).append(meeting)
+    for function, its in by_kernel.items():
+        if several := SEVERAL.get(function):
+            several(CODECS[codec], x, its, out)
+            continue
+        for first, rows, data, bias in its:
+            out[first : first + rows] = function(CODECS[codec], x.part(first, rows), data, out.shape[-1], bias)
+    return left
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------
@@ -261,7 +280,25 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there. Torch
+    gives the last values of a tensor other last bits than those in its middle."""
+    function = _required(GATED_SILU, PLAIN, gate)
+    if function is not gated_silu_twin:
+        return gated_silu(gate, up)
+    return torch.cat([function(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
+
+
 def halves_apart(x: Tensor) -> Tensor:
     """Values (..., width) of which neighbours are rotated together, with those behind one another half a width apart."""
     out: Tensor = _required(HALVES_APART, PLAIN, x)(x)
     return out
+
+
+# -- sums ----------------------------------------------------------------------------------------------------------------
+
+
+def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:
+    """Adds rows (count, width), each times its weight (count,), fp32, to the sums (sums, width), fp32, that `to` (count,)
+    names. Those of a sum are added in their order. Of the `counts`, which follow each other, no two rows have the same sum."""
+    _required(ADD_WEIGHTED, PLAIN, rows)(sums, rows, weights, to, counts)

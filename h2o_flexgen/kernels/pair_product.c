@@ -50,18 +50,17 @@ static void fill_plain(const product *p, long output, long pair, long pairs, pan
 
 /* -- the product ------------------------------------------------------------------------------------------------------------- */
 
-/* Codes of 4 or 8 bits in tiles, or plain values (0). */
-void pair_product(const product *p, int bits, int threads)
+/* Some products, with rows each, of codes of 4 or 8 bits in tiles, or of plain values (0). */
+void pair_product(const product *products, long count, int bits, int threads)
 {
-    if (!p->rows)
-        return;
 #pragma omp parallel num_threads(threads)
-    if (bits == PLAIN_PAIRS)
-        multiply_panels(p, threads, PAIR_PANELS, fill_plain, add_pair_panel);
-    else if (bits == 4)
-        multiply_panels(p, threads, PAIR_PANELS, fill_4, add_pair_panel);
-    else
-        multiply_panels(p, threads, PAIR_PANELS, fill_8, add_pair_panel);
+    for (const product *p = products; p < products + count; p++)
+        if (bits == PLAIN_PAIRS)
+            multiply_panels(p, threads, PAIR_PANELS, fill_plain, add_pair_panel);
+        else if (bits == 4)
+            multiply_panels(p, threads, PAIR_PANELS, fill_4, add_pair_panel);
+        else
+            multiply_panels(p, threads, PAIR_PANELS, fill_8, add_pair_panel);
 }
 
 #endif

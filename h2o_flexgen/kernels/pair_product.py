@@ -4,14 +4,15 @@ are rounded to bfloat16 as decoding does. What becomes of a row depends on nothi
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import native_library, pointer
-from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, Matrix, panel_product
+from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, in_c, panel_products
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 from h2o_flexgen.quant.plain import Plain
@@ -20,9 +21,16 @@ from h2o_flexgen.quant.tiled import Tiled
 
 def pair_product(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (outputs, inputs) or (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    pair_products(codec, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    return out
+
+
+def pair_products(codec: Plain | Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
     bits = codec.bits if isinstance(codec, Tiled) else PLAIN_BITS
-    assert x.values.dtype == torch.bfloat16 and (bits or data.dtype == torch.bfloat16)
-    return panel_product("pair_product", x, x.made(paired), Matrix(data.contiguous(), outputs, told=bits), bias)
+    assert x.values.dtype == torch.bfloat16 and (bits or all(meeting.data.dtype == torch.bfloat16 for meeting in meetings))
+    panel_products("pair_product", x, paired, meetings, out, told=bits)
 
 
 def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -34,11 +42,11 @@ def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: in
     return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
 
 
-def paired(values: Tensor) -> Arranged:
+def paired(values: Tensor, runs: Runs) -> Arranged:
     """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
     rows, pairs = values.reshape(-1, inputs).contiguous(), groups_of(inputs) * GROUP // 2
     out = torch.empty(len(rows), 2 * pairs, dtype=values.dtype)
-    sizes = (ctypes.c_long(len(rows)), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
+    sizes = (*in_c(runs), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
     native.arrange_row_pairs(pointer(rows), pointer(out), *sizes)
     return Arranged(out, pairs)

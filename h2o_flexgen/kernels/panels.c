@@ -94,17 +94,29 @@ OF_KIND(BF16)
 OF_KIND(FLOAT)
 OF_KIND(HALF)
 
-static void arrange_blocks(const product *p, const char *x, long nbytes, block_action action, int threads)
+static void arrange_blocks(const product *p, const char *x, long nbytes, block_action action)
 {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp for schedule(static) nowait
     for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++) {
         const long first = first_row(block, p->rows), rows = first_row(block + 1, p->rows) - first;
         action(x + first * nbytes, (float *)block_of_x(p, block), rows, nbytes, p->columns);
     }
 }
 
-/* Arranges x (rows, inputs) for a matrix whose codes have so many bits, or for a plain one (0), and sums up its groups for codes. */
-void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, int bits, int threads)
+static void arrange_row_by_row(const product *p, const char *x, long nbytes, row_action action)
+{
+#pragma omp for schedule(static) nowait
+    for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++) {
+        const long first = first_row(block, p->rows), rows = first_row(block + 1, p->rows) - first;
+        float *values = (float *)block_of_x(p, block), *sums = (float *)block_of_group_sums(p, block);
+        for (long row = 0; row < rows; row++)
+            action(x + (first + row) * nbytes, values + row, sums + row, rows, p->inputs);
+    }
+}
+
+/* Arranges x (rows, inputs) for a matrix whose codes have so many bits, or for a plain one (0), and sums up its groups for codes.
+   `runs` are rows that meet a matrix of their own: the first of each and how many there are. Other rows are left out. */
+void arrange_rows(const char *x, float *out, const long (*runs)[2], long count, long inputs, int kind, int bits, int threads)
 {
     static const row_action actions[3][2] = {{arrange_BF16_for_4, arrange_BF16_for_8},
                                              {arrange_FLOAT_for_4, arrange_FLOAT_for_8},
@@ -112,23 +124,24 @@ void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, i
     static const block_action blocks[] = {[BF16] = arrange_block_BF16, [FLOAT] = arrange_block_FLOAT, [HALF] = arrange_block_HALF};
     const row_action action = actions[kind][bits / 8];
     const long columns = parts_of(inputs, GROUP) * GROUP;
-    const product p = {.x = out, .rows = rows, .columns = columns};
-    if (!bits) {
-        arrange_blocks(&p, x, inputs * itemsize_of(kind), blocks[kind], threads);
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long block = 0; block < parts_of(rows, MOST_ROWS); block++) {
-        const long first = first_row(block, rows), count = first_row(block + 1, rows) - first;
-        float *values = (float *)block_of_x(&p, block), *sums = (float *)block_of_group_sums(&p, block);
-        for (long row = 0; row < count; row++)
-            action(x + (first + row) * inputs * itemsize_of(kind), values + row, sums + row, count, inputs);
+    const long nbytes = inputs * itemsize_of(kind), floats_of_row = columns + (bits ? columns / GROUP : 0);
+#pragma omp parallel num_threads(threads)
+    for (long run = 0; run < count; run++) {
+        const product p = {.x = out + runs[run][0] * floats_of_row, .rows = runs[run][1], .inputs = inputs, .columns = columns};
+        if (bits)
+            arrange_row_by_row(&p, x + runs[run][0] * nbytes, nbytes, action);
+        else
+            arrange_blocks(&p, x + runs[run][0] * nbytes, nbytes, blocks[kind]);
     }
 }
 
 /* Arranges x (rows, inputs), bfloat16, in pairs of inputs: words that are moved as they are. */
-void arrange_row_pairs(const char *x, float *out, long rows, long inputs, int threads)
+void arrange_row_pairs(const char *x, float *out, const long (*runs)[2], long count, long inputs, int threads)
 {
-    const product p = {.x = out, .rows = rows, .columns = parts_of(inputs, GROUP) * GROUP / 2};
-    arrange_blocks(&p, x, inputs * 2, arrange_block_FLOAT, threads);
+    const long columns = parts_of(inputs, GROUP) * GROUP / 2;
+#pragma omp parallel num_threads(threads)
+    for (long run = 0; run < count; run++) {
+        const product p = {.x = out + runs[run][0] * columns, .rows = runs[run][1], .columns = columns};
+        arrange_blocks(&p, x + runs[run][0] * inputs * 2, inputs * 2, arrange_block_FLOAT);
+    }
 }

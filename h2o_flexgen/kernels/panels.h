@@ -165,12 +165,13 @@ static ALWAYS_INLINE work work_number(const product *p, long number, long panels
     return (work){panel, all_panels - panel < panels ? all_panels - panel : panels, block, behind - block};
 }
 
-/* The caller is the parallel region: a region is compiled by itself, and knows nothing of what is constant outside of it. */
+/* The caller is the parallel region: a region is compiled by itself, and knows nothing of what is constant outside of it. Threads
+   that find nothing left to do go on to the next product, if there are several. */
 static ALWAYS_INLINE void multiply_panels(const product *p, int threads, long at_most, fill_panel fill, add_panel add)
 {
     const long panels = panels_together(p, threads, at_most);
     const long groups_of_blocks = parts_of(parts_of(p->rows, MOST_ROWS), GROUP_BLOCKS);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (long number = 0; number < parts_of(parts_of(p->outputs, PANEL), panels) * groups_of_blocks; number++)
         multiply_work(p, work_number(p, number, panels, groups_of_blocks), fill, add);
 }

@@ -1,63 +1,86 @@
-"""What exact products share whose kernels work panel by panel: rows arranged for them, and their arguments."""
+"""What exact products share whose kernels work panel by panel: rows arranged for them, and their arguments. A call is for one
+product or for several, of rows that meet matrices of their own."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 
 PLAIN_BITS = 0  # of a matrix without codes
 
 
 class Arranged(NamedTuple):
-    values: Tensor
+    values: Tensor  # (rows, columns and what else there is of a row)
     columns: int  # of a row: inputs, or pairs of them, filled up
 
 
-class Matrix(NamedTuple):
-    data: Tensor
-    outputs: int
-    told: int  # what the library's function is told of it: bits of its codes, or the kind of plain values
+Arrange = Callable[[Tensor, Runs], Arranged]
 
 
-def panel_product(function: str, x: Factor, arranged: Arranged, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    """x (..., inputs), arranged, times a transposed matrix, by a function of the library -> (..., outputs)"""
-    given, out, _kept = asked(x, arranged, matrix.outputs, bias)
-    given.data = pointer(matrix.data)
-    numbers = (ctypes.c_int(matrix.told), ctypes.c_int(torch.get_num_threads()))
-    getattr(native_library(), function)(ctypes.byref(given), *numbers)
-    return out
+def panel_products(function: str, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor, told: int) -> None:
+    """Rows of x (..., inputs) times transposed matrices, by a function of the library, into out (..., outputs). `told`: what
+    that one wants to know of the matrices: the bits of their codes, or the kind of plain values."""
+    asked, _kept = products(x, arrange, meetings, out)
+    for product, meeting in zip(asked, meetings):
+        product.data = pointer(meeting.data)
+    call(function, (Product * len(asked))(*asked), told)
 
 
-def asked(x: Factor, arranged: Arranged, outputs: int, bias: Tensor | None) -> tuple[Product, Tensor, Tensor | None]:
-    """What C is told of a product but for its matrix, its outcome (..., outputs), and what must be kept until it is there."""
-    out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
-    added = None if bias is None else bias.float().contiguous()
-    assert added is None or added.shape == (outputs,)
-    places = (None if place is None else pointer(place) for place in (arranged.values, added, out))
-    return Product(None, *places, x.rows, outputs, x.values.shape[-1], arranged.columns, KINDS[out.dtype]), out, added
+def call(function: str, products: ctypes.Array[Any], *told: int) -> None:
+    if len(products):
+        numbers = (ctypes.c_int(number) for number in (*told, torch.get_num_threads()))
+        getattr(native_library(), function)(products, ctypes.c_long(len(products)), *numbers)
 
 
-def _arranged(values: Tensor, bits: int) -> Arranged:
+def products(x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> tuple[list[Product], list[Tensor]]:
+    """What C is told of products but for their matrices, and what must be kept until they are done."""
+    assert out.is_contiguous()
+    inputs, outputs = x.values.shape[-1], out.shape[-1]
+    arranged = x.arranged(arrange, tuple((meeting.first, meeting.rows) for meeting in meetings))
+    biases = [None if meeting.bias is None else meeting.bias.float().contiguous() for meeting in meetings]
+    assert all(bias is None or bias.shape == (outputs,) for bias in biases)
+    of_row, of_outcome = arranged.values.stride(0) * arranged.values.itemsize, outputs * out.itemsize
+    from_rows, to, kind = address_of(arranged.values), address_of(out), KINDS[out.dtype]
+    asked = [
+        Product(
+            None,
+            from_rows + meeting.first * of_row,
+            None if bias is None else pointer(bias),
+            to + meeting.first * of_outcome,
+            *(meeting.rows, outputs, inputs, arranged.columns, kind),
+        )
+        for meeting, bias in zip(meetings, biases)
+    ]
+    return asked, [arranged.values, *(bias for bias in biases if bias is not None)]
+
+
+def in_c(runs: Runs) -> tuple[ctypes.Array[ctypes.c_long], ctypes.c_long]:
+    return (ctypes.c_long * (2 * len(runs)))(*chain.from_iterable(runs)), ctypes.c_long(len(runs))
+
+
+def _arranged(values: Tensor, runs: Runs, bits: int) -> Arranged:
     """Rows (..., inputs) as float32, block by block, and for codes the sums of their groups behind them: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
     rows = values.reshape(-1, inputs).contiguous()
     columns = groups_of(inputs) * GROUP
     out = torch.empty(len(rows), columns + (columns // GROUP if bits else 0))
-    sizes = (ctypes.c_long(len(rows)), ctypes.c_long(inputs), ctypes.c_int(KINDS[rows.dtype]), ctypes.c_int(bits))
+    sizes = (*in_c(runs), ctypes.c_long(inputs), ctypes.c_int(KINDS[rows.dtype]), ctypes.c_int(bits))
     native.arrange_rows(pointer(rows), pointer(out), *sizes, ctypes.c_int(torch.get_num_threads()))
     return Arranged(out, columns)
 
 
-ARRANGED: Mapping[int, Callable[[Tensor], Arranged]] = {bits: partial(_arranged, bits=bits) for bits in (PLAIN_BITS, 4, 8)}
+ARRANGED: Mapping[int, Arrange] = {bits: partial(_arranged, bits=bits) for bits in (PLAIN_BITS, 4, 8)}
 
 
 class Product(ctypes.Structure):

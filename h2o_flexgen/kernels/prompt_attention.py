@@ -35,7 +35,7 @@ def prompt_attention(
     kv_heads, keys = k.shape[1:3]
     assert v.shape == k.shape == (rows, kv_heads, keys, dim) and (before.shape, before.dtype) == ((rows,), torch.int64)
     assert weights is None or weights.shape == (rows, tokens)
-    assert more is None or more.values.shape == (rows, tokens, heads, dim)
+    assert more is None or more.values is None or more.values.shape == (rows, tokens, heads, dim)
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
     got = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
     weights = None if weights is None else weights.float().contiguous()

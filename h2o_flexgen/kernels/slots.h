@@ -20,7 +20,7 @@ static ALWAYS_INLINE const char *slot_at(const slots *from, long row, long head,
    its score, -INFINITY where a query has none, and their outcome is its value. */
 typedef struct {
     const float *scores; /* one for each query; NULL: none has one */
-    const float *values; /* (queries, dim) */
+    const float *values; /* (queries, dim); NULL: all are 0 */
 } more_keys;
 
 static ALWAYS_INLINE float score_of_more(more_keys from, long query)
@@ -30,7 +30,7 @@ static ALWAYS_INLINE float score_of_more(more_keys from, long query)
 
 static ALWAYS_INLINE void add_more(more_keys from, long query, float share, float *out, long dim)
 {
-    if (score_of_more(from, query) != -INFINITY)
+    if (from.values && score_of_more(from, query) != -INFINITY)
         for (long at = 0; at < dim; at++)
             out[at] += share * from.values[query * dim + at];
 }

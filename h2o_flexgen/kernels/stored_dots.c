@@ -196,19 +196,25 @@ static ALWAYS_INLINE long outputs_of(long rows)
     return OUTPUTS_OF(rows);
 }
 
-void stored_dots(const product_of_stored *p, int form, int threads)
+static void multiply_all(const product_of_stored *p, int form)
 {
 #define NAMES(FORM) {EACH_FEW(NAMED, FORM)},
     static const dots_action actions[][FEW_ROWS] = {EACH_FORM(NAMES)};
 #undef NAMES
     const long blocks = parts_of(p->given.rows, FEW_ROWS), outputs = p->matrix.outputs;
-    if (!blocks)
-        return;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, AT_ONCE)
+#pragma omp for schedule(dynamic, AT_ONCE) nowait
     for (long group = 0; group < parts_of(outputs, MOST_OUTPUTS); group++)
         for (long block = 0; block < blocks; block++) {
             const long first = block * p->given.rows / blocks, count = (block + 1) * p->given.rows / blocks - first;
             for (long output = group * MOST_OUTPUTS; output < (group + 1) * MOST_OUTPUTS && output < outputs; output += outputs_of(count))
                 actions[form][count - 1](p, output, first);
         }
+}
+
+/* Some products, with rows each. */
+void stored_dots(const product_of_stored *products, long count, int form, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    for (const product_of_stored *p = products; p < products + count; p++)
+        multiply_all(p, form);
 }

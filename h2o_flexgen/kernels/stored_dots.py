@@ -4,16 +4,17 @@ rounded but the outcome to the type of the rows. What becomes of a row depends o
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.panels import Arranged
 from h2o_flexgen.kernels.stored_matrix import Stored
-from h2o_flexgen.kernels.stored_product import product_of_stored
+from h2o_flexgen.kernels.stored_product import products_of_stored
 from h2o_flexgen.quant.sectioned import Fp4, Int4
 
 PIECE = 32  # inputs that C reads at once
@@ -21,11 +22,18 @@ PIECE = 32  # inputs that C reads at once
 
 def stored_dots(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    stored_dot_products(codec, x, Meeting.of_all(x, data, bias), out)
+    return out
+
+
+def stored_dot_products(codec: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
     arrange = _in_pairs if isinstance(codec, (Fp4, Int4)) else _in_order
-    return product_of_stored("stored_dots", codec, x, arrange, data, outputs, bias)
+    products_of_stored("stored_dots", codec, x, arrange, meetings, out)
 
 
-def _arranged(values: Tensor, in_pairs: bool) -> Arranged:
+def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:
     """Rows (..., inputs) as float32, filled up. `in_pairs`: of each 32 inputs even ones come first, as their codes do."""
     inputs = values.shape[-1]
     rows = values.reshape(-1, inputs).contiguous()

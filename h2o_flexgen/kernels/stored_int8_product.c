@@ -316,11 +316,14 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, const action *actions
     finish(&p->of, first_row, rows, first_tile, sums);
 }
 
-void stored_int8_product(const product *p, int threads)
+/* Some products with matrices of one form. */
+void stored_int8_product(const product *products, long count, int threads)
 {
-    const action *actions = actions_of(kind_of(&p->matrix, p->form));
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
-        for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-            multiply_tiles(p, actions, tile, row);
+    const action *actions = actions_of(kind_of(&products->matrix, products->form));
+#pragma omp parallel num_threads(threads)
+    for (const product *p = products; p < products + count; p++)
+#pragma omp for schedule(static) nowait
+        for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
+            for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
+                multiply_tiles(p, actions, tile, row);
 }

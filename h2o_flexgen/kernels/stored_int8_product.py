@@ -4,14 +4,15 @@ give the same bits, and what becomes of a row depends on nothing but the row and
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.int8_rows import Factors, Int8Parts, int8_parts, int8_parts_twin
-from h2o_flexgen.kernels.native import native_library, pointer
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.int8_rows import Factors, Int8Parts, int8_parts, int8_parts_twin, pointer_to_row
+from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.kernels.stored_matrix import StoredMatrix, form_of, order_of
 from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts
@@ -25,16 +26,24 @@ SIXTEENS = "q6_K"  # the form of which 16 inputs share a scale; of other blocks 
 
 def stored_int8_product(codec: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
-    inputs, part = x.values.shape[-1], part_of(codec)
-    order = order_of(codec, data, outputs, inputs)
-    made = x.made(int8_parts(part)) if order is None else int8_parts(part)(x.values[..., order])
-    out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
-    added = None if bias is None else bias.float().contiguous()
-    given = _Product(
-        Factors.of(made.rows, added, out), pointer(made.wholes), StoredMatrix.of(codec, data, outputs, inputs), form_of(codec)
-    )
-    native_library().stored_int8_product(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    stored_int8_products(codec, x, Meeting.of_all(x, data, bias), out)
     return out
+
+
+def stored_int8_products(codec: Whole, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    sizes, parts = (out.shape[-1], x.values.shape[-1]), int8_parts(part_of(codec))
+    asked, kept = list[_Product](), list[object]()
+    for first, rows, data, bias in meetings:
+        order, added = order_of(codec, data, *sizes), None if bias is None else bias.float().contiguous()
+        at = first if order is None else 0  # rows in an order of their own are made for this matrix alone
+        made = x.made(parts) if order is None else parts(x.values.reshape(-1, sizes[1])[first : first + rows, order])
+        kept += made, added
+        of_rows = Factors.of(made.rows, at, rows, added, out.view(-1, sizes[0])[first - at :])
+        matrix = StoredMatrix.of(codec, data, *sizes)
+        asked.append(_Product(of_rows, pointer_to_row(made.wholes, at), matrix, form_of(codec)))
+    call("stored_int8_product", (_Product * len(asked))(*asked))
 
 
 def part_of(codec: Whole) -> int:

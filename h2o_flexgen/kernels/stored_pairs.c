@@ -25,15 +25,15 @@ static ALWAYS_INLINE void fill_pairs(const product *p, long output, long input, 
     }
 EACH_FORM(FILL)
 
-void stored_pairs(const product_of_stored *p, int form, int threads)
+/* Some products, with rows each. */
+void stored_pairs(const product_of_stored *products, long count, int form, int threads)
 {
 #define NAMED(FORM) fill_##FORM,
     static fill_panel *const fills[] = {EACH_FORM(NAMED)};
 #undef NAMED
-    if (!p->given.rows)
-        return;
 #pragma omp parallel num_threads(threads)
-    multiply_panels(&p->given, threads, PAIR_PANELS, fills[form], add_pair_panel);
+    for (const product_of_stored *p = products; p < products + count; p++)
+        multiply_panels(&p->given, threads, PAIR_PANELS, fills[form], add_pair_panel);
 }
 
 #endif

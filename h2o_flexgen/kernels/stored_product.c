@@ -16,13 +16,13 @@ static ALWAYS_INLINE void store_both(floats first, floats second, long input, fl
     }
 EACH_FORM(FILL)
 
-void stored_product(const product_of_stored *p, int form, int threads)
+/* Some products, with rows each. */
+void stored_product(const product_of_stored *products, long count, int form, int threads)
 {
 #define NAMED(FORM) fill_##FORM,
     static fill_panel *const fills[] = {EACH_FORM(NAMED)};
 #undef NAMED
-    if (!p->given.rows)
-        return;
 #pragma omp parallel num_threads(threads)
-    multiply_panels(&p->given, threads, GROUP_PANELS, fills[form], add_plain_panel);
+    for (const product_of_stored *p = products; p < products + count; p++)
+        multiply_panels(&p->given, threads, GROUP_PANELS, fills[form], add_plain_panel);
 }

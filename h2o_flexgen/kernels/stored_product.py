@@ -4,22 +4,28 @@ rows. C and torch sum in different orders. With C what becomes of a row depends 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.native import native_library
-from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, Product, asked
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Product, call, products
 from h2o_flexgen.kernels.stored_decode import stored_decode_twin
 from h2o_flexgen.kernels.stored_matrix import Stored, StoredMatrix, form_of, order_of
 
 
 def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
-    return product_of_stored("stored_product", codec, x, ARRANGED[PLAIN_BITS], data, outputs, bias)
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    stored_products(codec, x, Meeting.of_all(x, data, bias), out)
+    return out
+
+
+def stored_products(codec: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    products_of_stored("stored_product", codec, x, ARRANGED[PLAIN_BITS], meetings, out)
 
 
 def stored_product_twin(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -28,26 +34,31 @@ def stored_product_twin(codec: Stored, x: Factor, data: Tensor, outputs: int, bi
     return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
 
 
-def product_of_stored(
-    function: str,
-    codec: Stored,
-    x: Factor,
-    arrange: Callable[[Tensor], Arranged],
-    data: Tensor,
-    outputs: int,
-    bias: Tensor | None,
-) -> Tensor:
-    """A product by a function of the library, which wants the rows arranged. Where columns of codes have an order of their own,
+def products_of_stored(
+    function: str, codec: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor
+) -> None:
+    """Products by a function of the library, which wants the rows arranged. Where columns of codes have an order of their own,
     rows are brought into it first."""
-    inputs = x.values.shape[-1]
-    order = order_of(codec, data, outputs, inputs)
-    rows = x if order is None else Factor(x.values[..., order])
-    arranged = rows.made(arrange)
-    of_rows, out, _kept = asked(rows, arranged, outputs, bias)
-    given = _ProductOfStored(of_rows, StoredMatrix.of(codec, data, outputs, inputs))
-    numbers = (ctypes.c_int(form_of(codec)), ctypes.c_int(torch.get_num_threads()))
-    getattr(native_library(), function)(ctypes.byref(given), *numbers)
-    return out
+    outputs, inputs = out.shape[-1], x.values.shape[-1]
+    for meeting in meetings:
+        order = order_of(codec, meeting.data, outputs, inputs)
+        if order is None:
+            break  # all are of one form
+        rows = x.values.reshape(-1, inputs)[meeting.first : meeting.first + meeting.rows, order]
+        own = out.view(-1, outputs)[meeting.first : meeting.first + meeting.rows]
+        _products(function, codec, Factor(rows), arrange, [meeting._replace(first=0)], own)
+    else:
+        return
+    _products(function, codec, x, arrange, meetings, out)
+
+
+def _products(function: str, codec: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> None:
+    asked, _kept = products(x, arrange, meetings, out)
+    sizes = out.shape[-1], x.values.shape[-1]
+    given = [
+        _ProductOfStored(product, StoredMatrix.of(codec, meeting.data, *sizes)) for product, meeting in zip(asked, meetings)
+    ]
+    call(function, (_ProductOfStored * len(given))(*given), form_of(codec))
 
 
 class _ProductOfStored(ctypes.Structure):

@@ -26,6 +26,7 @@ DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prom
 ROTATE, APPEND, EVICT = "rotate", "append", "evict"
 TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 RMS_NORM, GATED_SILU, HALVES_APART = "rms norm", "gated silu", "halves apart"
+ADD_WEIGHTED = "add weighted"
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
@@ -202,7 +203,8 @@ def _of_slots() -> Iterator[Kernel]:
 
 def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
-    for op, function in ((RMS_NORM, "rms_norm"), (GATED_SILU, "gated_silu"), (HALVES_APART, "halves_apart")):
+    in_c = (RMS_NORM, "rms_norm"), (GATED_SILU, "gated_silu"), (HALVES_APART, "halves_apart"), (ADD_WEIGHTED, "add_weighted")
+    for op, function in in_c:
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
 

@@ -78,12 +78,12 @@ typedef void (*codes_action)(const product *p, long output, long block);
     static void multiply_##ROWS##_by_8(const product *p, long output, long block) { multiply_codes(p, output, block, ROWS, 8); }
 EACH_NUMBER_OF_ROWS(FOR_ROWS)
 
-static void multiply_few(const product *p, int bits, int threads)
+static void multiply_few(const product *p, int bits)
 {
 #define OF(ROWS) {multiply_##ROWS##_by_4, multiply_##ROWS##_by_8},
     static const codes_action actions[MOST_ROWS][2] = {EACH_NUMBER_OF_ROWS(OF)};
 #undef OF
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+#pragma omp for schedule(dynamic, 4) nowait
     for (long output = 0; output < p->outputs; output += PANEL)
         for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++)
             actions[first_row(block + 1, p->rows) - first_row(block, p->rows) - 1][bits == 8](p, output, block);
@@ -149,17 +149,15 @@ static void add(const product *p, long block, long input, long inputs, const pan
     actions[rows - 1](x, x_sums, inputs, panel, total);
 }
 
-void tile_product(const product *p, int bits, int threads)
+/* Some products, with rows each. */
+void tile_product(const product *products, long count, int bits, int threads)
 {
-    if (!p->rows)
-        return;
-    if (parts_of(p->rows, MOST_ROWS) <= FEW_BLOCKS) {
-        multiply_few(p, bits, threads);
-        return;
-    }
 #pragma omp parallel num_threads(threads)
-    if (bits == 4)
-        multiply_panels(p, threads, GROUP_PANELS, fill_4, add);
-    else
-        multiply_panels(p, threads, GROUP_PANELS, fill_8, add);
+    for (const product *p = products; p < products + count; p++)
+        if (parts_of(p->rows, MOST_ROWS) <= FEW_BLOCKS)
+            multiply_few(p, bits);
+        else if (bits == 4)
+            multiply_panels(p, threads, GROUP_PANELS, fill_4, add);
+        else
+            multiply_panels(p, threads, GROUP_PANELS, fill_8, add);
 }

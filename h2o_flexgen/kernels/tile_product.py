@@ -3,12 +3,14 @@ the rows. C and torch sum in different orders. With C what becomes of a row depe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.panels import ARRANGED, Matrix, panel_product
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.panels import ARRANGED, panel_products
 from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.quant.tiled import TILE, Tiled
@@ -16,8 +18,16 @@ from h2o_flexgen.quant.tiled import TILE, Tiled
 
 def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
-    assert data.shape == (-(-outputs // TILE), codec.tile_bytes(x.values.shape[-1]))
-    return panel_product("tile_product", x, x.made(ARRANGED[codec.bits]), Matrix(data, outputs, told=codec.bits), bias)
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    tile_products(codec, x, Meeting.of_all(x, data, bias), out)
+    return out
+
+
+def tile_products(codec: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    shape = -(-out.shape[-1] // TILE), codec.tile_bytes(x.values.shape[-1])
+    assert all(meeting.data.shape == shape for meeting in meetings)
+    panel_products("tile_product", x, ARRANGED[codec.bits], meetings, out, told=codec.bits)
 
 
 def tile_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

@@ -19,15 +19,15 @@ static void fill_half(const product *p, long output, long input, long inputs, pa
     fill_from_rows(p, output, input, inputs, to, HALF, 1);
 }
 
-void wide_product(const product *p, int kind, int threads)
+/* Some products, with rows each. */
+void wide_product(const product *products, long count, int kind, int threads)
 {
-    if (!p->rows)
-        return;
 #pragma omp parallel num_threads(threads)
-    if (kind == BF16)
-        multiply_panels(p, threads, GROUP_PANELS, fill_bf16, add_plain_panel);
-    else if (kind == HALF)
-        multiply_panels(p, threads, GROUP_PANELS, fill_half, add_plain_panel);
-    else
-        multiply_panels(p, threads, GROUP_PANELS, fill_float, add_plain_panel);
+    for (const product *p = products; p < products + count; p++)
+        if (kind == BF16)
+            multiply_panels(p, threads, GROUP_PANELS, fill_bf16, add_plain_panel);
+        else if (kind == HALF)
+            multiply_panels(p, threads, GROUP_PANELS, fill_half, add_plain_panel);
+        else
+            multiply_panels(p, threads, GROUP_PANELS, fill_float, add_plain_panel);
 }

@@ -4,22 +4,31 @@ what becomes of a row depends on nothing but the row and the matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.native import KINDS
-from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Matrix, panel_product
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, panel_products
 from h2o_flexgen.kernels.sizes import TWIN_VALUES
 from h2o_flexgen.quant.plain import Plain
 
 
 def wide_product(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (outputs, inputs), bias (outputs,) -> (..., outputs)"""
-    assert data.shape == (outputs, x.values.shape[-1])
-    return panel_product(
-        "wide_product", x, x.made(ARRANGED[PLAIN_BITS]), Matrix(data.contiguous(), outputs, told=KINDS[data.dtype]), bias
-    )
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    wide_products(codec, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    return out
+
+
+def wide_products(codec: Plain, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own and of one type, into out (..., outputs)."""
+    shape = out.shape[-1], x.values.shape[-1]
+    assert all(meeting.data.shape == shape for meeting in meetings)
+    if meetings:
+        panel_products("wide_product", x, ARRANGED[PLAIN_BITS], meetings, out, told=KINDS[meetings[0].data.dtype])
 
 
 def wide_product_twin(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ from h2o_flexgen.quant.codec import PLAIN
 
 class Asked(NamedTuple):
     """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; what
-    the queries got of prefixes that rows share; and what the tokens are worth, (rows, kv_heads) in fp32."""
+    the queries have beside the keys of their rows; and what the tokens are worth, (rows, kv_heads) in fp32."""
 
     q: Tensor
     k: Tensor
@@ -83,13 +83,20 @@ class KVCache:
         self._reading: Reading | None = None  # a prompt of which some pieces are computed
 
     def attend(
-        self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+        self,
+        now: KVStep,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
     ) -> Tensor:
         """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend. One
         prompt may come in pieces, with a call for each."""
         if now.is_prefill:
-            return self._prefill(now, q, k, v, rotation, x)
-        return self._decode(now, q, k, v, rotation, x)
+            return self._prefill(now, q, k, v, rotation, x, sink_scores)
+        return self._decode(now, q, k, v, rotation, x, sink_scores)
 
     def living(self, rows: int) -> Living:
         """Views of the first rows; steps with as many rows have the same ones."""
@@ -114,16 +121,25 @@ class KVCache:
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
-    def _prefill(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
+    def _prefill(
+        self,
+        now: KVStep,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        x: Tensor | None,
+        sink_scores: Tensor | None,
+    ) -> Tensor:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
         Behind new tokens may stand their echo, which is not kept."""
         if q.shape[1] < now.tokens:
-            return self._read_piece(now, q, k, v, rotation, x)
+            return self._read_piece(now, q, k, v, rotation, x, sink_scores)
         unrotated, new, scores = k, slice(now.positions.shape[1]), self.living(len(q)).scores
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
             q, k = rotate(q, turn), rotate(k, turn)
-        more = self._attended_elsewhere(now, q)
+        more = self._more(now, q, sink_scores)
         own_k, own_v = (each[:, new] for each in (unrotated if self._rolls else k, v))
         written = Written(None if x is None else x[:, new], own_k, own_v, now.slots.new)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (rows, heads, tokens, head_dim)
@@ -134,7 +150,16 @@ class KVCache:
         self._enforce_budget(now, scores, written, old, got)
         return out
 
-    def _read_piece(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
+    def _read_piece(
+        self,
+        now: KVStep,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        x: Tensor | None,
+        sink_scores: Tensor | None,
+    ) -> Tensor:
         """The same for the next tokens of one row's prompt; the budget is enforced behind the last of them."""
         scores = self.living(1).scores
         if self._reading is None or self._reading.now is not now:  # another one was broken off
@@ -148,7 +173,7 @@ class KVCache:
             turn, piece = now.turn(rotation, q.dtype, self._rolls), reading.next(q.shape[1])
             turn = Turn(turn.cos[:, piece], turn.sin[:, piece])
             q, k = rotate(q, turn), rotate(k, turn)
-        more = self._attended_elsewhere(now, q)
+        more = self._more(now, q, sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores), self._cap)
         if reading.is_over:
@@ -228,7 +253,13 @@ class KVCache:
         if not now.held or now.slots.copies:
             image[:, :, :, kept:] = 0  # masked, but 0 * NaN left by an earlier user would still be NaN
 
-    # -- shared prefixes -------------------------------------------------------------------------------------------------
+    # -- what queries have beside the keys of their rows ------------------------------------------------------------------
+
+    def _more(self, now: KVStep, q: Tensor, sink_scores: Tensor | None) -> More | None:
+        more = self._attended_elsewhere(now, q)
+        if sink_scores is None:
+            return more
+        return More.of_sink_scores(sink_scores, *q.shape[:2]) if more is None else more.with_sink_scores(sink_scores)
 
     def _attended_elsewhere(self, now: KVStep, q: Tensor) -> More | None:
         """What queries (rows, tokens, heads, head_dim) get of the prefixes that their rows share."""
@@ -240,13 +271,15 @@ class KVCache:
         scores = torch.full((rows, tokens, heads), -torch.inf, device=q.device)
         values = torch.zeros(rows, tokens, heads, dim, device=q.device)
         for prefix, own in now.groups:
-            scores[own], values[own] = self._of_prefix(prefix, q[own])
+            scores[own], made = self._of_prefix(prefix, q[own])
+            assert made is not None, "a text has values"
+            values[own] = made
         return More(scores, values)
 
     def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
         (keys, values), codec = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.codec
         more = shared_attention(q.flatten(0, 1), Kept(keys, codec), Kept(values, codec), self._cap)
-        return More(more.scores.view(q.shape[:3]), more.values.view(q.shape))
+        return more.each(lambda x: x.view(*q.shape[:3], *x.shape[3:]))
 
     def _copied(self, now: KVStep) -> tuple[Tensor, Tensor]:
         """The keys and values of the prefixes that rows share, for each of them. (rows, kv_heads, held, width) each"""
@@ -257,23 +290,41 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
+    def _decode(
+        self,
+        now: KVStep,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        x: Tensor | None,
+        sink_scores: Tensor | None,
+    ) -> Tensor:
         kept_rotated = None if self._rolls else rotation
         turned = self._append(now, q, k, v, kept_rotated, self._worth(now, k, v, x))
         if rotation is not None and self._rolls:
             turned = rotate(turned, now.turn(rotation, q.dtype, rolls=True))
-        return self._attended(now, turned, self._attended_elsewhere(now, turned), rotation)
+        return self._attended(now, turned, self._more(now, turned, sink_scores), rotation)
 
     def _worth(self, now: KVStep, k: Tensor, v: Tensor, x: Tensor | None) -> Tensor | None:
         """What the newest tokens are worth. (rows, kv_heads), fp32"""
         return None if self._judge is None else self._judge.newest(Written(x, k, v, now.slots.new))
 
-    def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None = None) -> Asked:
+    def asked(
+        self,
+        now: KVStep,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
+    ) -> Asked:
         """What a decode step asks of a cache that lies elsewhere: all that is done without its slots is done here."""
         if rotation is not None:
             q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
             k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
-        return Asked(q, k, v, self._attended_elsewhere(now, q), self._worth(now, k, v, x))
+        return Asked(q, k, v, self._more(now, q, sink_scores), self._worth(now, k, v, x))
 
     def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
         """The same step where the slots are: appends, attends, and has who must go go. (rows, 1, heads * head_dim)"""

@@ -73,5 +73,4 @@ def _in_turn(now: KVStep, part: EchoPart, x: Tensor) -> Tensor:
 def _part(more: More | None, queries: slice, rows: Tensor | None = None) -> More | None:
     if more is None:
         return None
-    scores, values = (x[:, queries] if rows is None else x[rows, queries] for x in more)
-    return More(scores.contiguous(), values.contiguous())
+    return more.each(lambda x: (x[:, queries] if rows is None else x[rows, queries]).contiguous())

@@ -8,13 +8,13 @@ everything on as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.models.base import Rotation
@@ -49,17 +49,25 @@ class LayerCache:
         self.prefixes: Mapping[int, LayerCache] = {}  # what rows share, each with one row that has all of it
 
     def attend(
-        self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+        self,
+        now: Steps,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
     ) -> Tensor:
         """Attends as a KVCache does, level by level."""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
-            return self._caches[0].attend(now[level], q, k, v, rotation, x)
+            return self._caches[0].attend(now[level], q, k, v, rotation, x, sink_scores)
         kv_heads = k.shape[2]
         out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
             own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
-            _put(out, heads, cache.attend(now[level], own_q, own_k, own_v, rotation, x))
+            own_sink_scores = _picked_sink_scores(sink_scores, heads, kv_heads)
+            _put(out, heads, cache.attend(now[level], own_q, own_k, own_v, rotation, x, own_sink_scores))
         return out.flatten(2)
 
     def share(self, prefixes: Mapping[int, LayerCache]) -> None:
@@ -79,22 +87,32 @@ class LayerCache:
 
     # -- attention elsewhere ---------------------------------------------------------------------------------------------
 
-    def asked(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None = None) -> Asked:
+    def asked(
+        self,
+        now: Steps,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
+    ) -> Asked:
         """What a decode step asks of a cache that lies elsewhere, of all heads in their order."""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
-            return self._caches[0].asked(now[level], q, k, v, rotation, x)
+            return self._caches[0].asked(now[level], q, k, v, rotation, x, sink_scores)
         kv_heads = k.shape[2]
         all_q, all_k, more, worth = torch.empty_like(q), torch.empty_like(k), None, None
         for level, heads, cache in self._levels():
             own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
-            own = cache.asked(now[level], own_q, own_k, own_v, rotation, x)
+            own = cache.asked(now[level], own_q, own_k, own_v, rotation, x, _picked_sink_scores(sink_scores, heads, kv_heads))
             _put(_by_head(all_q, kv_heads), heads, own.q)
             _put(_by_head(all_k, kv_heads), heads, own.k)
             if own.more is not None:
-                more = more or More(own.more.scores.new_empty(q.shape[:3]), own.more.values.new_empty(q.shape))
+                more = more or own.more.each(lambda x: x.new_empty(*q.shape[:3], *x.shape[3:]))
                 for whole, part in zip(more, own.more, strict=True):
-                    _put(_by_head(whole, kv_heads), heads, part)
+                    if whole is not None and part is not None:
+                        _put(_by_head(whole, kv_heads), heads, part)
             if own.worth is not None:
                 worth = own.worth.new_zeros(len(q), kv_heads) if worth is None else worth
                 worth.index_copy_(1, heads, own.worth)
@@ -108,7 +126,7 @@ class LayerCache:
         (q, k, v, more, worth), kv_heads = asked, asked.k.shape[2]
         out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
-            own_more = more and More(*(_picked(x, heads, kv_heads) for x in more))
+            own_more = more and more.each(partial(_picked, heads=heads, kv_heads=kv_heads))
             own_worth = None if worth is None else worth.index_select(1, heads)
             own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
             own = Asked(own_q, own_k, own_v, own_more, own_worth)
@@ -128,6 +146,10 @@ def _by_head(x: Tensor, kv_heads: int) -> Tensor:
 def _picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
     """The groups of some KV heads of (rows, tokens, heads, ...)."""
     return _by_head(x, kv_heads).index_select(2, heads).flatten(2, 3)
+
+
+def _picked_sink_scores(sink_scores: Tensor | None, heads: Tensor, kv_heads: int) -> Tensor | None:
+    return None if sink_scores is None else sink_scores.view(kv_heads, -1).index_select(0, heads).flatten()
 
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:

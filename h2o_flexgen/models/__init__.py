@@ -15,7 +15,7 @@ from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.models.config_values import check_config
+from h2o_flexgen.models.config_values import check_config, what_is_unsupported
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
@@ -37,6 +37,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "olmoe": ("mixture", "MixtureOfExperts"),
     "qwen2_moe": ("mixture", "MixtureOfExperts"),
     "qwen3_moe": ("mixture", "MixtureOfExperts"),
+    "gpt_oss": ("gpt_oss", "GptOss"),
+    "glm4_moe": ("glm", "GlmMoe"),
     "gpt_neox": ("neox", "NeoX"),
 }
 
@@ -90,6 +92,8 @@ def _known_files() -> dict[str, Path]:
 
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
+    if unsupported := what_is_unsupported(values):
+        raise ValueError(f"the model {name!r} cannot be run: {unsupported} not supported; give another one")
     architecture = _checked_architecture(values.get("model_type"))
     check_config(values, architecture, name)
     from transformers import CONFIG_MAPPING

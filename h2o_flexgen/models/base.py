@@ -42,15 +42,32 @@ class Attend(Protocol):
     """Appends the new keys and values and attends: q (rows, tokens, heads, head_dim), k and v (rows, tokens, kv_heads,
     head_dim) -> (rows, tokens, heads * head_dim). Rotary models hand over q and k unrotated and say how to rotate them,
     because which positions they stand at is the cache's business. Scores are scaled by head_dim ** -0.5. `x` (rows, tokens,
-    width) is what all three were made of: it may say which tokens are worth keeping."""
+    width) is what all three were made of: it may say which tokens are worth keeping. `sink_scores` (heads,) take part
+    in the softmax of every query of a head, and their shares are let go."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
     ) -> Tensor: ...
 
 
-def _nothing_to_attend(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+def _nothing_to_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Rotation | None = None,
+    x: Tensor | None = None,
+    sink_scores: Tensor | None = None,
+) -> Tensor:
     raise AssertionError("a layer that has no KV attends to nothing")
+
+
+def _nobody_listens(experts: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,7 @@ class Given:
 
     positions: Tensor  # (rows, tokens), from 0
     attend: Attend = _nothing_to_attend
+    chosen: Callable[[Tensor], None] = _nobody_listens  # told of the experts (..., chosen) that tokens are given to
 
 
 class Model(Protocol):

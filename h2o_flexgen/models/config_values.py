@@ -29,10 +29,13 @@ OPTIONAL = {
     "query_pre_attn_scalar": MOST_WIDTH,
     "moe_intermediate_size": MOST_WIDTH,
     "shared_expert_intermediate_size": MOST_WIDTH,
+    "n_shared_experts": MOST_EXPERTS,
 }
 NONE_IF_ZERO = ("sliding_window",)
-EXPERTS, CHOSEN = ("num_experts", "num_local_experts"), "num_experts_per_tok"  # transformers reads either name
-BASE, SHARE, SMALL, SOFTCAP = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0), (1e-3, 1e6)  # smallest and largest value
+EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
+BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # smallest and largest value
+LIMITS, FACTORS = (0.0, 1e6), (1e-3, 1e3)
+SOFTCAP = (1e-3, 1e6)
 NUMBERS = {
     "rope_theta": BASE,
     "rotary_emb_base": BASE,
@@ -40,6 +43,10 @@ NUMBERS = {
     "partial_rotary_factor": SHARE,
     "rms_norm_eps": SMALL,
     "layer_norm_eps": SMALL,
+    "routed_scaling_factor": LIMITS,
+    "first_k_dense_replace": LIMITS,
+    "swiglu_limit": LIMITS,
+    "swiglu_alpha": FACTORS,
     "final_logit_softcapping": SOFTCAP,
     "attn_logit_softcapping": SOFTCAP,
 }
@@ -64,6 +71,17 @@ def check_config(values: Mapping[str, Any], architecture: str, name: str) -> Non
         eos_ids_of(values.get(EOS))
     except ValueError as error:
         raise ValueError(f"the config of {shown(name)} is not valid: {error}; download the model again") from error
+
+
+def what_is_unsupported(values: Mapping[str, Any]) -> str | None:
+    """The setting of a config that no architecture here knows, if it has one."""
+    if rank := values.get("kv_lora_rank"):
+        return f"kv_lora_rank is {shown(rank)}: keys and values that are made of one latent vector are"
+    groups = values.get("n_group")
+    if groups not in (None, 1):
+        chosen = shown(values.get("topk_group"))
+        return f"n_group is {shown(groups)} and topk_group {chosen}: experts that are chosen by groups are"
+    return None
 
 
 def _check_size(key: str, value: object, most: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.models.base import HeadFunction, LayerFunction
 from h2o_flexgen.models.halves import InHalves
 
@@ -30,6 +31,7 @@ class Parameter:
     shape: tuple[int, ...]
     share: float = 0.0
     is_never_packed: bool = False
+    is_wide: bool = False  # float32 in every model
 
 
 Parameters = Mapping[str, Parameter]  # by their names inside the layer
@@ -40,14 +42,25 @@ def linear(name: str, out_width: int, in_width: int, bias: bool, share: float = 
     return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
 
 
-def router(name: str, out_width: int, in_width: int) -> Parameters:
+def router(name: str, out_width: int, in_width: int, bias: bool = False) -> Parameters:
     """A matrix whose products choose what is computed."""
-    return {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True)}
+    weight = {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True)}
+    return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
 
 
 def norm(name: str, width: int, weight: bool = True, bias: bool = True) -> Parameters:
     present = {"weight": weight, "bias": bias}
     return {f"{name}.{part}": Parameter((width,)) for part, is_there in present.items() if is_there}
+
+
+def scores(name: str, heads: int) -> Parameters:
+    """A number for each query head."""
+    return {name: Parameter((heads,))}
+
+
+def wide(name: str, width: int) -> Parameters:
+    """Values that lose their meaning in 16 bits."""
+    return {name: Parameter((width,), is_wide=True)}
 
 
 def table(name: str, rows: int, width: int) -> Parameters:
@@ -68,8 +81,9 @@ class Origin:
     stored_as: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str, parameter: Parameter) -> TensorSpec:
-        itemsize, stored_as = DTYPE_BYTES[self.dtype], self.stored_as.get(name, self.prefix + name)
-        return TensorSpec(stored_as, parameter.shape, itemsize, itemsize, is_never_packed=parameter.is_never_packed)
+        stored, stored_as = DTYPE_BYTES[self.dtype], self.stored_as.get(name, self.prefix + name)
+        itemsize = FLOAT_BYTES if parameter.is_wide else stored
+        return TensorSpec(stored_as, parameter.shape, itemsize, stored, is_never_packed=parameter.is_never_packed)
 
 
 def layer(function: LayerFunction | HeadFunction, parameters: Parameters, out_width: int, origin: Origin) -> LayerSpec:
@@ -120,6 +134,8 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
     behind = {name for part in parts[attends + 1 :] for name, _ in part.tensors}.union(*(part.behind for part in parts))
     return replace(
         parts[-1],
+        part=parts[-1].part if len(parts) == 1 else "",
+        experts=parts[-1].experts if len(parts) == 1 else (),  # they are there before the router of this layer has chosen
         halves=next((part.halves for part in parts if part.halves), ()),
         behind=frozenset(behind),
         functions=tuple(name for part in parts for name in part.functions),

@@ -28,10 +28,11 @@ class Traits:
     whole_norm: bool = False  # all heads of a query, and of a key, are normalised at once
     windows: tuple[int | None, ...] | None = None  # of each layer, the tokens that a token sees; None: all that are before it
     clip: float | None = None  # queries, keys and values are no larger
+    sinks: bool = False  # each query head has a score beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
 
 
-SLIDING = "sliding_attention"
+SLIDING, SINKS = "sliding_attention", "self_attn.sinks"
 
 TRAITS: Mapping[str, Callable[[Config], Traits]] = {
     "llama": lambda config: Traits(config.attention_bias, config.attention_bias, config.mlp_bias),
@@ -86,7 +87,7 @@ class Llama(InHalves):
 
     def rotary_of(self, config: Config) -> Rotary:
         (rope,) = self.ropes_of(config)
-        return rope.rotary(self.spec.head_dim)
+        return rope.rotary(int(rope.share * self.spec.head_dim))
 
     def ropes_of(self, config: Config) -> Sequence[Rope]:
         """The rotations that its layers have."""
@@ -116,7 +117,7 @@ class Llama(InHalves):
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
-        return given.attend(q, k, v, self._rotary, x)
+        return given.attend(q, k, v, self._rotary, x, ops.plain(weights, SINKS))
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a layer makes queries, keys and values of, and these, head by head."""
@@ -178,6 +179,7 @@ class Llama(InHalves):
             "head_dim": head_dim,
             "attention_cap": self._traits.attention_cap,
             "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
+            "sink_scores": self._traits.sinks,
         }
         return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
 
@@ -212,5 +214,6 @@ def attention_parameters(
         layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
         layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
         *norms,
+        layout.scores(SINKS, q_width // head_dim) if traits.sinks else {},
     )
     return before, layout.linear("self_attn.o_proj", width, q_width, traits.out_bias)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, LayerSpec
+from h2o_flexgen.kernels.operations import add_weighted
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
@@ -25,6 +27,8 @@ from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, windows_of
 
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
+MOST_TOGETHER = 1.5  # so many times as many rows as there are tokens are computed at once by the experts of a slice
+VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
 ROUTER, SHARED_GATE = "mlp.gate", "mlp.shared_expert_gate"
 SHARED = GatedMlp.of("mlp.shared_expert")
 
@@ -100,39 +104,66 @@ class Routed(NamedTuple):
 class MixtureOfExperts(Llama):
     """LLaMA's relatives with experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
+    states_of_expert = MLP_STATES  # of its inner width, at once
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
-        self._mixture = MIXTURES[config.model_type](config)
+        self._mixture = self.mixture_of(config)
         super().__init__(config, dtype, sep_layer, name)
+        self._slices = self._of_layers(config.hidden_size, sep_layer)
         self._names = [GatedMlp.of(f"mlp.experts.{number}") for number in range(self._mixture.experts)]
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return TRAITS_OF_MIXTURES[config.model_type](config)
 
+    @staticmethod
+    def mixture_of(config: Config) -> Mixture:
+        return MIXTURES[config.model_type](config)
+
     # -- its layers --------------------------------------------------------------------------------------------------------
 
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         width, mixture = config.hidden_size, self._mixture
-        if not _has_experts(config, origin.block or 0):
+        if not self.has_experts(config, origin.block or 0):
             return [self.mlp_layer(width, config.intermediate_size, origin)]
-        slices = [*mixture.slices(width)] if sep_layer else [range(mixture.experts)]
+        slices = self._of_layers(width, sep_layer)
         return [self._slice(width, own, own.stop == mixture.experts, origin) for own in slices]
+
+    def _of_layers(self, width: int, sep_layer: bool) -> Sequence[range]:
+        """The experts of each layer."""
+        return [*self._mixture.slices(width)] if sep_layer else [range(self._mixture.experts)]
 
     def _slice(self, width: int, own: range, is_last: bool, origin: Origin) -> LayerSpec:
         """The layer of some experts. The first also routes, and the last adds the sum to the hidden states."""
         mixture, is_first = self._mixture, own.start == 0
-        experts = (GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, share=mixture.share) for number in own)
-        parameters = layout.joined(*([self._routing(width)] if is_first else []), *experts)
+        experts = {number: self.expert(number, width) for number in own}
+        parameters = layout.joined(*([self.routing(width)] if is_first else []), *experts.values())
         handed_on = Routed.width(width, mixture.chosen, origin.dtype)
         functions = [MixtureOfExperts.routed] * is_first + [MixtureOfExperts.given_to_experts]
         functions += [MixtureOfExperts.with_total] * is_last
         made = layout.layer(functions[0], parameters, width if is_last else handed_on, origin)
         floats = FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
-        passing = MLP_STATES * max(mixture.inner, mixture.shared) + handed_on + 3 * width * floats
+        passing = ceil(MOST_TOGETHER * self.states_of_expert * max(mixture.inner, mixture.shared))
+        passing += handed_on + 3 * width * floats
         names = tuple(function.__name__ for function in functions)
-        return replace(made, functions=names, visits=(MLP_VISIT,) * len(own), passing_width=passing, reads_back=True)
+        part = f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}"
+        visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
+        belongs = tuple((name, number) for number, its in experts.items() for name in its)
+        return replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing, reads_back=True)
 
-    def _routing(self, width: int) -> layout.Parameters:
+    @staticmethod
+    def has_experts(config: Config, block: int) -> bool:
+        """Whether a block has experts; in Qwen's models some may have a single mlp."""
+        if block in (getattr(config, "mlp_only_layers", None) or ()):
+            return False
+        return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+
+    def expert(self, number: int, width: int) -> layout.Parameters:
+        mixture = self._mixture
+        return GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, share=mixture.share)
+
+    def routing(self, width: int) -> layout.Parameters:
+        """What stands before the experts."""
         mixture = self._mixture
         norm = layout.norm("post_attention_layernorm", width, bias=False)
         router = layout.router(ROUTER, mixture.experts, width)
@@ -144,16 +175,21 @@ class MixtureOfExperts(Llama):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        """Chooses experts for each token."""
         x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
+        shares, experts = self.chosen(x, weights)
+        given.chosen(experts)
+        total = self.through_shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
+        return Routed(hidden, x, total, shares, experts.int()).joined
+
+    def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Chooses experts for each token: their weights, in fp32, and their numbers. (rows, tokens, chosen) each"""
         likely = functional.softmax(ops.linear(x, weights, ROUTER), dim=-1, dtype=torch.float32)
         shares, experts = likely.topk(self._mixture.chosen, dim=-1)
         if self._mixture.sums_to_one:
             shares /= shares.sum(dim=-1, keepdim=True)
-        total = self._shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
-        return Routed(hidden, x, total, shares, experts.int()).joined
+        return shares, experts
 
-    def _shared(self, x: Tensor, weights: Weights) -> Tensor:
+    def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
         """What comes of the mlp that all tokens pass through."""
         gate = ops.linear(x, weights, SHARED_GATE).float().sigmoid_()
         return self.gated(x, weights, SHARED).float().mul_(gate)
@@ -162,32 +198,48 @@ class MixtureOfExperts(Llama):
         """Adds what these experts make of the tokens that they were given."""
         chosen, out = self._mixture.chosen, joined.clone()
         state = Routed.of(out.flatten(0, -2), self.spec.width, chosen)
-        own = [number for number, names in enumerate(self._names) if f"{names.gate}.weight" in weights]
-        for number, places in zip(own, _places(state.experts, own)):
-            if len(places):
-                tokens = places.div(chosen, rounding_mode="floor")
-                made = self.gated(state.normed[tokens], weights, self._names[number]).float()
-                made *= state.weights.flatten()[places, None]
-                state.total.index_add_(0, tokens, made)  # each token once
+        own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
+        shares = state.weights.flatten()
+        for asked in _asked(state.experts, own):
+            tokens = asked.places.div(chosen, rounding_mode="floor")
+            made = self.made_by(asked, state.normed[tokens], weights)
+            add_weighted(state.total, made, shares[asked.places], tokens, asked.counts)
         return out
+
+    def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
+        """What some experts make of their rows, which follow each other."""
+        names = [self._names[number] for number in asked.experts]
+        gate, up = ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
+        inner = ops.gated_each(self._gating, gate, up, asked.counts)
+        (down,) = ops.linears_of_each(inner, asked.counts, weights, [own.down for own in names])
+        return down
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         state = Routed.of(joined, self.spec.width, self._mixture.chosen)
         return state.hidden + state.total.to(joined.dtype)
 
 
-def _has_experts(config: Config, block: int) -> bool:
-    """Whether a block has experts; in Qwen's models some may have a single mlp."""
-    if block in (getattr(config, "mlp_only_layers", None) or ()):
-        return False
-    return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+class Asked(NamedTuple):
+    """Experts that are computed at once."""
+
+    experts: list[int]  # those that a token was given to
+    counts: list[int]  # of the tokens of each
+    places: Tensor  # of these, expert by expert, in the table (tokens, chosen) of those that were chosen
 
 
-def _places(experts: Tensor, own: Sequence[int]) -> tuple[Tensor, ...]:
-    """The places of each of these experts, which follow each other, in the table (tokens, chosen) of those that were chosen."""
-    first, table = own[0], experts.flatten()
-    places = ((table >= first) & (table <= own[-1])).nonzero().squeeze(1)
-    numbers = table[places] - first
+def _asked(experts: Tensor, own: range) -> Iterator[Asked]:
+    """Some of these experts after the other: as many as have hardly more tokens together than there are, or one of them."""
+    table, most = experts.flatten(), MOST_TOGETHER * len(experts)
+    places = ((table >= own.start) & (table < own.stop)).nonzero().squeeze(1)
+    numbers = table[places] - own.start
     counts = torch.bincount(numbers, minlength=len(own)).tolist()
-    in_turn: tuple[Tensor, ...] = places[numbers.argsort(stable=True)].split(counts)
-    return in_turn
+    places, together = places[numbers.argsort(stable=True)], dict[int, int]()
+    for number, count in zip(own, counts):
+        if together and sum(together.values()) + count > most:
+            here, places = places.tensor_split([sum(together.values())])
+            yield Asked([*together], [*together.values()], here)
+            together = {}
+        if count:
+            together[number] = count
+    if together:
+        yield Asked([*together], [*together.values()], places)

@@ -3,8 +3,9 @@ except the activations, which are handed only what nobody else needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.operations import gated_silu, plain_product
+from h2o_flexgen.kernels.matrix import PackedMatrix, linear_of_each
+from h2o_flexgen.kernels.operations import gated_silu, gated_silu_of_each, plain_product
 from h2o_flexgen.models.base import Weights
 
 Activation = Callable[[Tensor], Tensor]
@@ -28,35 +30,51 @@ def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
     """Products of the same rows, which are made ready for them only once. Each is computed when it is asked for."""
     factor = Factor(x)
     for name in names:
-        matrix, bias = weights[f"{name}.weight"], _plain(weights, f"{name}.bias")
+        matrix, bias = weights[f"{name}.weight"], plain(weights, f"{name}.bias")
         yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
 
 
+def linears_of_each(x: Tensor, counts: Sequence[int], weights: Weights, *names: Sequence[str]) -> Iterator[Tensor]:
+    """The same of rows (rows, inputs) that have matrices of their own: so many, one behind the other, for each name of a
+    product."""
+    factor, firsts = Factor(x), tuple(accumulate(counts, initial=0))
+    for own in names:
+        meetings = ((first, rows, *_linear(weights, name)) for first, rows, name in zip(firsts, counts, own))
+        yield linear_of_each(factor, list(meetings))
+
+
+def _linear(weights: Weights, name: str) -> tuple[Tensor | PackedMatrix, Tensor | None]:
+    matrix = weights[f"{name}.weight"]
+    assert isinstance(matrix, (Tensor, PackedMatrix)), name
+    return matrix, plain(weights, f"{name}.bias")
+
+
 def embedding(rows: Tensor, weights: Weights, name: str) -> Tensor:
-    table = _plain(weights, f"{name}.weight")
+    table = plain(weights, f"{name}.weight")
     assert table is not None, name
     return functional.embedding(rows, table)
 
 
 def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], _plain(weights, f"{name}.weight"), _plain(weights, f"{name}.bias"), eps)
+    return functional.layer_norm(x, x.shape[-1:], plain(weights, f"{name}.weight"), plain(weights, f"{name}.bias"), eps)
 
 
 def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
-    weight = _plain(weights, f"{name}.weight")
+    weight = plain(weights, f"{name}.weight")
     assert weight is not None, name
     return operations.rms_norm(x, weight, eps)
 
 
 def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
     """The same where a weight says what is added to one. In 16 bits, one and a weight are not added before they are widened."""
-    weight = _plain(weights, f"{name}.weight")
+    weight = plain(weights, f"{name}.weight")
     assert weight is not None, name
     normed = operations.rms_norm(x.float(), weight.float() + 1.0, eps)
     return normed.to(x.dtype)
 
 
-def _plain(weights: Weights, name: str) -> Tensor | None:
+def plain(weights: Weights, name: str) -> Tensor | None:
+    """A tensor that is none of those that rows are multiplied with, if the layer has it."""
     found = weights.get(name)
     assert found is None or isinstance(found, Tensor), name
     return found
@@ -95,6 +113,13 @@ def activation(name: str) -> Activation:
 def gating(name: str) -> Gating:
     """The product of an activation of one factor with the other. May overwrite the first."""
     return gated_silu if name in SILU else partial(_gated, activation(name))
+
+
+def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same for rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
+    if gating is gated_silu:
+        return gated_silu_of_each(gate, up, counts)
+    return torch.cat([gating(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
 
 
 def _gated(active: Activation, gate: Tensor, up: Tensor) -> Tensor:

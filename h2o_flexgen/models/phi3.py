@@ -12,7 +12,6 @@ from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import GatedMlp, Llama, Traits, windows_of
-from h2o_flexgen.models.rotary import Rotary
 
 QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
 MLP_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
@@ -22,10 +21,6 @@ class Phi3(Llama):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return Traits(windows=windows_of(config))
-
-    def rotary_of(self, config: Config) -> Rotary:
-        (rope,) = self.ropes_of(config)
-        return rope.rotary(int(self.spec.head_dim * rope.share))
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 

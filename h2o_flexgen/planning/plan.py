@@ -221,19 +221,19 @@ class Plan:
         return replace(self, weights=shares[0], kv=shares[1], hidden=shares[2])
 
     @property
-    def is_resident(self) -> bool:
-        """Whether all data stay on the device."""
-        return self.weights == self.kv == self.hidden == ALL_DEVICE
+    def stays_in_place(self) -> bool:
+        """Whether KV and activations stay on the device. Weights may come through buffers, which are few."""
+        return self.kv == self.hidden == ALL_DEVICE
 
     @property
     def may_capture(self) -> bool:
-        """Whether decode steps may be captured as graphs, which work on addresses that stay: where nothing is moved."""
-        return self.graphs != OFF and self.is_resident and self.pipeline == 1
+        """Whether decode steps may be captured as graphs, which work on addresses that stay."""
+        return self.graphs != OFF and self.stays_in_place and self.pipeline == 1
 
     def refuse_graphs_where_data_move(self) -> None:
         """Whoever insists on graphs is told where there can be none."""
-        if self.graphs == ON and not self.is_resident:
-            wanted = f"graphs {ON!r} is for plans whose data all stay on the GPU"
+        if self.graphs == ON and not self.stays_in_place:
+            wanted = f"graphs {ON!r} is for plans whose KV and activations all stay on the GPU"
             raise ValueError(f"{wanted}, and this one moves some; take {AUTO!r}")
 
     @property

@@ -8,13 +8,13 @@ the batches stay the same. `docs/cost-model.md` has the terms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
 
 from h2o_flexgen.core.layout import part_starts
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.kernels.table import Kernel
 from h2o_flexgen.planning.batch_pass import products_of, rows_of
@@ -124,8 +124,9 @@ class Pricing:
     def _products(self, layer: LayerSpec, rows: int) -> float:
         total = 0.0
         for (codec, share), values in layer.multiplied_values.items():
-            own = rows * share
-            total += 2.0 * values * own / self.machine.product_rate(self.spec.product, codec, self.spec.dtype, own)
+            own = _met(share, rows)
+            rate = self.machine.product_rate(self.spec.product, codec, self.spec.dtype, own)
+            total += asked_for(share, rows) * 2.0 * values * own / rate
         return total
 
     def _packed_product(self, codec: str, rows: float) -> Kernel | None:
@@ -136,10 +137,11 @@ class Pricing:
         batch."""
         total = 0.0
         for (codec, share), values in layer.multiplied_values.items():
-            if codec == PLAIN or all(self._packed_product(codec, each * share) for each in rows):
+            if codec == PLAIN or all(self._packed_product(codec, _met(share, each)) for each in rows):
                 continue
+            asked = asked_for(share, max(rows))  # of experts that nobody asks for, nothing is decoded
             again = 1.0 if first else self._share_decoded_again(layer)
-            total += again * values / self.machine.decoding_rate(codec, self._bytes_to_decode(codec))
+            total += asked * again * values / self.machine.decoding_rate(codec, self._bytes_to_decode(codec))
         return total
 
     def _bytes_to_decode(self, codec: str) -> float:
@@ -275,7 +277,7 @@ class Pricing:
                 nbytes += self.schedule.parts(key.op) * self._nbytes(key) + attended
                 continue
             if on_host:
-                nbytes += self._matrix_bytes[key.layer]
+                nbytes += self._matrix_bytes(key)
             if on_host and self.spec.layers[key.layer].has_kv:
                 nbytes += self._attended_bytes(key)
         return nbytes
@@ -283,13 +285,31 @@ class Pricing:
     def _attended_bytes(self, key: Key) -> int:
         return sum(at.one.slots * at.heads for at in self.cost.by_level(key)) * self.spec.kv_bytes_per_head
 
+    def _matrix_bytes(self, key: Key) -> float:
+        """Bytes of the matrices that a visit multiplies with."""
+        rows = max(products_of(self.cost.batch_pass(key.step, key.batch)), default=0)
+        return sum(asked_for(share, rows) * nbytes for share, nbytes in self._matrix_bytes_by_share[key.layer].items())
+
     @cached_property
-    def _matrix_bytes(self) -> tuple[int, ...]:
-        return tuple(sum(tensor.nbytes for tensor in layer.matrices) for layer in self.spec.layers)
+    def _matrix_bytes_by_share(self) -> tuple[Mapping[float, int], ...]:
+        """The bytes of each layer's matrices, by the share of rows that they multiply."""
+        return tuple(map(_bytes_by_share, self.spec.layers))
 
     def simulated(self) -> Trace:
         """The trace of the block as it should run on this machine."""
         return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead, lanes=self.schedule.traffic.lanes)
+
+
+def _met(share: float, rows: float) -> float:
+    """The rows that meet a matrix that any of these rows is multiplied with, on average."""
+    return rows * share / asked_for(share, rows) if rows else 0.0
+
+
+def _bytes_by_share(layer: LayerSpec) -> Mapping[float, int]:
+    found = Counter[float]()
+    for matrix, share in layer.multiplied:
+        found[share] += matrix.nbytes
+    return found
 
 
 def lane_bounds(planned: BlockPlan, step: int, machine: Machine) -> dict[str, float]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import log2
 
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -41,6 +42,7 @@ REFINED = 6  # good answers on the grid whose neighbours are tried
 HOPELESS = 0.5  # share of the soonest block's seconds below which no plan keeps a latency limit
 LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit within which the program must promise to end
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
+LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
 NEAR = 0.05  # plans this near to each other are equal: then the one whose block is over sooner wins
 
 
@@ -163,7 +165,7 @@ def _search(problem: Problem) -> Found:
     in_time = [one for one in everything if problem.latency_limit is None or one.block_seconds <= problem.latency_limit]
     best = _soonest_of_the_best(problem, in_time)
     return Found(
-        best=best,
+        best=_in_larger_parts(problem, best),
         runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
         front=_front(everything),
         cases=cases,
@@ -344,6 +346,20 @@ def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Cand
     if problem.prefer == LATENCY:  # among plans that end about as soon, the one that does most meanwhile
         return max(near, key=lambda one: one.tokens_per_second)
     return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))
+
+
+def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
+    """The same plan, with so many tokens of prompts computed at once that an expert of a mixture meets as many of them as other
+    matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nobody waits for a
+    part, since a prompt's layer is over when all its parts are; and a size that a person has chosen stays."""
+    share = min(share for layer in problem.model(best.plan).layers for _, share in layer.products)
+    if best.plan.prefill_tokens != Plan.prefill_tokens:
+        return best
+    doublings = round(log2(min(LARGER_PARTS, 1 / share)))
+    larger = (best.plan.prefill_tokens << power for power in range(doublings, 0, -1))
+    plan = next((plan for tokens in larger if problem.fits(plan := replace(best.plan, prefill_tokens=tokens))), None)
+    other = best if plan is None else Candidate(plan, problem.predict(plan))
+    return min(best, other, key=partial(_order, problem))
 
 
 def _front_answers(problem: Problem, answers: Sequence[Answer], known: Sequence[Answer]) -> list[Answer]:

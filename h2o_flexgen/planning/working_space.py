@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, mas
 from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.held_kv import HeldKV
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
@@ -58,7 +58,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once) for at in kinds.values())
     if site.accelerator and plan.may_capture:
         most += max(_decode_bytes(spec, plan, Heads.of(planned.kv, at), site) for at in kinds.values())
-        most += GRAPH_BYTES * len(spec.layers) * len(batches)
+        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.slots)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 
@@ -130,6 +130,7 @@ def _prompt_attention_bytes(at: Heads, site: Site, at_once: int) -> int:
     room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
     room += _mask_bytes(spec, 1, tokens, _attended(occupancy), threads) if total > tokens else 0
     room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads, tokens)
+    room += _sink_bytes(at, tokens, threads)
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
         room += total * spec.kv_bytes_per_slot + min(encoding, 4 * total * spec.kv_decoded_bytes_per_slot)
@@ -214,6 +215,15 @@ def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> in
         return each + FLOAT_BYTES * PromptRoom.of_shared(spec.head_dim).end * threads
     scored = FLOAT_BYTES * tokens * spec.heads * (max(longest, batch.prompt_len) + 1)
     return each + 4 * min(SCORED_BYTES, scored) + 2 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
+
+
+def _sink_bytes(at: Heads, tokens: int, threads: int) -> int:
+    """Bytes for one more key of each query, as it is and in its place; torch scores such queries by itself."""
+    (spec, _, occupancy), batch = at, at.occupancy.batch
+    if not spec.sink_scores:
+        return 0
+    scored = FLOAT_BYTES * batch.size * spec.heads * _attended(occupancy) * batch.prompt_len
+    return 2 * FLOAT_BYTES * tokens * spec.heads + (0 if threads else 4 * min(SCORED_BYTES, scored))
 
 
 def _choosing_bytes(at: Heads, threads: int) -> int:

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Now = Callable[[], float]  # the seconds that a clock shows
 NOW: Now = time.perf_counter
+
+
+@dataclass
+class Stopwatch:
+    """A clock that can be stopped."""
+
+    now: Now = NOW
+    left_out: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now() - self.left_out
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is done here takes no time."""
+        begun = self.now()
+        try:
+            yield
+        finally:
+            self.left_out += self.now() - begun
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def profiled(
             note(f"this machine's profile may be off: {line}")
         return found
     note_partial(mark, note)
-    note(f"this machine was not measured yet; that takes {QUICK.budget_seconds:.0f} s at most, once")
+    note(f"this machine was not measured yet; that takes {QUICK.time_on(device.accelerator)}, once")
     others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
     machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
     machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # without the measuring process's share

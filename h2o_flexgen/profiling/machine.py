@@ -20,7 +20,7 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention, moving, products, visits
-from h2o_flexgen.profiling.budget import NOW, Budget, Now
+from h2o_flexgen.profiling.budget import NOW, Budget, Now, Stopwatch
 from h2o_flexgen.profiling.pool import Pool
 from h2o_flexgen.profiling.rounds import Taken, measured, missing
 from h2o_flexgen.profiling.sizes import FULL, Sizes
@@ -44,7 +44,8 @@ def profile(
 ) -> Machine:
     """Measures everything for one type of values, in the seconds that the sizes allow. Nothing stays in the folder. The file
     `partial` holds measurements until the end: if the profile is stopped, the next call continues from there."""
-    budget = Budget(sizes.budget_seconds, now)
+    stopwatch = Stopwatch(now)
+    budget = Budget(sizes.budget_seconds, stopwatch)
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
     if device_bytes:
@@ -55,9 +56,9 @@ def profile(
     try:
         with closing(Memories(device, offload_folder)) as memories, ExitStack() as opened, torch.inference_mode():
             disk_bytes = shutil.disk_usage(offload_folder).free
-            disk = opened.enter_context(moving.disk(memories, sizes, now, watch))
+            disk = opened.enter_context(moving.disk(memories, sizes, stopwatch, watch))
             watch.inside("making ready what is measured")
-            subjects = [disk, *_subjects(memories, dtype, sizes, budget, watch)]
+            subjects = [disk, *_subjects(memories, dtype, sizes, stopwatch, budget, watch)]
             figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, budget, watch, taken).items()}
             not_measured = _told(missing(subjects, figures), figures)
             del subjects
@@ -68,10 +69,12 @@ def profile(
     return _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures, not_measured)
 
 
-def _subjects(memories: Memories, dtype: str, sizes: Sizes, budget: Budget, watch: Watch) -> Iterator[Subject]:
+def _subjects(
+    memories: Memories, dtype: str, sizes: Sizes, stopwatch: Stopwatch, budget: Budget, watch: Watch
+) -> Iterator[Subject]:
     """Products come last, since those of many rows take what is left of the time."""
     device, folder = memories.device, memories.disk.folder
-    bench, host = _benches(device, sizes, budget)
+    bench, host = _benches(device, sizes, stopwatch, budget)
     dtypes = measured_dtypes(dtype, site_of(device.kind, device.accelerator))
     sizes = sizes.in_pool(min(bench.pool.nbytes, host.pool.nbytes), max(DTYPE_BYTES[each] for each in dtypes))
     yield from moving.copies(bench, host, sizes, memories.host)
@@ -85,15 +88,15 @@ def _subjects(memories: Memories, dtype: str, sizes: Sizes, budget: Budget, watc
     yield from products.curves(bench, dtypes, dtype, sizes)
 
 
-def _benches(device: Device, sizes: Sizes, budget: Budget) -> tuple[Bench, Bench]:
+def _benches(device: Device, sizes: Sizes, stopwatch: Stopwatch, budget: Budget) -> tuple[Bench, Bench]:
     """Those of the device that computes and of the CPU, which may be the same."""
-    host = _bench(Device(), HostTier(), sizes, budget)
-    return (_bench(device, device.memory(HostTier()), sizes, budget) if device.accelerator else host), host
+    host = _bench(Device(), HostTier(), sizes, stopwatch, budget)
+    return (_bench(device, device.memory(HostTier()), sizes, stopwatch, budget) if device.accelerator else host), host
 
 
-def _bench(device: Device, memory: HostTier | DeviceTier, sizes: Sizes, budget: Budget) -> Bench:
-    filling = Budget(budget.left * SHARE_TO_FILL, budget.now)
-    return Bench(Clock(device, sizes.seconds, budget.now), Pool.filled(memory, sizes.pool_bytes, filling))
+def _bench(device: Device, memory: HostTier | DeviceTier, sizes: Sizes, stopwatch: Stopwatch, budget: Budget) -> Bench:
+    filling = Budget(budget.left * SHARE_TO_FILL, stopwatch)
+    return Bench(Clock(device, sizes.seconds, stopwatch), Pool.filled(memory, sizes.pool_bytes, filling))
 
 
 def measured_dtypes(dtype: str, site: Site) -> tuple[str, ...]:

@@ -167,7 +167,14 @@ def _layers(bench: Bench, model: Model, dtype: str, rows: int) -> Iterator[tuple
         yield rows * layer.values_around_products, partial(computed, model, layer, hidden, weights, given)
 
 
-def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+def _attend_nothing(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Rotation | None = None,
+    x: Tensor | None = None,
+    sink_scores: Tensor | None = None,
+) -> Tensor:
     if rotation is not None:
         positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
         q, k = rotation(q, positions), rotation(k, positions)

@@ -31,6 +31,10 @@ class Sizes:
     width: int = 2048  # of the layers whose values are counted
     steps: int = 12  # of the tiny model
 
+    def time_on(self, accelerator: bool) -> str:
+        """How long a profile takes, for people."""
+        return f"{self.budget_seconds:.0f} s at most" + ", and the time to compile kernels for the GPU" * accelerator
+
     @property
     def memory_bytes(self) -> int:
         """The most memory held at once, roughly: the pool, the rows of a product and what comes of them, prompts, layers of

@@ -28,7 +28,7 @@ from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.small_models import HEAD_DIM, small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Figures, Subject, Watch
+from h2o_flexgen.profiling.subject import Bench, Clock, Figures, Subject, Watch
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op
@@ -51,7 +51,7 @@ def visits(bench: Bench, host: Bench, folder: Path, dtype: str, sizes: Sizes, wa
     """Runs to measure, each on its own. That of KV takes long on a slow disk, so it reports its visits; in the others,
     reporting would be measured as well. `host` is the bench of the CPU."""
     displacing = host.pool.view((min(DISPLACING_BYTES, host.pool.nbytes) // 4,), torch.float32)
-    trials = Trials(bench.device, folder, dtype, displacing, sizes, watch or Watch())
+    trials = Trials(bench.clock, folder, dtype, displacing, sizes, watch or Watch())
     steps, tokens = (min(FEW_STEPS, sizes.steps), sizes.steps), max(1, sizes.kv_rows * sizes.slots // 2)
     of_kv = tuple(dict.fromkeys(max(1, tokens // shrink**2) for shrink in SHRINKS))
     return [
@@ -65,12 +65,16 @@ def visits(bench: Bench, host: Bench, folder: Path, dtype: str, sizes: Sizes, wa
 class Trials:
     """Runs of small models on one device."""
 
-    device: Device
+    clock: Clock
     folder: Path
     dtype: str
     displacing: Tensor  # more values than caches hold
     sizes: Sizes
     watch: Watch
+
+    @property
+    def device(self) -> Device:
+        return self.clock.device
 
     def of_visits(self, steps: int) -> Figures:
         """Visits with weights in memory, so that nothing else needs the processor."""
@@ -100,6 +104,8 @@ class Trials:
     def _tiny(self, weights: Shares, steps: int, on_visit: OnVisit | None = None) -> tuple[ModelSpec, Trace]:
         plan = Plan(gpu_batch_size=1, weights=weights)
         model = small_opt(self.dtype, HEAD_DIM, BLOCKS)
+        if self.device.accelerator:
+            self.clock.make_ready(lambda: self._trace(model, plan, PROMPT_LEN, FEW_STEPS, None))
         return model.spec, self._trace(model, plan, PROMPT_LEN, steps, on_visit)
 
     def _trace(self, model: Model, plan: Plan, prompt_len: int, steps: int, on_visit: OnVisit | None) -> Trace:

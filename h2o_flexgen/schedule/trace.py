@@ -92,19 +92,20 @@ class Trace:
             lines.append(f"{lane:{title}} |{drawn}| {share:4.0%} busy")
         return "\n".join(lines)
 
-    def to_chrome(self) -> dict[str, object]:
-        """A trace for chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own."""
+    def to_chrome(self, titles: Sequence[str] = ()) -> dict[str, object]:
+        """A trace for chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own. `titles` say
+        what each layer is."""
         events: list[dict[str, object]] = [_metadata("process_name", 0, "h2o_flexgen")]
         row = 0
         for lane in self.lanes:
             for track, spans in enumerate(_tracks(span for span in self.spans if span.lane == lane)):
                 events.append(_metadata("thread_name", row, lane if track == 0 else f"{lane} {track + 1}"))
-                events += [_event(span, row) for span in spans]
+                events += [_event(span, row, titles) for span in spans]
                 row += 1
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
-    def write_chrome(self, path: str | Path) -> None:
-        write_text(path, json.dumps(self.to_chrome()))
+    def write_chrome(self, path: str | Path, titles: Sequence[str] = ()) -> None:
+        write_text(path, json.dumps(self.to_chrome(titles)))
 
 
 def _clip(span: Span, start: float, end: float) -> Span:
@@ -163,8 +164,9 @@ def _metadata(name: str, row: int, value: str) -> dict[str, object]:
     return {"ph": "M", "name": name, "pid": 0, "tid": row, "args": {"name": value}}
 
 
-def _event(span: Span, row: int) -> dict[str, object]:
+def _event(span: Span, row: int, titles: Sequence[str]) -> dict[str, object]:
     key = span.key
+    what = {"what": titles[key.layer]} if titles else {}
     return {
         "ph": "X",
         "name": str(key),
@@ -173,5 +175,5 @@ def _event(span: Span, row: int) -> dict[str, object]:
         "tid": row,
         "ts": span.start * 1e6,
         "dur": (span.end - span.start) * 1e6,
-        "args": {"step": key.step, "layer": key.layer, "batch": key.batch, "bytes": span.bytes},
+        "args": {"step": key.step, "layer": key.layer, **what, "batch": key.batch, "bytes": span.bytes},
     }

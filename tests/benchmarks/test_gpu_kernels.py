@@ -18,13 +18,13 @@ def test_every_line_is_a_share_of_a_ceiling_of_the_same_run(tmp_path: Path, caps
     last = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(last) == (found := json.loads((tmp_path / "found.json").read_text()))
     assert len(found["rows"]) == 8 and all(row["share"] == row["measured"] / row["ceiling"] > 0 for row in found["rows"])
-    assert all(0 < row["expected_share"] < 1 for row in found["rows"])
+    assert all(0 < row["expected_share"] < 1 and row["launch_seconds"] > 0 for row in found["rows"])
 
 
 @pytest.mark.parametrize(("measured", "status"), [(0.31, 0), (0.29, 1)])
 def test_whoever_is_strict_gets_a_status(
     measured: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_kernels, "lines", lambda *given: [gpu_kernels.Line("attention", measured, 1.0, 0.3)])
+    monkeypatch.setattr(gpu_kernels, "lines", lambda *given: [gpu_kernels.Line("attention", measured, 1.0, 0.3, 1e-5)])
     assert gpu_kernels.main([*QUICK, "--strict"]) == status and gpu_kernels.main(QUICK) == 0
     assert ("below the 30% that are expected" in capsys.readouterr().out) == bool(status)

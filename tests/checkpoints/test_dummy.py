@@ -17,7 +17,10 @@ from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.sampling.params import SamplingParams
 from tests.refusals import one_line
+from tests.tiny import tiny_config
 
 MATRIX = "model.layers.3.mlp.up_proj.weight"
 NORM = "model.layers.3.input_layernorm.weight"
@@ -208,3 +211,14 @@ def test_progress_ends_at_all_that_is_written(tmp_path: Path) -> None:
     file = weights.locate([spec(MATRIX, 100, 50), spec(NORM, 50)])[NORM].file
     assert seen == sorted(seen) and len(seen) == 2 and seen[-1] == (file.stat().st_size, file.stat().st_size)
     weights.close()
+
+
+def test_values_of_32_bits_in_a_model_of_16_are_the_same_in_memory_and_on_disk(tmp_path: Path) -> None:
+    tiny_config("glm4-moe").save_pretrained(tmp_path / "model")
+    asked = {"dummy_weights": True, "device": "cpu", "dtype": "bfloat16", "tokenizer": "bytes", "offload_dir": tmp_path}
+    said = []
+    for percent in ((100, 0, 100, 0, 100, 0), (0, 0, 100, 0, 100, 0)):
+        with LLM(str(tmp_path / "model"), percent=percent, **asked) as llm:
+            assert {tensor.itemsize for tensor in llm.spec.tensors.values()} == {2, 4}
+            said.append(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert [one.token_ids for one in said[0]] == [one.token_ids for one in said[1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from h2o_flexgen.checkpoints.stored import StoredTensor
 from h2o_flexgen.checkpoints.stored_values import stored_values
 from h2o_flexgen.llm import LLM
 from tests.contract import Case, Checkpoints, generate_with
+from tests.refusals import one_line
 from tests.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
 
-OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe")
+OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")
 
 
 def save_as_held(kind: str, folder: Path) -> None:
@@ -29,7 +31,7 @@ def save_as_held(kind: str, folder: Path) -> None:
 def values_of(folder: Path, name: str) -> torch.Tensor:
     stored = open_checkpoint(folder)._find(name)
     assert isinstance(stored, StoredTensor)
-    return torch.cat([*stored_values(stored, 1)])
+    return torch.cat([*stored_values(stored, 1)]).view(stored.shape)
 
 
 @pytest.mark.parametrize("kind", OF_EXPERTS)
@@ -79,3 +81,19 @@ def test_experts_in_another_shape_are_refused_in_one_line(tmp_path: Path) -> Non
     save_file({"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"down_proj in .* has the shape \(4, 8\) instead of"):
         open_checkpoint(tmp_path)
+    of_gpt_oss = {"model.layers.0.mlp.experts.gate_up_proj_bias": torch.zeros(4, 8)}
+    save_file({**of_gpt_oss, "model.layers.0.mlp.experts.down_proj": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj in .* has the shape \(4, 8\) instead of \(experts, columns, rows\)"):
+        open_checkpoint(tmp_path)
+    save_file({"model.layers.0.mlp.experts.down_proj_bias": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj_bias in .* has the shape \(4,\) instead of \(experts, rows\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_missing_experts_are_counted(tmp_path: Path) -> None:
+    save_tiny("gpt-oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 8}))
+    first = "model.layers.0.mlp.experts.6.gate_up_proj.weight"
+    said = one_line(lambda: LLM(str(tmp_path), tokenizer="bytes", device="cpu", offload_dir=tmp_path))
+    assert said.startswith(f"tensor {first} is missing in {tmp_path}, and so are 23 of ") and "download the model again" in said

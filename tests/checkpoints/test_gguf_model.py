@@ -29,7 +29,7 @@ from tests.gguf_files import ARCHITECTURES, FORMS, save_gguf
 from tests.refusals import one_line
 from tests.tiny import KINDS
 
-NOT_IN_FILES = ("llama-yarn", "qwen2-near")  # nothing in the file says what they do
+NOT_IN_FILES = ("llama-yarn", "qwen2-near", "qwen3-moe-near")  # nothing in the file says what they do
 RELATIVES = [kind for kind, (of, _) in KINDS.items() if of in ARCHITECTURES and kind not in NOT_IN_FILES]
 PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13]]
 RESIDENT, IN_HOST, ON_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
@@ -184,9 +184,11 @@ def test_an_edited_file_is_opened_where_nothing_is_wrong_with_it(tmp_path: Path)
     ("values", "word"),
     [
         ({"general.architecture": "gemma3"}, "'gemma3'"),
-        ({"general.architecture": "mistral"}, "llama, qwen2, qwen3"),
+        ({"general.architecture": "mistral"}, "llama, qwen2, qwen3, olmoe, qwen2moe, qwen3moe"),
         ({"general.type": "adapter"}, "'adapter'"),
-        ({"llama.expert_count": 8}, "llama.expert_count"),
+        ({"llama.expert_count": 8}, "no blk.0.ffn_gate_exps.weight"),
+        ({"llama.expert_gating_func": 2}, "llama.expert_gating_func"),
+        ({"llama.leading_dense_block_count": 1}, "llama.leading_dense_block_count"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale"),
         ({"llama.rope.freq_base_swa": 1e4}, "llama.rope.freq_base_swa"),
         ({"llama.rope.scaling.type": "yarn"}, "none and linear"),
@@ -207,6 +209,17 @@ def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any],
     file = edited(tmp_path, dict(values))
     message = one_line(lambda: opened(file))
     assert word in message and "edited.gguf" in message
+
+
+def test_experts_that_are_chosen_otherwise_are_refused(tmp_path: Path) -> None:
+    for kind, key in (
+        ("mixtral", "llama.expert_weights_norm"),
+        ("qwen3", "qwen3.expert_count"),
+        ("olmoe", "olmoe.expert_count"),
+    ):
+        value = {"mixtral": False, "qwen3": 4, "olmoe": 0}[kind]
+        save_gguf(kind, tmp_path / f"{kind}.gguf", num_hidden_layers=1, metadata={key: value})
+        assert key in one_line(lambda: opened(tmp_path / f"{kind}.gguf"))  # noqa: B023
 
 
 @pytest.mark.parametrize("key", ["llama.embedding_length", "llama.context_length", "general.architecture", "token_embd.weight"])

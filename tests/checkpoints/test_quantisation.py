@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.checkpoints.quantisation import KEYS, Quantisation, quantisation_of
+from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.llm import LLM
-from tests.quantised import FORMS, awq_config, compressed_config, gptq_config, int4_config
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.sampling.params import SamplingParams
+from tests.quantised import FORMS, WIDE, awq_config, compressed_config, gptq_config, int4_config, save_quantised
 from tests.tiny import save_tiny
 
 
@@ -123,3 +129,30 @@ def test_random_weights_are_not_quantised(key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, key: awq_config(128)}))
     with pytest.raises(ValueError, match=r"the model is quantised \(awq\), and random weights are not"):
         LLM(str(tmp_path), dummy_weights=True, device="cpu")
+
+
+def test_random_weights_take_the_form_of_mxfp4(tmp_path: Path) -> None:
+    """As many bytes as the checkpoint has, the same in memory and on disk, and of the size of trained ones."""
+    save_quantised("gpt-oss", tmp_path / "model", FORMS["mxfp4"], **WIDE)
+    stored = open_checkpoint(tmp_path / "model")
+    asked = {"dummy_weights": True, "device": "cpu", "dtype": "float32", "tokenizer": "bytes", "offload_dir": tmp_path}
+    said = []
+    for percent in ((100, 0, 100, 0, 100, 0), (0, 0, 100, 0, 100, 0)):
+        with LLM(str(tmp_path / "model"), percent=percent, **asked) as llm:
+            spec = llm.spec
+            said.append(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert [one.token_ids for one in said[0]] == [one.token_ids for one in said[1]]
+    assert {name: tensor.codec for name, tensor in spec.tensors.items()} == {
+        name: stored.stored_as(name).codec for name in spec.tensors
+    }
+    expert = next(tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN)
+    data, values = torch.empty(expert.nbytes, dtype=torch.uint8), torch.empty(expert.shape)
+    DummySource(0, "float32", tmp_path).fill(expert, data)
+    decode(expert.codec, data, values)
+    assert 0.015 < values.std() < 0.03 and abs(values.mean()) < 0.002
+
+
+@pytest.mark.parametrize("named", ["lm_head", [1], 7])
+def test_modules_that_are_not_quantised_have_names(named: object) -> None:
+    with pytest.raises(ValueError, match=r"modules_to_not_convert is .*, which is no list of names"):
+        of(quant_method="mxfp4", modules_to_not_convert=named)

@@ -9,7 +9,7 @@ import pytest
 
 from h2o_flexgen.cli import slow
 from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.cli.slow import NO_KERNELS, NO_TRITON, int8_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import NO_KERNELS, NO_TRITON, experts_reason, int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.kernels import table as kernels_table
 from h2o_flexgen.kernels.table import Processor
@@ -19,7 +19,7 @@ from h2o_flexgen.planning.plan import Plan
 from tests.cli.test_arithmetic import TABLE
 from tests.inverted import rows_of
 from tests.planning.test_pricing import MACHINE
-from tests.planning.worlds import block_of, tiny_spec
+from tests.planning.worlds import block_of, tiny_spec, with_experts
 
 BUILT = ("avx512vnni", "avx512", "avx2", "baseline")
 
@@ -111,6 +111,28 @@ def test_exact_products_are_named_where_rounded_ones_are_much_faster() -> None:
 )
 def test_otherwise_nothing_is_said_of_products(planned: BlockPlan, known: Machine) -> None:
     assert list(int8_reason(planned, known)) == []
+
+
+def experts(rows: int, percent: int = 0, gen_len: int = 3, batches: int = 1, schedule: str = "zigzag") -> list[str]:
+    plan = Plan.create(schedule=schedule, gpu_batch_size=rows, num_gpu_batches=batches).with_percent(
+        (percent, 0, 100, 0, 100, 0)
+    )
+    block = block_of([[4] * rows] * batches, gen_len)
+    return list(experts_reason(BlockPlan.of(with_experts(1 / 8), plan.at(Site()), block, Site())))
+
+
+def test_experts_that_are_brought_for_few_rows_are_named_with_the_rows_that_would_ask_for_them() -> None:
+    assert experts(3) == [
+        "3 rows ask for 33% of the experts of a layer, and a step brings these and others; take 30 rows at once, which ask for "
+        "98%, or better several times as many, or keep all in memory"
+    ]
+    assert "1 row asks for 12% of the experts" in experts(1)[0]
+    assert "15 rows ask" in experts(15, batches=2, schedule="row_by_row")[0]  # weights come anew for each batch
+
+
+@pytest.mark.parametrize("changes", [{"percent": 100}, {"gen_len": 1}, {"rows": 30}, {"rows": 15, "batches": 2}], ids=str)
+def test_otherwise_nothing_is_said_of_experts(changes: dict[str, int]) -> None:
+    assert experts(**{"rows": 3, **changes}) == []  # type: ignore[arg-type]
 
 
 def test_reasons_go_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:

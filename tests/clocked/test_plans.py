@@ -27,7 +27,7 @@ from tests.test_contract import MIXES, TIERS
 
 FEW = (5, 9, 2)
 PLANS = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3", "mixtral", "qwen2-near"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3", "mixtral", "gpt-oss"),
     "percent": MIXES[1:],
     "gpu_batch_size": (1, 2),
     "num_gpu_batches": (1, 2),

@@ -17,6 +17,7 @@ from tests.pretended import PretendedDevice
 from tests.recorded import repeated
 
 RESIDENT, STEPS = (100, 0, 100, 0, 100, 0), 8
+WEIGHTS_MOVE = (30, 40, 100, 0, 100, 0)
 
 
 def replayed(case: Case, checkpoints: Checkpoints, offload: Path, **options: object) -> int:
@@ -31,15 +32,16 @@ def replayed(case: Case, checkpoints: Checkpoints, offload: Path, **options: obj
 def test_replayed_steps_give_the_bits_of_the_resident_loop(
     place: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    """Policies begin to evict while steps are replayed, which takes new graphs."""
+    """Policies begin to evict while steps are replayed, which takes new graphs. Where weights come through buffers, a layer has
+    a graph for each of them."""
     codec, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
         ("opt", "llama-gqa", "neox-parallel")[place % 3],
-        RESIDENT,
+        (RESIDENT, WEIGHTS_MOVE)[place % 2],
         (5, 9, 2, 7),
         STEPS,
         device=any_device,
-        schedule=("zigzag", "row_by_row")[place % 2],
+        schedule=("zigzag", "flexgen_barrier", "row_by_row")[place % 3],
         policy=POLICIES[place],
         weight_codec=codec,
         compute=product,
@@ -59,13 +61,26 @@ def test_every_layer_but_the_head_is_replayed_from_the_third_step_on(
         assert llm.stats.last_block.replayed == 2 * layers * (STEPS - 1 - 2), "two batches; two steps come before a capture"
 
 
-@pytest.mark.parametrize("percent", [(0, 100, 100, 0, 100, 0), (100, 0, 0, 100, 100, 0), (100, 0, 100, 0, 0, 100)])
-def test_nothing_is_captured_where_data_move(
+@pytest.mark.parametrize("sep_layer", [True, False])
+def test_layers_have_a_graph_for_each_buffer_that_their_weights_come_through(
+    sep_layer: bool, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """With an odd number of layers they change buffers from step to step, and with an even one they do not."""
+    case = Case("opt", (0, 60, 100, 0, 100, 0), (5, 9, 2, 7), STEPS, device="pretended")
+    with case.open(checkpoints, offload, sep_layer=sep_layer) as llm:
+        layers = len(llm.spec.layers) - 1
+        generate_with(llm, case)
+        assert llm.stats is not None
+        assert llm.stats.last_block.replayed == 2 * layers * (STEPS - 1 - 2)
+
+
+@pytest.mark.parametrize("percent", [(100, 0, 0, 100, 100, 0), (100, 0, 100, 0, 0, 100)])
+def test_nothing_is_captured_where_kv_or_activations_move(
     percent: tuple[float, ...], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
     case = Case("opt", percent, (5, 9), STEPS, device="pretended")
     assert replayed(case, checkpoints, offload) == 0
-    with pytest.raises(ValueError, match="graphs 'on' is for plans whose data all stay"):
+    with pytest.raises(ValueError, match="graphs 'on' is for plans whose KV and activations all stay"):
         case.open(checkpoints, offload, graphs="on")
 
 

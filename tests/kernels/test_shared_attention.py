@@ -197,3 +197,38 @@ def test_a_prompt_behind_a_shared_text_is_a_prompt_behind_its_own_copy(
     assert (sums - shares[..., text:])[~alone].abs().max() <= 1e-5 * shares.max()
     if variant != "torch":
         assert torch.equal(out[alone], without[0][alone]) and torch.equal(sums[alone], without[1][alone])
+
+
+# -- sinks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", LINKS)
+@all_of({"dtype": DTYPES, "group": [1, 4]})
+def test_a_sink_is_a_key_whose_value_is_zero(variant: str, dtype: torch.dtype, group: int) -> None:
+    draw, rows, kv_heads, tokens, dim = torch.Generator().manual_seed(group), 2, 2, 20, 64
+    q = torch.randn(rows, kv_heads * group, tokens, dim, generator=draw).to(dtype)
+    keys, values = (torch.randn(rows, kv_heads, tokens, dim, generator=draw).to(dtype) for _ in range(2))
+    scores, held = 3 * torch.randn(kv_heads * group, generator=draw), torch.tensor([tokens, 7])
+    sinks, step = More.of_sink_scores(scores, rows, tokens), More.of_sink_scores(scores, rows, 1)
+    newest = q[:, :, -1].view(rows, kv_heads, group, dim)
+    nothing = torch.zeros(rows, dtype=torch.int64)
+    with used(variant):
+        found = decode_attention(newest, Kept(keys), Kept(values), held, mask_behind(held, tokens), step)
+        zeros = More(step.scores, torch.zeros(rows, 1, kv_heads * group, dim))
+        assert all(
+            map(torch.equal, found, decode_attention(newest, Kept(keys), Kept(values), held, mask_behind(held, tokens), zeros))
+        )
+        given, zeros = (
+            (q, keys, values, nothing, torch.ones(rows, tokens)),
+            More(sinks.scores, torch.zeros(rows, tokens, kv_heads * group, dim)),
+        )
+        prompts = prompt_attention(*given, sinks)
+        assert all(map(torch.equal, prompts, prompt_attention(*given, zeros)))
+    near = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}[dtype]
+    of_heads = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    k, v = of_heads
+    logits = (q.double() @ k.transpose(2, 3) * dim**-0.5).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    shares = torch.cat((logits, scores.double()[None, :, None, None].expand(rows, -1, tokens, 1)), -1).softmax(-1)[..., :-1]
+    assert (prompts[0] - (shares @ v).transpose(1, 2).flatten(2)).abs().max() <= 2 * near
+    assert (prompts[1] - shares.view(rows, kv_heads, -1, tokens).sum(2)).abs().max() <= 1e-4
+    assert (found[0][0] - (shares @ v)[0, :, -1].view(kv_heads, group, dim)).abs().max() <= 2 * near

@@ -23,7 +23,7 @@ from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.rotary import Rope
 from tests.reference import reference_generate, weights_by_layer
-from tests.tiny import KINDS, POSITIONS, VOCAB, checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
+from tests.tiny import KINDS, POSITIONS, VOCAB, checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model, with_each_expert
 
 STEPS = 6
 
@@ -101,7 +101,8 @@ def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
 def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, sep_layer: bool, tmp_path: Path) -> None:
     spec = create_model(tiny_config(kind), "float32", sep_layer).spec
     save_tiny(kind, tmp_path, seed=3)
-    stored = {usual_name(name): one for name, one in load_file(tmp_path / "model.safetensors").items()}  # tied ones once
+    found = with_each_expert(load_file(tmp_path / "model.safetensors"))
+    stored = {usual_name(name): one for name, one in found.items()}  # tied ones once
     assert {name: tensor.shape for name, tensor in spec.tensors.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in hf_tensors(kind).items())
     assert spec.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
@@ -115,7 +116,7 @@ def test_layers_hand_on_hidden_states_of_the_width_that_the_spec_says(kind: str)
     weights = weights_by_layer(model, hf_tensors(kind))
     *layers, head = model.spec.layers
     hidden, widths = torch.tensor([[5, 7]]), []
-    given = Given(torch.tensor([[0, 1]]), lambda q, k, v, rotate=None, x=None: q.flatten(2))
+    given = Given(torch.tensor([[0, 1]]), lambda q, *others, x=None: q.flatten(2))
     for layer, own in zip(layers, weights):
         before = hidden.clone()
         after = computed(model, layer, hidden, own, given)
@@ -253,6 +254,9 @@ PUBLISHED = {
     "mistralai/Mistral-7B-v0.1": 7.24e9,
     "mistralai/Mixtral-8x7B-v0.1": 46.7e9,
     "mistralai/Mistral-7B-v0.3": 7.25e9,
+    "openai/gpt-oss-20b": 20.9e9,
+    "openai/gpt-oss-120b": 116.8e9,
+    "zai-org/GLM-4.5-Air": 106e9,
 }
 
 

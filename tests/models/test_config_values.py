@@ -18,7 +18,7 @@ from h2o_flexgen.models.config_values import eos_ids_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from tests.refusals import one_line
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, tiny_config
 
 DEEP = "[" * 100_000
 MISSING = object()
@@ -80,6 +80,22 @@ def test_a_rope_is_scaled_by_a_number_above_0(factor: object, tmp_path: Path) ->
     config.pop("rope_parameters", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "linear", "factor": factor}}))
     assert "factor of the rope scaling is " in one_line(lambda: LLM(str(tmp_path), offload_dir=tmp_path / "offload"))
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_group": 8}, "kv_lora_rank is 512: keys and values"),
+        ({"model_type": "deepseek_v3", "n_group": 8, "topk_group": 4}, "n_group is 8 and topk_group 4: experts"),
+        ({"model_type": "glm4_moe", "n_group": "two"}, "n_group is 'two' and topk_group None: experts"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 2}, "num_experts_per_tok is 3, which is no whole number from 1 to 2"),
+        ({"model_type": "gpt_oss", "swiglu_limit": "seven"}, "swiglu_limit is 'seven', which is no number"),
+    ],
+)
+def test_what_no_architecture_knows_is_refused_by_its_setting(own: dict[str, object], said: str, tmp_path: Path) -> None:
+    values = json.loads(tiny_config("gpt-oss").to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps({**values, **own}))
+    assert said in one_line(lambda: LLM(str(tmp_path), offload_dir=tmp_path / "offload"))
 
 
 def test_every_known_model_is_within_the_bounds() -> None:

@@ -56,8 +56,9 @@ def test_a_run_moves_the_bytes_that_are_predicted_lane_by_lane(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("policy", (POLICIES[0], POLICIES[1], POLICIES[3]))
+@pytest.mark.parametrize(("kind", "policy"), [("gpt-oss", POLICIES[0]), ("gpt-oss", POLICIES[1]), ("llama-gqa", POLICIES[3])])
 def test_what_the_host_attends_moves_questions_answers_and_prompts(
+    kind: str,
     policy: tuple[tuple[str, object], ...],
     schedule: str,
     checkpoints: Checkpoints,
@@ -65,11 +66,11 @@ def test_what_the_host_attends_moves_questions_answers_and_prompts(
     pretended: None,
 ) -> None:
     how = {"schedule": schedule, "policy": policy, "attend_on": "host"}
-    case = Case("llama-gqa", MIXED, RAGGED, num_gpu_batches=3, device="pretended", **how)  # type: ignore[arg-type]
+    case = Case(kind, MIXED, RAGGED, num_gpu_batches=3, device="pretended", **how)  # type: ignore[arg-type]
     assert assert_moved_as_predicted(case, checkpoints, offload)["attend"] > 0
 
 
-@pytest.mark.parametrize("kind", ["opt", "opt-350m", "qwen2", "neox-parallel"])
+@pytest.mark.parametrize("kind", ["opt", "opt-350m", "qwen2", "neox-parallel", "gpt-oss"])
 @pytest.mark.parametrize("sep_layer", [True, False])
 def test_tied_and_projected_models_too(kind: str, sep_layer: bool, checkpoints: Checkpoints, offload: Path) -> None:
     assert_moved_as_predicted(Case(kind, ALL_ON_DISK, RAGGED, sep_layer=sep_layer), checkpoints, offload)

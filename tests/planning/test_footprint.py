@@ -198,6 +198,7 @@ LARGER = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings
 WIDER = {
     "opt": {"ffn_dim": 1024, "word_embed_proj_dim": 256},
     "llama-gqa": {"intermediate_size": 688, "head_dim": 32},
+    "gpt-oss-far": {"intermediate_size": 344, "head_dim": 32},
     "qwen3": {"intermediate_size": 688, "head_dim": 32},
     "gemma2": {"intermediate_size": 688, "head_dim": 32},
     "neox-parallel": {"intermediate_size": 1024},

@@ -20,7 +20,7 @@ from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key
 from tests.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
-from tests.planning.worlds import block_of, last_block_of, tiny_spec
+from tests.planning.worlds import block_of, last_block_of, tiny_spec, with_experts
 
 MACHINE = replace(
     SMALL,
@@ -207,3 +207,19 @@ def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
     for op in (Op.READ_KV, Op.WRITE_KV):
         each, same = ([one.seconds(Key(op, step, *place)) for step in steps] for one in (exact, averaged))
         assert max(each) > min(each) and set(same) == {same[0]} and sum(same) == pytest.approx(sum(each))
+
+
+@pytest.mark.parametrize(("rows", "asked"), [(1, 1 / 8), (2, 15 / 64), (64, 1 - (7 / 8) ** 64)])
+def test_few_rows_are_multiplied_with_the_experts_that_they_ask_for(rows: int, asked: float) -> None:
+    """Each of these meets so many rows as the others leave it, and what is decoded or read from memory are these alone."""
+    spec, block = with_experts(1 / 8), block_of([[4] * rows])
+    of = BlockPlan.of(spec, Plan(gpu_batch_size=rows), block, Site())
+    step = parts_of(of, 1, "mlp")
+    values, met = 2 * 4 * 8 * 8, rows / 8 / asked
+    rate = on(MACHINE, False).flop_rate("float32", met)
+    assert step["products"] == pytest.approx(asked * 2 * values * met / rate)
+    packed = BlockPlan.of(spec.packed("group4"), Plan(gpu_batch_size=rows), block, Site())
+    assert parts_of(packed, 1, "mlp")["decoding"] == pytest.approx(asked * values / 5e8)
+    dense = BlockPlan.of(tiny_spec(), Plan(gpu_batch_size=rows), block, Site())
+    read = [Pricing(one, on(MACHINE, False)).bounds(1)["memory"] for one in (of, dense)]
+    assert read[1] - read[0] == pytest.approx((1 - asked) * 2 * values * 4 / MACHINE.host_read_per_s)

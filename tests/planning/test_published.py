@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,15 @@ def test_the_estimates_that_are_kept_are_of_these_plans_and_say_what_they_assume
     assert GPU_RESULTS["assumed"]["shares"] == published.stated_shares()
     kept = next(row for row in rows if (row["model"], row["way"], row["machine"]) == ("opt-6.7b", ZIGZAG, "h200"))
     assert priced(SMALL, "h200", ZIGZAG)["tokens_per_second"] == pytest.approx(kept["tokens_per_second"], rel=0.05)
+
+
+def test_a_mixture_is_priced_on_the_machines_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer bits cross the link in less time, and more rows share what crosses it."""
+    mixtures = load_script("published_mixtures.py", "benchmarks")
+    machine, found = Machine.load(mixtures.MACHINES / "rtx-a5000.yaml"), {}
+    for batches, way in (((1,), "16 bits"), ((2,), "16 bits"), ((1,), "4 bits, h2o 20 %")):
+        monkeypatch.setattr(mixtures, "BATCHES", batches)
+        found[batches, way] = mixtures.priced(machine, mixtures.WAYS[way]).step_rate
+    few, more, packed = found.values()
+    assert 1.5 * few < more < 2.1 * few and 2 * few < packed
+    assert mixtures.priced(replace(machine, host_bytes=64e9), {}) is None

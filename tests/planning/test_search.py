@@ -25,7 +25,7 @@ from h2o_flexgen.planning.search import LATENCY, NEAR, Found, NoPlan, Problem, n
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
-from tests.planning.worlds import tiny_spec
+from tests.planning.worlds import tiny_spec, with_experts
 
 SPEC = tiny_spec(blocks=4, width=64)
 CODECS = (("group4", "plain"), ("plain", "group4"), ("group4", "group4"))
@@ -286,3 +286,22 @@ def test_a_search_for_processes_fills_memory_that_they_share() -> None:
     best = search(replace(asked, budgets=budgets)).best.plan
     assert budgets.first_exceeded(asked.largest(best).footprint) is None
     assert best.weights.host >= 0.5
+
+
+def of_experts(plan: Plan) -> ModelSpec:
+    return with_experts(1 / 8, blocks=4, width=64).written_as(plan.weight_codec, plan.kv_codec, plan.compute)
+
+
+def test_prompts_of_a_mixture_are_computed_in_parts_in_which_an_expert_meets_many() -> None:
+    fast_for_many = replace(SLOW, device="cpu", flops_per_s={"float32": ((128, 1e9), (1024, 3e9))})
+    of_many = {"workload": Workload.uniform(256, 64, 4), "machine": fast_for_many, "batch_sizes": (256,), "batches": (1,)}
+    found = search(problem(**of_many, model=of_experts))  # type: ignore[arg-type]
+    assert found.best.plan.prefill_tokens == 8 * Plan.prefill_tokens
+    smaller = problem(**of_many, model=of_experts).predict(replace(found.best.plan, prefill_tokens=1024))  # type: ignore[arg-type]
+    assert found.best.tokens_per_second > smaller.tokens_per_second
+    assert search(problem(**of_many)).best.plan.prefill_tokens == Plan.prefill_tokens  # type: ignore[arg-type]
+    chosen = problem(**of_many, model=of_experts, plan=Plan(prefill_tokens=512))  # type: ignore[arg-type]
+    assert search(chosen).best.plan.prefill_tokens == 512
+    needs = [chosen.largest(replace(found.best.plan, prefill_tokens=tokens)).footprint.total(HOST) for tokens in (1024, 8192)]
+    little = problem(**of_many, model=of_experts, budgets=Budgets(host=sum(needs) // 2))  # type: ignore[arg-type]
+    assert search(little).best.plan.prefill_tokens in (1024, 2048, 4096)

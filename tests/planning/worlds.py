@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, TensorSpec
@@ -71,6 +71,13 @@ def tiny_spec(blocks: int = 2, width: int = 8, vocab: int = 50, tied: bool = Tru
     head = (("head", embedding if tied else tensor("head", vocab, width)), ("norm", tensor("final.norm", width)))
     layers.append(LayerSpec(("head",), head, products(head), vocab, logit_matrix="head"))
     return ModelSpec("tiny", "opt", width, 4 * width, 2, 2, width // 2, vocab, 64, "float32", tuple(layers))
+
+
+def with_experts(share: float, blocks: int = 2, width: int = 8) -> ModelSpec:
+    """The same, with matrices in its mlps that each multiply a share of the rows."""
+    spec = tiny_spec(blocks, width)
+    shared = {layer: tuple((name, share) for name, _ in layer.products) for layer in spec.layers if layer.functions == ("mlp",)}
+    return replace(spec, layers=tuple(replace(one, products=shared.get(one, one.products)) for one in spec.layers))
 
 
 def block_of(lengths: Sequence[Sequence[int]], gen_len: int = 3) -> Block:

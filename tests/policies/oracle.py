@@ -27,11 +27,14 @@ class Head:
         pinned: int = 0,
         positions: int = 1 << 30,
         probe: tuple[Array, float] = (np.zeros(0), 0.0),
+        sink_scores: Array | None = None,
     ) -> None:
         """`context`: of a text that lives on, of which the prompt is only the beginning. `pinned`: the first tokens of the
         text, which are not evicted, and which neither the prompt nor the tokens that the policy counts include: it sees what
         is behind them, from 0 on. `positions`: those of the model, which an echo must not exceed. `probe`: the weight and
-        the bias of this head, which says what a token is worth whose layer has an input."""
+        the bias of this head, which says what a token is worth whose layer has an input. `sink_scores` (group,): of what takes
+        part in every softmax of a query and is let go."""
+        self.sink_scores = sink_scores
         self.probe = probe
         self.positions = positions
         self.pinned = pinned
@@ -153,8 +156,10 @@ class Head:
         out, got, tokens = np.zeros_like(q), [], np.array(all_kept)
         for at, token in enumerate(new):
             logits = np.where(tokens <= token, queries[at] @ keys.T / np.sqrt(q.shape[-1]), -np.inf)  # (group, kept)
-            shares = np.exp(logits - logits.max(-1, keepdims=True))
-            shares /= shares.sum(-1, keepdims=True)
+            sinks = np.full(len(logits), -np.inf) if self.sink_scores is None else self.sink_scores
+            top = np.maximum(logits.max(-1), sinks)[:, None]
+            shares = np.exp(logits - top)
+            shares /= shares.sum(-1, keepdims=True) + np.exp(sinks[:, None] - top)
             out[at] = shares @ values
             got.append(shares)
         return out, got

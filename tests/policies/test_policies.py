@@ -131,6 +131,14 @@ def judge_of(policy: KVPolicy, kv_heads: int) -> Judge | None:
     return judge_that_needs_no_file(policy)
 
 
+def sinks_of(kv_heads: int, group: int) -> tuple[Tensor | None, list[Array | None]]:
+    """Scores of sinks for all query heads, as the queries of each KV head have them, too; heads with one query have none."""
+    if group == 1:
+        return None, [None] * kv_heads
+    scores = 2 * torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(group))
+    return scores, [*scores.double().view(kv_heads, group).numpy()]
+
+
 def probe_of(kv_heads: int, head: int) -> tuple[Array, float]:
     """What says it in the definition, for one head."""
     probe = made_up_probe(1, kv_heads, kv_heads * DIM)
@@ -167,14 +175,17 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
         torch.full((4 * 12 * len(LENGTHS) * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8), policy, shape
     )
     cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores, judge=judge_of(policy, kv_heads))
-    rows = texts(kv_heads, group)
+    rows, (sinks, of_heads) = texts(kv_heads, group), sinks_of(kv_heads, group)
     heads = [
-        [Head(kept, length, STEPS, head, turn, positions=POSITIONS, probe=probe_of(kv_heads, head)) for head in range(kv_heads)]
+        [
+            Head(kept, length, STEPS, head, turn, positions=POSITIONS, probe=probe_of(kv_heads, head), sink_scores=own)
+            for head, own in enumerate(of_heads)
+        ]
         for length in LENGTHS
     ]
     for step in range(STEPS):
         given = new_tokens(rows, step, policy.echoes)
-        out = cache.attend(step_of(policy, occupancy, step), *given, ROTARY, given[2].flatten(2))
+        out = cache.attend(step_of(policy, occupancy, step), *given, ROTARY, given[2].flatten(2), sinks)
         for row, length in enumerate(LENGTHS):
             new = [length + step - 1] if step else [*range(length)]
             echo = [*range(length + STEPS, 2 * length + STEPS)] if policy.echoes and not step else []
@@ -225,12 +236,14 @@ CONTEXT = 90
 def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, Any], kv_heads: int, group: int) -> None:
     """Passes of several tokens over what is held, with decode steps between them."""
     policy, rows, generator = Plan.create(**kept).policy, len(LENGTHS), torch.Generator().manual_seed(group)
+    sinks, of_heads = sinks_of(kv_heads, group)
+    known = {"context": CONTEXT, "positions": POSITIONS}
     heads = [
         [
-            Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT, positions=POSITIONS, probe=probe_of(kv_heads, head))
-            for head in range(kv_heads)
+            Head(kept, length, 0, head, turn, **known, probe=probe_of(kv_heads, head), sink_scores=own)
+            for head, own in enumerate(of_heads)
         ]
-        for row in range(rows)
+        for length in PASSES[0][0]
     ]
     seen, cache = (0,) * rows, None
     for lengths, gen_len in PASSES:
@@ -243,7 +256,7 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
         for step in range(gen_len):
             tokens = max(lengths) * (2 if policy.echoes else 1) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
-            out = cache.attend(step_of(policy, occupancy, step), 2 * q, k, v, ROTARY, v.flatten(2))
+            out = cache.attend(step_of(policy, occupancy, step), 2 * q, k, v, ROTARY, v.flatten(2), sinks)
             for row in range(rows):
                 computed = [*range(lengths[row] if step == 0 else 1)]
                 if policy.echoes and step == 0:

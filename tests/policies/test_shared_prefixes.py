@@ -20,7 +20,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from tests.policies.oracle import Head
-from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, judge_of, name_of, probe_of, turn
+from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, judge_of, name_of, probe_of, sinks_of, turn
 
 STEPS, KV_HEADS, GROUP, CPU = 25, 2, 3, torch.device("cpu")
 PREFIXES = (SharedPrefix(0, 5), None, SharedPrefix(1, 12), SharedPrefix(0, 5))  # of each row
@@ -54,13 +54,13 @@ def cache_of(policy: KVPolicy | None, rows: int, slots: int) -> KVCache:
     return KVCache(image, SlotScores.over(notes, policy, (rows, KV_HEADS, slots)), judge=judge_of(policy, KV_HEADS))
 
 
-def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Text]) -> dict[int, KVCache]:
+def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Text], sinks: Tensor | None) -> dict[int, KVCache]:
     caches = {}
     for prefix, own in shared.items():
         caches[prefix.group] = cache_of(policy if copies else None, 1, prefix.tokens)
         q, k, v = (each[None] for each in own)
         now = KVStep.of(policy.whole(prefix.tokens), prefix.tokens, CPU)
-        caches[prefix.group].attend(now, q, k, v, ROTARY, v.flatten(2))
+        caches[prefix.group].attend(now, q, k, v, ROTARY, v.flatten(2), sinks)
     return caches
 
 
@@ -75,11 +75,13 @@ def step_of(
     return KVStep.of(StepSlots.of_rows(slots), capacity, CPU, prefixes, echoes_within=None if step else within)
 
 
-def head_of(kept: dict[str, Any], own: int, prefix: SharedPrefix | None, copies: bool, number: int) -> Head:
-    shared = 0 if prefix is None else prefix.tokens
+def head_of(
+    kept: dict[str, Any], own: int, prefix: SharedPrefix | None, copies: bool, number: int, sinks: np.ndarray | None
+) -> Head:
+    shared, known = 0 if prefix is None else prefix.tokens, {"probe": probe_of(KV_HEADS, number), "sink_scores": sinks}
     if copies:
-        return Head(kept, own + shared, STEPS, number, turn, probe=probe_of(KV_HEADS, number))
-    return Head(kept, own, STEPS, number, turn, pinned=shared, positions=POSITIONS, probe=probe_of(KV_HEADS, number))
+        return Head(kept, own + shared, STEPS, number, turn, **known)  # type: ignore[arg-type]
+    return Head(kept, own, STEPS, number, turn, pinned=shared, positions=POSITIONS, **known)  # type: ignore[arg-type]
 
 
 BOTH_WAYS = [
@@ -103,8 +105,12 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any
     occupancies = [policy.alone(need) for need in needs]
     capacity = max(occupancy.capacity for occupancy in occupancies)
     cache = cache_of(policy, len(rows), capacity)
-    cache.prefixes = shared_caches(policy, copies, shared)
-    heads = [[head_of(kept, length, prefix, copies, head) for head in range(KV_HEADS)] for prefix, length in zip(PREFIXES, own)]
+    sinks, of_heads = sinks_of(KV_HEADS, GROUP if ({}, *ASKED).index(kept) % 2 else 1)  # every other policy has some
+    cache.prefixes = shared_caches(policy, copies, shared, sinks)
+    heads = [
+        [head_of(kept, length, prefix, copies, head, sink) for head, sink in enumerate(of_heads)]
+        for prefix, length in zip(PREFIXES, own)
+    ]
     for step in range(STEPS):
         new = [tuple(x[:length] if step == 0 else x[length + step - 1 :][:1] for x in row) for row, length in zip(rows, own)]
         given, within = padded(new), POSITIONS if policy.echoes else None  # type: ignore[arg-type]
@@ -112,7 +118,7 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any
         echo = [tuple(x[length + STEPS :] for x in row) for row, length in zip(rows, own)] if is_echoed else []
         if is_echoed:
             given = [torch.cat(both, dim=1) for both in zip(given, padded(echo))]  # type: ignore[arg-type]
-        out = cache.attend(step_of(occupancies, step, needs, capacity, within), *given, ROTARY, given[2].flatten(2))
+        out = cache.attend(step_of(occupancies, step, needs, capacity, within), *given, ROTARY, given[2].flatten(2), sinks)
         for row, prefix in enumerate(PREFIXES):
             for number, head in enumerate(heads[row]):
                 beginning = shared[prefix] if prefix is not None and step == 0 else None

@@ -34,7 +34,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import apart, attention, kept, moving, others, products
 from h2o_flexgen.profiling.apart import profile_apart
-from h2o_flexgen.profiling.budget import Budget
+from h2o_flexgen.profiling.budget import Budget, Stopwatch
 from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.machine import profile
 from h2o_flexgen.profiling.pool import Pool
@@ -423,7 +423,21 @@ def test_a_clock_takes_the_median_and_waits_for_an_accelerator(monkeypatch: pyte
     settled: list[int] = []
     monkeypatch.setattr(PretendedDevice, "settle", lambda self: settled.append(len(calls)))
     Clock(PretendedDevice(), 0.0).of(lambda: calls.append(1))
-    assert settled == [1, 9]
+    assert settled == [2, 2, 10]
+
+
+def test_what_a_first_call_on_an_accelerator_takes_does_not_count() -> None:
+    """It may compile kernels for seconds."""
+    now, calls = [0.0], list[int]()
+
+    def action() -> None:
+        calls.append(1)
+        now[0] += 0.5 if len(calls) > 1 else 30.0
+
+    stopwatch = Stopwatch(lambda: now[0])
+    budget = Budget(100.0, stopwatch)
+    assert Clock(PretendedDevice(), 1.0, stopwatch).of(action) == 0.5
+    assert budget.left == 100.0 - 4.0 and len(calls) == 9
 
 
 # -- profiles that are kept ----------------------------------------------------------------------------------------------

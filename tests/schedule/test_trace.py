@@ -91,6 +91,12 @@ def test_chrome_events_are_in_microseconds_and_rows_are_named() -> None:
     assert kv["args"] == {"step": 0, "layer": 3, "batch": 1, "bytes": 40}
 
 
+def test_chrome_events_say_what_a_layer_is() -> None:
+    events = TWO_STEPS.to_chrome([f"experts {layer}-{layer + 7}" for layer in range(13)])["traceEvents"]
+    assert isinstance(events, list)
+    assert next(event for event in events if event["name"] == "READ_KV 0.3.1")["args"]["what"] == "experts 3-10"
+
+
 def test_rows_of_the_chrome_trace_never_overlap() -> None:
     events = TWO_STEPS.to_chrome()["traceEvents"]
     assert isinstance(events, list)

@@ -10,6 +10,7 @@ answer.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from h2o_flexgen.core.layout import Arena, asked_arena
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import Asked
 from h2o_flexgen.kv.layer_cache import LayerCache, Steps
 from h2o_flexgen.memory.memories import Memories
@@ -69,11 +69,13 @@ class AskedStore:
         v: Tensor,
         rotation: Rotation | None = None,
         x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
     ) -> Tensor:
         """An `attend` that only asks; what it returns is to be replaced by the answer."""
-        asked = cache.asked(now, q, k, v, rotation, x)
+        asked = cache.asked(now, q, k, v, rotation, x, sink_scores)
         sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
-        more = asked.more and More(*(self._sent(batch, place, tensor) for place, tensor in enumerate(asked.more, start=4)))
+        places = count(4)
+        more = asked.more and asked.more.each(lambda x: self._sent(batch, next(places), x))
         worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)
         self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more, worth), rotation)
         return q.new_zeros(len(q), 1, self._spec.heads * self._spec.head_dim)

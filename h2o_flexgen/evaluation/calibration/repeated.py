@@ -16,6 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.study.reading import Reading
 from h2o_flexgen.kernels.gathering import MAX
+from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.models.base import Rotation
 
@@ -41,14 +42,23 @@ class RepeatedText:
     def reading(self) -> Reading:
         return Reading((*self.ids, *self.ids), self.attend)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
+    ) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         if rotation is not None:
             positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
             q, k = rotation(q, positions), rotation(k, positions)
         q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, v))
         nothing = torch.zeros(1, dtype=torch.int64, device=q.device)
-        out, highest = prompt_attention(q, k, v, nothing, self._counted.to(q.device), None, MAX)
+        more = None if sink_scores is None else More.of_sink_scores(sink_scores, 1, q.shape[2])
+        out, highest = prompt_attention(q, k, v, nothing, self._counted.to(q.device), more, MAX)
         assert highest is not None
         self.on_layer(LayerRead(None if x is None else x[0], q[0], k[0], v[0], highest[0, :, : len(self.ids)]))
         return out

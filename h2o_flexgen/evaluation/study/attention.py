@@ -21,19 +21,21 @@ class Attention(NamedTuple):
     shares: Tensor  # (kv_heads, group, queries, keys up to the last of the queries), fp32; 0 for keys behind a query
 
 
-def attention_in_blocks(q: Tensor, k: Tensor, held_bytes: int = SCORED_BYTES) -> Iterator[Attention]:
+def attention_in_blocks(
+    q: Tensor, k: Tensor, held_bytes: int = SCORED_BYTES, sink_scores: Tensor | None = None
+) -> Iterator[Attention]:
     """q (heads, tokens, dim), k (kv_heads, tokens, dim), both rotated. At most `held_bytes` of shares are held at once."""
     heads, tokens, _ = q.shape
     queries = max(1, held_bytes // (4 * heads * tokens))
     for start in range(0, tokens, queries):
-        yield attention_of(q, k, start, min(start + queries, tokens))
+        yield attention_of(q, k, start, min(start + queries, tokens), sink_scores)
 
 
-def attention_of(q: Tensor, k: Tensor, start: int, end: int) -> Attention:
+def attention_of(q: Tensor, k: Tensor, start: int, end: int, sink_scores: Tensor | None = None) -> Attention:
     """The attention of the queries from `start` on and before `end`; q and k as above."""
     heads, _, dim = q.shape
     part = q[:, start:end].reshape(1, len(k), heads // len(k), end - start, dim)
-    shares = probabilities(part, k[:, :end].unsqueeze(0), None)
+    shares = probabilities(part, k[:, :end].unsqueeze(0), None, sink_scores)
     return Attention(start, shares.view(len(k), heads // len(k), end - start, end))
 
 

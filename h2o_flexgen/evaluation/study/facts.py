@@ -123,13 +123,21 @@ class FactReader:
     attention: list[Tensor] = field(default_factory=list)  # by layer: (kv_heads, tokens of the fact)
     ranks: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
+    ) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        read, fact, context = attend_whole(q, k, v, rotation), [*self.text.fact], slice(self.text.context_len)
-        shares = attention_of(read.q, read.k, *self.text.queries).shares  # (kv_heads, group, queries, keys)
+        read, fact, context = attend_whole(q, k, v, rotation, sink_scores), [*self.text.fact], slice(self.text.context_len)
+        shares = attention_of(read.q, read.k, *self.text.queries, read.sink_scores).shares  # (kv_heads, group, queries, keys)
         self.attention.append(shares[..., fact].mean((1, 2)))
         for name, judge in self.judges.items():
-            place = ranks(judge, q[:, context], k[:, context], v[:, context], rotation)[:, fact]
+            place = ranks(judge, q[:, context], k[:, context], v[:, context], rotation, sink_scores)[:, fact]
             self.ranks.setdefault(name, []).append(place / self.text.context_len)
         return read.out
 

@@ -41,20 +41,28 @@ class Keeper:
     def gone(self) -> Gone:
         return of_layers(self.by_layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
+    ) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         gone = torch.arange(1, self.tokens + 1, device=q.device).clamp(min=self.prompt_len).repeat(k.shape[2], 1)
         self.by_layer.append(gone)
         if self.policy.keeps_all:
             gone.fill_(self.tokens + 1)
-            return attend_whole(q, k, v, rotation).out
+            return attend_whole(q, k, v, rotation, sink_scores).out
         occupancy, out = self.occupancy, []
         cache, scores = opened(self.policy, occupancy.capacity, self.coding, k)
         for step in range(occupancy.gen_len):
             read = self.prompt_len + step
             new = slice(read - 1 if step else 0, read)
             now = KVStep.of(occupancy.at(step), occupancy.capacity, q.device)
-            out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotation))
+            out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotation, sink_scores=sink_scores))
             held = scores.positions[0, :, : occupancy.counts(step + 1)[0]].long()
             gone.scatter_(1, held, torch.full_like(held, read + 1))
         return torch.cat(out, dim=1)
@@ -79,7 +87,15 @@ class LevelKeeper:
     def gone(self) -> Gone:
         return of_layers(self.by_layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
+    ) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         kv_heads = k.shape[2]
         grouped = q.view(*q.shape[:2], kv_heads, -1, q.shape[3])
@@ -89,20 +105,23 @@ class LevelKeeper:
             heads = [*level.heads[len(self.by_layer)]]
             if heads:
                 own_q, own_k, own_v = grouped[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads]
-                done = keeper.attend(own_q, own_k, own_v, rotation, x)
+                own_sink_scores = None if sink_scores is None else sink_scores.view(kv_heads, -1)[heads].flatten()
+                done = keeper.attend(own_q, own_k, own_v, rotation, x, own_sink_scores)
                 out[:, :, heads] = done.view(1, self.tokens, len(heads), -1)
                 gone[heads] = keeper.by_layer[-1]
         self.by_layer.append(gone)
         return out.flatten(2)
 
 
-def ranks(reader: Keeper, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+def ranks(
+    reader: Keeper, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, sink_scores: Tensor | None = None
+) -> Tensor:
     """The place that the reader's policy gives each token of a prompt, 0 for what it would keep longest, whoever is protected.
     (kv_heads, tokens)"""
     tokens, budget = k.shape[1], reader.occupancy.budgets[0]
     occupancy = Occupancy(Batch((0,), (tokens,), context=tokens), (replace(budget, slots=tokens),), 1)
     cache, scores = opened(reader.policy, occupancy.capacity, reader.coding, k)
-    cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, k.device), q, k, v, rotation)
+    cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, k.device), q, k, v, rotation, sink_scores=sink_scores)
     return scores.best_first()[0, :, :tokens].argsort(-1)
 
 

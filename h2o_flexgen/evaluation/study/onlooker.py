@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.study.attention import attention_in_blocks, captured, negligible_entries, visible_entries
 from h2o_flexgen.evaluation.study.kept import Keeper
-from h2o_flexgen.evaluation.study.whole import attend_whole
+from h2o_flexgen.evaluation.study.whole import Whole, attend_whole
 from h2o_flexgen.models.base import Rotation
 
 ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader who knows it all could
@@ -33,19 +33,28 @@ class Onlooker:
     prompt_len: int
     by_layer: list[LayerSeen] = field(default_factory=list)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+        sink_scores: Tensor | None = None,
+    ) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        read = attend_whole(q, k, v, rotation)
-        self.by_layer.append(self._seen(read.q, read.k, read.sums))
+        read = attend_whole(q, k, v, rotation, sink_scores)
+        self.by_layer.append(self._seen(read))
         return read.out
 
-    def _seen(self, q: Tensor, k: Tensor, scores: Tensor) -> LayerSeen:
+    def _seen(self, read: Whole) -> LayerSeen:
+        q, k, scores = read.q, read.k, read.sums
         tokens = q.shape[1]
         foreseen = gone_with_foresight(scores, self.slots, self.prompt_len)
         gone = {ORACLE: foreseen, **{name: keeper.by_layer[-1] for name, keeper in self.keepers.items()}}
         small = torch.zeros(len(q), dtype=torch.int64, device=q.device)
         held = {name: torch.zeros(len(k), dtype=torch.float64, device=q.device) for name in gone}
-        for attention in attention_in_blocks(q, k):
+        for attention in attention_in_blocks(q, k, sink_scores=read.sink_scores):
             small += negligible_entries(attention)
             if attention.shares.shape[-1] > self.prompt_len:
                 for name, own in gone.items():

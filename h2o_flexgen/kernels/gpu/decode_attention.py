@@ -103,7 +103,7 @@ def _join_chunks(left: Chunks, held: Tensor, more: More | None, out: Tensor, got
     join_chunks_kernel[rows * kv_heads, group + triton.cdiv(slots, GATHERED)](
         *left,
         held,
-        *((nothing, nothing) if more is None else more),
+        *((nothing, nothing) if more is None else (more.scores, nothing if more.values is None else more.values)),
         out,
         nothing if got is None else got,
         left.tops.shape[1],
@@ -116,6 +116,7 @@ def _join_chunks(left: Chunks, held: Tensor, more: More | None, out: Tensor, got
         TOGETHER=TOGETHER,
         GATHERED=GATHERED,
         HAS_MORE=more is not None,
+        HAS_VALUES=more is not None and more.values is not None,
         IS_HIGHEST=is_highest,
     )
 
@@ -176,7 +177,7 @@ def join_chunks_kernel(
     held: tl.tensor, more_scores: tl.tensor, more_values: tl.tensor, out: tl.tensor, got: tl.tensor,
     chunks: tl.tensor, slots: tl.tensor, kv_heads: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
-    GATHERED: tl.constexpr, HAS_MORE: tl.constexpr, IS_HIGHEST: tl.constexpr,
+    GATHERED: tl.constexpr, HAS_MORE: tl.constexpr, HAS_VALUES: tl.constexpr, IS_HIGHEST: tl.constexpr,
 ) -> None:  # fmt: skip
     """The first programs of a KV head make the outcome of a query each, the others gather shares of some slots each."""
     of_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -191,7 +192,7 @@ def join_chunks_kernel(
         summed = values_of_chunks(tops, made, top, query, chunks, filled, DIM, WIDTH, TOGETHER)
         column = tl.arange(0, WIDTH)
         is_value = column < DIM
-        if HAS_MORE:
+        if HAS_VALUES:
             summed += exponential_of(more, top) * tl.load(more_values + query * DIM + column, mask=is_value, other=0.0)
         tl.store(out + query * DIM + column, (summed / total).to(out.dtype.element_ty), mask=is_value)
     else:

@@ -59,11 +59,13 @@ def prompt_attention(
     sizes = dim**-0.5, window or keys, tokens, keys, heads, heads // kv_heads
     strides = *q.stride()[:3], *k.stride()[:3]
     padded = max(LEAST_DIM, triton.next_power_of_2(dim))
-    blocks, elsewhere = _Blocks.of(padded), (weighs, out) if more is None else more
+    blocks = _Blocks.of(padded)
+    elsewhere = (weighs, out) if more is None else (more.scores, out if more.values is None else more.values)
     widths: Any = {"DIM": dim, "PADDED": padded, "num_warps": blocks.warps, "num_stages": blocks.stages}
     attend_prompt[(triton.cdiv(tokens, blocks.queries), heads, rows)](
         *(q, k, v, before, *elsewhere, out, weighs, *sizes, *strides, *v.stride()[:3]),
         MORE=more is not None,
+        VALUES=more is not None and more.values is not None,
         QUERIES=blocks.queries,
         KEYS=blocks.keys,
         **widths,
@@ -147,6 +149,7 @@ def attend_prompt(
     v_head,
     v_key,
     MORE: tl.constexpr,
+    VALUES: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -175,10 +178,11 @@ def attend_prompt(
     if MORE:
         place = (row * tokens + token) * heads + head
         score = tl.load(more_scores + place, mask=token < tokens, other=float("-inf")) * LOG2_E
-        value = tl.load(more_values + place[:, None] * DIM + d[None, :], mask=there, other=0.0)
         top = tl.maximum(most, score)
         faded, share = tl.exp2(most - top), tl.exp2(score - top)
-        most, total, made = top, total * faded + share, made * faded[:, None] + share[:, None] * value
+        most, total, made = top, total * faded + share, made * faded[:, None]
+        if VALUES:
+            made += share[:, None] * tl.load(more_values + place[:, None] * DIM + d[None, :], mask=there, other=0.0)
     tl.store(weighs + (row * heads + head) * tokens + token, most + tl.log2(total), mask=token < tokens)
     outcome = (made / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + ((row * tokens + token)[:, None] * heads + head) * DIM + d[None, :], outcome, mask=there)

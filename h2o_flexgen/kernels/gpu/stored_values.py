@@ -175,7 +175,8 @@ def _of_six_bits(place, chunk, there, HALF: tl.constexpr, AT_ONCE: tl.constexpr)
     minima = tl.where(is_late, ((third >> 4) & 0x0F0F) | ((second >> 2) & 0x3030), second & 0x3F3F)
     both = _word(place, there, AT_ONCE)
     scale = _half(both & 0xFFFF) * ((scales >> 8 * HALF) & 0xFF).to(tl.float32)
-    return scale, -(_half(both >> 16) * ((minima >> 8 * HALF) & 0xFF).to(tl.float32))
+    minimum = _half(both >> 16) * ((minima >> 8 * HALF) & 0xFF).to(tl.float32)
+    return scale, minimum * -1.0  # Triton's minus takes it from 0, which loses the sign of a zero
 
 
 @triton.jit

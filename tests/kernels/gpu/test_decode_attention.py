@@ -41,7 +41,9 @@ def attended(
 ) -> tuple[Tensor, Tensor]:
     """q, keys, values, held, mask as for decode_attention, on a CPU."""
     moved = [Kept(by_token(one.data, gpu), one.codec) if isinstance(one, Kept) else one.to(gpu) for one in given]
-    out, got = decode_attention(*moved, None if more is None else More(*(one.to(gpu) for one in more)), gathers)
+    out, got = decode_attention(
+        *moved, None if more is None else More(*(None if one is None else one.to(gpu) for one in more)), gathers
+    )
     return out.cpu(), torch.empty(0) if got is None else got.cpu()
 
 
@@ -134,6 +136,9 @@ def test_one_more_key_is_like_another_slot(gpu: torch.device, slots: int, short_
         )
         assert twin_got is not None and near(out, twin.double(), 3e-6) and near(got, twin_got.double(), 3e-6)
     assert torch.equal(out[2], elsewhere[2].view(2, 2, 64)) and torch.isfinite(out).all()
+    sinks, zeros = More(scores, None), More(scores, torch.zeros_like(elsewhere))
+    given = q, Kept(keys), Kept(values), held, mask
+    assert all(map(torch.equal, attended(gpu, *given, more=sinks), attended(gpu, *given, more=zeros)))
 
 
 def test_packed_values_are_attended_beside_plain_keys(gpu: torch.device) -> None:

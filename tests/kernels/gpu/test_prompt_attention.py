@@ -30,7 +30,7 @@ class Prompts(NamedTuple):
     held: int
     dim: int
 
-    def made(self, dtype: torch.dtype, weighted: str, more: bool) -> Given:
+    def made(self, dtype: torch.dtype, weighted: str, more: str) -> Given:
         draw = torch.Generator().manual_seed(sum(self))
         rows, tokens, heads, keys = self.rows, self.tokens, self.kv_heads * self.group, self.held + self.tokens
         q = 2 * torch.randn(rows, tokens, heads, self.dim, generator=draw).transpose(1, 2).to(dtype)
@@ -47,7 +47,7 @@ class Prompts(NamedTuple):
             "nobody": torch.zeros(rows, tokens),
         }[weighted]
         scores, values = (torch.randn(rows, tokens, heads, width, generator=draw) for width in (1, self.dim))
-        elsewhere = More(3 * scores[..., 0], values)
+        elsewhere = More(3 * scores[..., 0], None if more == "sinks" else values)
         elsewhere.scores[0, 0] = -torch.inf
         return q, k, v, before, weights, elsewhere if more else None
 
@@ -60,24 +60,27 @@ def expected(
 
 
 CASES = [
-    (Prompts(2, 2, 1, 70, 0, 16), "texts", False),
-    (Prompts(2, 1, 3, 70, 30, 20), "last", False),
-    (Prompts(3, 1, 2, 9, 40, 64), "texts", True),
-    (Prompts(1, 1, 1, 1, 0, 8), "nobody", False),
-    (Prompts(2, 1, 2, 130, 3, 24), "none", True),
-    (Prompts(1, 1, 1, 33, 0, 130), "texts", False),
+    (Prompts(2, 2, 1, 70, 0, 16), "texts", ""),
+    (Prompts(2, 1, 3, 70, 30, 20), "last", "sinks"),
+    (Prompts(3, 1, 2, 9, 40, 64), "texts", "texts"),
+    (Prompts(1, 1, 1, 1, 0, 8), "nobody", ""),
+    (Prompts(2, 1, 2, 130, 3, 24), "none", "texts"),
+    (Prompts(1, 1, 1, 33, 0, 130), "texts", ""),
 ]
 
 
 @pytest.mark.parametrize("dtype", LAST_BITS)
 @pytest.mark.parametrize(("prompts", "weighted", "more"), CASES)
 def test_outcomes_and_sums_are_torchs(
-    prompts: Prompts, weighted: str, more: bool, dtype: torch.dtype, gpu: torch.device
+    prompts: Prompts, weighted: str, more: str, dtype: torch.dtype, gpu: torch.device
 ) -> None:
     if gpu.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter takes bfloat16 in products for whole numbers")
     given = prompts.made(dtype, weighted, more)
-    there = [x if x is None else More(*(y.to(gpu) for y in x)) if isinstance(x, More) else x.to(gpu) for x in given]
+    there = [
+        x if x is None else More(*(None if y is None else y.to(gpu) for y in x)) if isinstance(x, More) else x.to(gpu)
+        for x in given
+    ]
     for gathers in (SUM,) if weighted == "none" else (SUM, MAX):
         out, got = prompt_attention(*there, gathers)  # type: ignore[arg-type]
         expected_out, expected_got = expected(*given, gathers)
@@ -90,7 +93,7 @@ def test_outcomes_and_sums_are_torchs(
 
 
 def test_a_row_has_the_same_bits_in_any_company(gpu: torch.device) -> None:
-    q, k, v, before, weights, _ = Prompts(3, 2, 1, 20, 0, 16).made(torch.float32, "texts", False)
+    q, k, v, before, weights, _ = Prompts(3, 2, 1, 20, 0, 16).made(torch.float32, "texts", "")
     assert weights is not None
     some = [x.to(gpu) for x in (q, k, v, before, weights)]
     for together, alone in zip(prompt_attention(*some), prompt_attention(*(x[1:2] for x in some))):
@@ -99,7 +102,7 @@ def test_a_row_has_the_same_bits_in_any_company(gpu: torch.device) -> None:
 
 
 def test_what_is_no_number_stays_so_and_in_its_row(gpu: torch.device) -> None:
-    q, k, v, before, weights, _ = Prompts(2, 1, 1, 5, 0, 16).made(torch.float32, "texts", False)
+    q, k, v, before, weights, _ = Prompts(2, 1, 1, 5, 0, 16).made(torch.float32, "texts", "")
     q[0, 0, 3, 2] = torch.nan
     out, sums = prompt_attention(*(x.to(gpu) for x in (q, k, v, before, weights)))  # type: ignore[union-attr]
     assert sums is not None and weights is not None and weights[0, 3] > 0

@@ -79,12 +79,13 @@ def test_heads_that_are_too_wide_for_tiles_are_left_to_torch(
         chosen.append(kernel.function)
         return function_of(kernel)
 
-    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
+    if gpu.type != CUDA:
+        monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
     monkeypatch.setattr(operations, "function_of", noted)
     shape = 2, 1, 1, 3, WIDTH_OF_TILES + 64
     q, *text = drawn(shape, torch.float32)
     coding = Coding(codec, torch.float32, shape[4])
-    halves = [coding.encode(half).to(gpu) for half in text]
+    halves = [coding.encode(half.to(gpu)) for half in text]
     found = operations.shared_attention(q.to(gpu), *(Kept(half, codec) for half in halves))
     assert chosen[-1] == "shared_attention_twin"
     expected = exact(q, *(coding.decode(half.cpu()) for half in halves))

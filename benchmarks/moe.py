@@ -1,0 +1,253 @@
+"""Mixtures of experts from a disk, for hundreds of rows at once, beside llama.cpp on the same GGUF file.
+
+    python benchmarks/moe.py --llama-cpp SOURCES                                     # OLMoE-1B-7B in 2 GiB
+    python benchmarks/moe.py --model Qwen/Qwen3-30B-A3B --memory 8GiB --rows 128 256 --their-rows 1 16 64 --repeats 3
+
+A file of random weights (Q4_0) is written once, which both read as it is. Every run has a process of its own under the same cap
+on memory, the page cache included, and starts with nothing of the file in that cache: ours reads the weights that are not
+resident in every step, llama.cpp maps the file. KV: ours keeps a fifth by h2o in 4 bits, llama.cpp all in float16. Prompts are
+computed whole, then a few decode steps are timed behind half of the text. All take turns; medians count. The ceiling of a step:
+the weights beyond the cap over the disk's rate, or the products of so many rows over the processor's, both measured before and
+after, the better. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+from benchmarks.baselines.llama_build import NATIVE, compiled_programs
+from benchmarks.baselines.request import Answer, Request
+from benchmarks.comparison.calibration import Calibration
+from benchmarks.comparison.cap import open_cap
+from benchmarks.comparison.ceiling import Ceiling
+from benchmarks.comparison.checkpoint import spec_of
+from benchmarks.comparison.command import argument_of, commit, say
+from benchmarks.comparison.launch import Failed, Launcher
+from benchmarks.comparison.random_gguf import random_gguf
+from benchmarks.comparison.suites import Contender, Load
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.folders import default_offload_folder
+from h2o_flexgen.core.units import format_bytes, parse_bytes
+from h2o_flexgen.kernels.table import INT8
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS, THEIRS = "h2o_flexgen", "llama.cpp"
+DTYPE, AS_MANY_BITS = "bfloat16", "group4"
+KEPT = {"kv_policy": "h2o", "kv_budget": 0.2, "kv_codec": "group4"}
+BATCH_TOKENS = 2048  # of prompts that llama.cpp computes at once: it reads all experts for each batch of them
+
+
+@dataclass(frozen=True)
+class Line:
+    """A system with a number of rows."""
+
+    contender: Contender
+    rows: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        return median(median(answer.step_seconds) for answer in self.answers)
+
+    @property
+    def prefill_seconds(self) -> float:
+        return median(answer.prefill_seconds for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.rows / self.step_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(answer.peak_host_bytes for answer in self.answers)
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
+    file = random_gguf(args.model, Path(args.folder).expanduser().absolute() / "checkpoints")
+    before = calibrated(file)
+    lines = measured(args, file)
+    result = document(args, file, before, calibrated(file), lines)
+    print_table(result)
+    if args.output:
+        Path(args.output).mkdir(parents=True, exist_ok=True)
+        write_text(Path(args.output) / f"moe-{args.model.rpartition('/')[2]}.json".lower(), json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="allenai/OLMoE-1B-7B-0924", help="whose shapes are in configs/models")
+    add("--memory", type=argument_of(parse_bytes), default=parse_bytes("2GiB"), help="of each process (default: 2GiB)")
+    add("--load", type=argument_of(Load.of), default=Load(64, 64), metavar="P+G", help="tokens of a prompt + to generate")
+    add("--rows", type=int, nargs="+", default=[128, 512], help="of ours")
+    add("--their-rows", type=int, nargs="+", default=[1, 16, 64], help="of llama.cpp")
+    add("--rows-at-once", type=int, default=512, help="of ours, in a batch")
+    add("--resident", type=float, default=0.0, metavar="PERCENT", help="of our weights, in memory")
+    add("--steps", type=int, default=4, help="decode steps that are timed")
+    add("--repeats", type=int, default=1)
+    add("--llama-cpp", metavar="FOLDER", help="of its programs, or of its sources, which are compiled once (default: PATH)")
+    add("--systems", nargs="+", metavar="NAME", help="only these")
+    add("--timeout", type=float, default=1800, help="seconds that one run may take")
+    add("--folder", default=str(default_offload_folder().parent / "compare"), help="for the file and what is offloaded")
+    add("--output", metavar="FOLDER", help="also write moe-....json there")
+    args = parser.parse_args(argv)
+    if args.steps + 2 > args.load.gen_len // 2:
+        parser.error(f"--steps {args.steps} do not fit into the second half of {args.load.gen_len} tokens")
+    known = contenders(args)
+    if unknown := set(args.systems or ()) - {one.name for one in known}:
+        parser.error(f"unknown systems {', '.join(unknown)}; known: {', '.join(one.name for one in known)}")
+    args.contenders = [one for one in known if one.name in (args.systems or [one.name])]
+    if any(one.system == THEIRS for one in args.contenders):
+        try:
+            compiled_programs(args.llama_cpp, NATIVE)
+        except ValueError as error:
+            parser.error(str(error))
+    return args
+
+
+def contenders(args: argparse.Namespace) -> list[Contender]:
+    ours = {**KEPT, "percent": (0, args.resident, 0, 100, 0, 100), "rows_at_once": args.rows_at_once}
+    return [
+        Contender(OURS, OURS, ours, computes="rows in bfloat16"),
+        Contender(f"{OURS}, int8", OURS, {**ours, "compute": INT8}, computes="rows in int8", arithmetic=INT8),
+        Contender(THEIRS, THEIRS, {"batch_tokens": BATCH_TOKENS}, computes="rows in int8", arithmetic=INT8, dtype="float16"),
+    ]
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------------
+
+
+def calibrated(file: Path) -> Calibration:
+    """Measured in a process of its own, so that this one stays small."""
+    command = [sys.executable, "-m", "benchmarks.comparison.calibration", "cpu", DTYPE, str(file)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
+    found = Calibration(**json.loads(done.stdout.splitlines()[-1]))
+    say(f"the machine: {found}")
+    return found
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def measured(args: argparse.Namespace, file: Path) -> list[Line]:
+    """Systems take turns, because machines drift. What fails is left out, and said."""
+    launcher = Launcher(args.timeout, {"PYTHONPATH": environment()["PYTHONPATH"]})
+    asked = [
+        Line(one, rows, ()) for one in args.contenders for rows in (args.their_rows if one.system == THEIRS else args.rows)
+    ]
+    for _ in range(args.repeats):
+        asked = [_once_more(args, file, launcher, line) for line in asked]
+    return [line for line in asked if line.answers]
+
+
+def _once_more(args: argparse.Namespace, file: Path, launcher: Launcher, line: Line) -> Line:
+    try:
+        answer = launcher.run(request(args, file, line), loads_within_cap=True)
+    except Failed as error:
+        say(f"{line.contender.name}, {line.rows} rows: {error}")
+        return line
+    now = replace(line, answers=(answer,))
+    rate = f"a step {now.step_seconds:.2f} s, {now.tokens_per_s:.1f} tokens/s"
+    say(f"{line.contender.name}, {line.rows} rows: prompts {now.prefill_seconds:.1f} s, {rate}, {format_bytes(now.peak_bytes)}")
+    return replace(line, answers=(*line.answers, answer))
+
+
+def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
+    options = dict(line.contender.options)
+    if line.contender.system == THEIRS:
+        options |= {"folder": args.llama_cpp, "instructions": NATIVE}
+    return Request(
+        system=line.contender.system,
+        checkpoint=str(file),
+        dtype=line.contender.dtype or DTYPE,
+        device="cpu",
+        rows=line.rows,
+        prompt_len=args.load.prompt_len,
+        gen_len=args.load.gen_len,
+        steps=args.steps,
+        host_bytes=args.memory,
+        device_bytes=None,
+        scratch=str(Path(args.folder).expanduser().absolute() / "scratch"),
+        options=options,
+    )
+
+
+# -- what was found ----------------------------------------------------------------------------------------------------------
+
+
+def document(
+    args: argparse.Namespace, file: Path, before: Calibration, after: Calibration, lines: Sequence[Line]
+) -> dict[str, object]:
+    machine, spec = before.at_best(after), spec_of(args.model, DTYPE).packed(AS_MANY_BITS)
+    best = {
+        name: max((one.tokens_per_s for one in lines if one.contender.system == name), default=None) for name in (OURS, THEIRS)
+    }
+    times = best[OURS] / best[THEIRS] if best[OURS] and best[THEIRS] else None
+    cap = open_cap()
+    cap.close()
+
+    def limit(line: Line) -> float:
+        return line.rows / Ceiling(spec, machine, args.memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
+
+    return {
+        "benchmark": "moe",
+        "title": f"{args.model} shapes, {file.stat().st_size / 1e9:.1f} GB in Q4_0 on disk, {args.load} tokens, in "
+        f"{args.memory / 2**30:g} GiB",
+        "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
+        f"{machine.machine['torch']}; {machine}; cap: {cap.words}; {date.today().isoformat()}, commit {commit()}",
+        "command": " ".join(["python benchmarks/moe.py", *sys.argv[1:]]),
+        "ceiling": "weights beyond the cap over the disk's rate, or products over the processor's, all measured",
+        "unit": "tokens/s in steps",
+        "higher_is_better": True,
+        "rows": [
+            {
+                "name": f"{line.contender.name}, {line.rows} rows, {line.contender.computes}",
+                "measured": line.tokens_per_s,
+                "ceiling": limit(line),
+                "prefill_seconds": line.prefill_seconds,
+                "peak_bytes": line.peak_bytes,
+                "answers": [asdict(answer) for answer in line.answers],
+            }
+            for line in lines
+        ],
+        "times_their_best": times,
+        "notes": ("" if times is None else f"The best of ours is {times:.1f} times the best of llama.cpp. ")
+        + "; ".join(
+            f"{one.contender.name}, {one.rows} rows: prompts {one.prefill_seconds:.0f} s, peak {one.peak_bytes / 1e9:.2f} GB"
+            for one in lines
+        ),
+        "before": asdict(before),
+        "after": asdict(after),
+    }
+
+
+def print_table(result: dict[str, object]) -> None:
+    print(f"\n{result['title']}\n{result['machine']}")
+    rows = result["rows"]
+    assert isinstance(rows, list)
+    for row in rows:
+        rates = f"{row['measured']:10.1f} of {row['ceiling']:8.1f} tokens/s {row['measured'] / row['ceiling']:5.0%}"
+        print(f"{row['name']:50}{rates}  peak {row['peak_bytes'] / 1e9:.2f} GB")
+    print(result["notes"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The benchmark of mixtures from a disk: the file that both systems read, what is asked of them, and what counts.
+
+llama.cpp's programs are stood in for by empty files, and answers and the machine are given."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from benchmarks.baselines.llama_build import COMPARED
+from benchmarks.baselines.request import Answer, Request
+from benchmarks.comparison import random_gguf
+from benchmarks.comparison.calibration import Calibration
+from benchmarks.comparison.launch import Failed, Launcher
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import load_config
+from h2o_flexgen.sampling.params import SamplingParams
+from tests.gguf_files import sizes_for
+from tests.scripts.loading import load_script
+from tests.tiny import KINDS
+
+moe = load_script("moe.py", "benchmarks")
+readme_results = load_script("readme_results.py")
+MACHINE = Calibration(
+    400e9, 30e9, 3e9, None, {"cpu": "a processor", "cores": 2, "instructions": "some", "torch": "2"}, 0.0, 1e12
+)
+MODEL = "allenai/OLMoE-1B-7B-0924"
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "qwen2-moe", "qwen3-moe", "mixtral"])
+def test_a_file_of_random_blocks_is_read_as_the_model_that_it_is_named_after(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, values = KINDS[kind]
+    config = AutoConfig.for_model(model_type, **{**values, **sizes_for("q4_0", model_type), "clip_qkv": None})
+    monkeypatch.setattr(random_gguf, "known_config", lambda model: config)
+    file = random_gguf.random_gguf("some/model", tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["some--model-q4_0.gguf"]
+    found = load_config(str(file))
+    assert (found.model_type, found.num_experts_per_tok) == (model_type, config.num_experts_per_tok)
+    with LLM(file, tokenizer="bytes", dtype="float32", device="cpu", offload_dir=tmp_path / "offload") as llm:
+        (row,) = llm.generate([[3, 5, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1))
+    assert len(row.token_ids) == 4 and all(step.chosen.logprob > -20 for step in row.logprobs or ())
+
+
+def test_shapes_that_nobody_knows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the shapes of some/model are not known"):
+        random_gguf.random_gguf("some/model", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The benchmark with these arguments, on a file and a machine that are given."""
+    for program in COMPARED:
+        (tmp_path / program).touch(0o755)
+    (tmp_path / "file.gguf").write_bytes(bytes(1000))
+    monkeypatch.setattr(moe, "random_gguf", lambda *_: tmp_path / "file.gguf")
+    monkeypatch.setattr(moe, "calibrated", lambda _: MACHINE)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: str) -> dict[str, Any]:
+        given = ("--folder", str(tmp_path), "--llama-cpp", str(tmp_path), "--output", str(tmp_path / "results"))
+        monkeypatch.setattr(sys, "argv", ["moe.py", *given, *arguments])
+        assert moe.main() == 0
+        result: dict[str, Any] = json.loads((tmp_path / "results" / "moe-olmoe-1b-7b-0924.json").read_text())
+        return result
+
+    return run
+
+
+def test_systems_take_turns_and_medians_count(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Request] = []
+
+    def answer(self: Launcher, request: Request, loads_within_cap: bool) -> Answer:
+        told.append(request)
+        seconds = 2.0 if request.system == "llama.cpp" else 4.0 + len(told) // 5
+        return Answer({}, "on disk", 1.0, 9.0, (seconds, seconds, 99.0), 10**9, 0.0)
+
+    monkeypatch.setattr(Launcher, "run", answer)
+    asked = ("--rows", "64", "512", "--their-rows", "8", "--repeats", "2", "--systems", "h2o_flexgen", "llama.cpp")
+    result = run(*asked)
+    assert [(one.system, one.rows) for one in told] == [("h2o_flexgen", 64), ("h2o_flexgen", 512), ("llama.cpp", 8)] * 2
+    assert {one.checkpoint for one in told} == {told[0].checkpoint} and {one.host_bytes for one in told} == {2 << 30}
+    assert told[0].options["percent"] == (0, 0.0, 0, 100, 0, 100) and told[0].options["kv_policy"] == "h2o"
+    first, second, theirs = result["rows"]
+    assert (first["measured"], second["measured"], theirs["measured"]) == (64 / 4, 512 / 4.5, 4.0)
+    assert result["times_their_best"] == pytest.approx(512 / 4.5 / 4)
+    assert first["ceiling"] == pytest.approx(64 / ((3.89e9 - (2 << 30)) / 3e9), rel=0.04)  # what the disk bounds
+    written = readme_results.read_result(tmp_path / "results" / "moe-olmoe-1b-7b-0924.json")
+    assert [row.name.partition(",")[0] for row in written.rows] == ["h2o_flexgen", "h2o_flexgen", "llama.cpp"]
+
+
+def test_what_fails_is_left_out(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Launcher, request: Request, loads_within_cap: bool) -> Answer:
+        if request.system == "llama.cpp":
+            raise Failed("killed")
+        return Answer({}, "on disk", 1.0, 9.0, (1.0,), 10**9, 0.0)
+
+    monkeypatch.setattr(Launcher, "run", failing)
+    result = run("--rows", "8", "--their-rows", "1", "--systems", "h2o_flexgen", "llama.cpp")
+    assert len(result["rows"]) == 1 and result["times_their_best"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--systems", "vllm"), "unknown systems vllm; known: h2o_flexgen"),
+        (("--steps", "40"), "--steps 40 do not fit into the second half of 64 tokens"),
+        (("--memory", "much"), "much"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    arguments: tuple[str, ...], said: str, run: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert said in capsys.readouterr().err
