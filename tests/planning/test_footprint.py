@@ -229,7 +229,7 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     with used(variant):
         most = max(passing_bytes(model, plan, batch, gen_len, step) for step in (0, 1, gen_len - 1))
         estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), gen_len)), 0, plan, site_of("cpu", False))
-    assert 0.2 * estimate < most <= estimate
+    assert 0.18 * estimate < most <= estimate
 
 
 LONG = {
