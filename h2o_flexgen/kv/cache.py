@@ -131,7 +131,7 @@ class KVCache:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
         Behind new tokens may stand their echo, which is not kept."""
         if q.shape[1] < now.tokens:
-            return self._read_piece(now, q, k, v, rotation, x)
+            return self._read_piece(now, q, k, v, rotation, x, sink_scores)
         unrotated, new, scores = k, slice(now.positions.shape[1]), self.living(len(q)).scores
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
@@ -147,7 +147,16 @@ class KVCache:
         self._enforce_budget(now, scores, written, old, got)
         return out
 
-    def _read_piece(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
+    def _read_piece(
+        self,
+        now: KVStep,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        x: Tensor | None,
+        sink_scores: Tensor | None,
+    ) -> Tensor:
         """The same for the next tokens of one row's prompt; the budget is enforced behind the last of them."""
         scores = self.living(1).scores
         if self._reading is None or self._reading.now is not now:  # another one was broken off
@@ -161,7 +170,7 @@ class KVCache:
             turn, piece = now.turn(rotation, q.dtype, self._rolls), reading.next(q.shape[1])
             turn = Turn(turn.cos[:, piece], turn.sin[:, piece])
             q, k = rotate(q, turn), rotate(k, turn)
-        more = self._attended_elsewhere(now, q)
+        more = self._more(now, q, sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores))
         if reading.is_over:
