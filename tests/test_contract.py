@@ -221,7 +221,7 @@ def test_the_resident_loop_equals_the_reference_that_shares_no_code_with_the_cac
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2-near", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-oss", "mixtral"])
 def test_a_prompt_in_pieces_gives_what_it_gives_at_once(
     kind: str, policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints
 ) -> None:
