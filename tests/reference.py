@@ -34,7 +34,7 @@ def reference_generate(
     for step in range(steps):
         hidden = tokens
         for layer, spec in enumerate(layers):
-            attend = partial(_attend, cache.get(layer, {}), positions, longest + steps, spec.window)
+            attend = partial(_attend, cache.get(layer, {}), positions, longest + steps, spec.window, model.spec.attention_cap)
             hidden = computed(model, spec, hidden, weights[layer], Given(positions, attend))
         made.append(logits(model, head, hidden[every_row, last], weights[-1:]))
         tokens, positions, last = made[-1].argmax(-1)[:, None], (lengths + step)[:, None], torch.zeros_like(lengths)
@@ -46,6 +46,7 @@ def _attend(
     positions: Tensor,
     capacity: int,
     window: int | None,
+    cap: float | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,6 +64,7 @@ def _attend(
     group = q.shape[2] // k.shape[2]
     keys, values = (slots[name][:, :held].float().repeat_interleave(group, dim=2).transpose(1, 2) for name in "kv")
     scores = q.float().transpose(1, 2) @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5  # (rows, heads, tokens, slots)
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     visible = torch.arange(held) <= positions[:, None, :, None]
     if window is not None:
         visible &= torch.arange(held) > positions[:, None, :, None] - window

@@ -149,7 +149,7 @@ class _Beside:
         noted = cache._scores
         self._asking, host = cache, torch.device("cpu")
         on_host = None if noted is None else noted._each(lambda each: each.to(host))
-        self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding)
+        self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding, cap=cache._cap)
 
     def attend(
         self,
@@ -318,7 +318,7 @@ def _caches(
         shape, judge = (rows, len(heads), slots), _judges(model, level.policy, device).get(layer)
         judge = None if judge is None else judge.of_heads(torch.tensor(heads, device=device))
         noted = _scores(level.policy, shape, device)
-        return KVCache(_image(coding, shape, by_token, device), noted, coding, judge=judge)
+        return KVCache(_image(coding, shape, by_token, device), noted, coding, judge=judge, cap=model.spec.attention_cap)
 
     return {
         layer: _Layer(

@@ -59,6 +59,13 @@ _GEMMA = {
     },
     "tie_word_embeddings": True,
 }
+_GEMMA2 = {
+    **_GEMMA,
+    "query_pre_attn_scalar": 2,  # scores are large, so that their cap is felt
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 60.0},
+}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,6 +98,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-near": ("phi3", {**_LLAMA, "sliding_window": 6, "rope_theta": 300.0}),
     "gemma3": ("gemma3_text", _GEMMA),
     "gemma3-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
+    "gemma2": ("gemma2", _GEMMA2),
     "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "olmoe": ("olmoe", {**_LLAMA, "intermediate_size": 24, "num_experts": 9, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),

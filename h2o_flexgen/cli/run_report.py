@@ -245,6 +245,7 @@ def _rates(machine: Machine | None) -> dict[str, object]:
 class LaneReport:
     moved_bytes: int
     predicted_bytes: int  # of a run in which no row finishes early
+    skipped_bytes: int  # of experts that nobody asked for: with these, as many would have been moved as are predicted
     busy_share: float  # share of the seconds from the first task to the last
     bound_seconds: float | None  # bytes over measured bandwidths, flops over measured rates; None where not measured
 
@@ -258,7 +259,8 @@ def lane_reports(
         moved = stats.moved_bytes.get(lane, 0)
         bound = bounds.get(lane)
         busy = min(1.0, stats.busy_seconds.get(lane, 0.0) / seconds) if seconds else 0.0
-        reports[lane] = LaneReport(moved, predicted.get(lane, 0), round(busy, 4), None if bound is None else round(bound, 6))
+        skipped, seconds_at_least = stats.skipped_bytes.get(lane, 0), None if bound is None else round(bound, 6)
+        reports[lane] = LaneReport(moved, predicted.get(lane, 0), skipped, round(busy, 4), seconds_at_least)
     return reports
 
 

@@ -75,8 +75,8 @@ def experts_reason(first: BlockPlan) -> Iterator[str]:
     if first.block.gen_len > 1 and asked_for(share, rows) < ENOUGH:
         asks, least = "rows ask" if rows > 1 else "row asks", rows_asking(share, ENOUGH)
         yield (
-            f"a step brings all experts of a layer, and {rows} {asks} for {asked_for(share, rows):.0%} of them; take {least} "
-            f"rows at once, which ask for {ENOUGH:.0%}, or better several times as many, or keep the experts in memory"
+            f"{rows} {asks} for {asked_for(share, rows):.0%} of the experts of a layer, and a step brings these and others; "
+            f"take {least} rows at once, which ask for {ENOUGH:.0%}, or better several times as many, or keep all in memory"
         )
 
 

@@ -81,6 +81,8 @@ class LayerSpec:
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
     halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and behind, where others attend
     behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
+    # tensors that few tokens need, and the expert that each belongs to, if the router is in a layer of the block with others
+    experts: tuple[tuple[str, int], ...] = ()
     part: str = ""  # what it is of its block, for people, where its functions do not say so
     reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
 
@@ -101,6 +103,12 @@ class LayerSpec:
     @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @cached_property
+    def expert_of(self) -> Mapping[str, int]:
+        """The expert that tensors belong to, by their names in the model."""
+        tensors = dict(self.tensors)
+        return {tensors[name].name: number for name, number in self.experts if name in tensors}
 
     def packed_tensor(self, name: str | None) -> TensorSpec | None:
         """The packed tensor of this name, or None if its values need no decoding."""
@@ -185,6 +193,7 @@ class ModelSpec:
     kv_codec: str = PLAIN  # codec of a head's key or value of one token
     product: str = PRODUCT  # the op by which packed matrices are multiplied
     sink_scores: bool = False  # query heads have a learned score that takes part in their softmax beside those of keys
+    attention_cap: float | None = None  # scores of attention come near it and no further
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 
     @property

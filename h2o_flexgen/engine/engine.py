@@ -68,6 +68,7 @@ class BlockRun:
     step_seconds: tuple[float, ...]  # seconds of each decode step
     tokens: int  # tokens generated or scored
     moved_bytes: Mapping[str, int]  # bytes per lane, of all devices
+    skipped_bytes: Mapping[str, int]  # of experts that nobody asked for, which would have been moved
     busy_seconds: Mapping[str, float]  # of the device whose lane works longest
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
@@ -101,6 +102,7 @@ class _Measures:
     graphs_given_up: str | None = None
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    skipped_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, step: int, tokens: int) -> None:
         """Counts the time since the last head for this one: whatever the order of the schedule, each step gets its own."""
@@ -364,6 +366,7 @@ class Engine:
                     measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
+                measures.skipped_bytes = sum((weights.skipped_bytes for weights in self._weights), Counter())
 
     @contextmanager
     def _prefixes(self, planned: BlockPlan, last: bool) -> Iterator[PrefixStore]:
@@ -445,6 +448,7 @@ class Engine:
                 state.heard.append(task)
                 if lanes.of(task) == lanes.of_head:  # listeners are called in the caller's thread
                     state.tell_of_visits()
+            self._weights_for(task.visit).wanted.computed(task.visit)
             return 0
 
         return {
@@ -549,8 +553,8 @@ class Engine:
         self, visit: Visit, part: Part, hidden: Tensor | None, attend: base.Attend | None, piece: slice = slice(None)
     ) -> Tensor:
         """Computes a part, or a piece of it: `hidden` is that of its tokens."""
-        positions = part.now.text_positions[:, piece]
-        given = base.Given(positions) if attend is None else base.Given(positions, attend)
+        positions, chose = part.now.text_positions[:, piece], partial(self._weights_for(visit).wanted.chose, visit)
+        given = base.Given(positions, chosen=chose) if attend is None else base.Given(positions, attend, chosen=chose)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:
@@ -575,6 +579,7 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         step_seconds=tuple(steps[1:]),
         tokens=measures.tokens,
         moved_bytes=measures.moved_bytes,
+        skipped_bytes=measures.skipped_bytes,
         busy_seconds=measures.lane_seconds,
         replayed=measures.replayed,
         graphs_given_up=measures.graphs_given_up,

@@ -23,6 +23,7 @@ class Stats:
     total_seconds: float
     step_seconds: tuple[float, ...]  # seconds of every decode step of every block
     moved_bytes: dict[str, int]  # bytes per lane
+    skipped_bytes: dict[str, int]  # of experts that nobody asked for: they would have been moved
     busy_seconds: dict[str, float]  # seconds per lane
     peak_bytes: Mapping[str, int]  # bytes per tier; the host's is the process's resident memory
     replayed: int  # visits that were replayed as graphs
@@ -41,9 +42,11 @@ class Stats:
     ) -> Stats:
         ended = tuple(run for run in runs if run.shortage is None)
         moved: Counter[str] = Counter()
+        skipped: Counter[str] = Counter()
         busy: Counter[str] = Counter()
         for run in runs:
             moved.update(run.moved_bytes)
+            skipped.update(run.skipped_bytes)
             busy.update(run.busy_seconds)
         prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
         return cls(
@@ -55,6 +58,7 @@ class Stats:
             total_seconds=prefill + decode,
             step_seconds=tuple(seconds for run in ended for seconds in run.step_seconds),
             moved_bytes=dict(moved),
+            skipped_bytes={lane: nbytes for lane, nbytes in skipped.items() if nbytes},
             busy_seconds=dict(busy),
             peak_bytes=peak_bytes,
             replayed=sum(run.replayed for run in runs),

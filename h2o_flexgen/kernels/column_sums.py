@@ -60,9 +60,10 @@ def outcome_and_sums(
     scored_bytes: int,
     gathers: str = SUM,
     near: Near | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The outcome (rows, tokens, heads * dim) where each query has one more key, or sees only what is near, and what keys got
-    where there are weights. Shapes and the rest as above."""
+    """The outcome (rows, tokens, heads * dim) where each query has one more key, sees only what is near, or has scores within a
+    cap, and what keys got where there are weights. Shapes and the rest as above."""
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     held, group = keys - tokens, heads // kv_heads
@@ -71,7 +72,7 @@ def outcome_and_sums(
     grouped = q.reshape(rows, kv_heads, group, tokens, dim)
     for row, start, end in _blocks(rows, 0, tokens, max(1, scored_bytes // (4 * heads * keys))):
         there = None if is_held is None else is_held[row]
-        scores = _scores(grouped[row, :, :, start:end], k[row, :, : held + end], there)
+        scores = _scores(grouped[row, :, :, start:end], k[row, :, : held + end], there, cap)
         if near is not None:
             far = near.of(row, slice(start, end), held + end, held).repeat(1, group, 1).unsqueeze(1)
             scores.masked_fill_(far, -torch.inf)
@@ -119,10 +120,12 @@ def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None, sink_scores: Ten
     return torch.softmax(torch.cat((scores, own), dim=-1), dim=-1)[..., :-1]
 
 
-def _scores(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, is_held: Tensor | None, cap: float | None = None) -> Tensor:
     rows, kv_heads, group, queries, dim = q.shape
     scores = q.float().reshape(rows, kv_heads, group * queries, dim) @ k.float().transpose(2, 3)
     scores.mul_(dim**-0.5)
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
     later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu_(1)
     scores.view(rows, kv_heads, group, queries, -1)[..., -queries:].masked_fill_(later, -torch.inf)
     if is_held is not None:

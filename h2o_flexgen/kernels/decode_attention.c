@@ -5,6 +5,7 @@
    A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row.
    */
 
+#include "cap.h"
 #include "fixed_attention.h"
 #include "group_values.h"
 #include "sizes.h"
@@ -199,6 +200,7 @@ typedef struct {
     float scale;
     int narrow;     /* queries have 16 bits */
     int is_highest; /* slots get the highest share of their group's queries, not the sum of all */
+    float cap;      /* of scores; 0: there is none */
 } attention;
 
 /* Packed slots and queries of 16 bits: the same body for usual numbers of queries, which the compiler then knows. A group of
@@ -253,6 +255,8 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
     else
         score_slots(q, &a->keys, row, head, shares, held, a->capacity, group, dim, registers, a->scale, key_kind);
     memset(got, 0, a->capacity * sizeof *got);
+    for (long g = 0; g < group; g++)
+        cap_scores(shares + g * a->capacity, 0, held, a->cap);
     for (long g = 0; g < group; g++)
         more[g] = softmax(shares + g * a->capacity, got, held, score_of_more(a->more, unit * group + g), a->is_highest);
     if (is_fixed(a, group, value_kind)) {

@@ -30,7 +30,14 @@ class Kept(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
+    q: Tensor,
+    keys: Kept,
+    values: Kept,
+    held: Tensor,
+    mask: Tensor,
+    more: More | None = None,
+    gathers: str | None = SUM,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     rows, kv_heads, group, dim = q.shape
     assert more is None or more.values is None or more.values.shape == (rows, 1, kv_heads * group, dim)
@@ -48,6 +55,7 @@ def decode_attention(
         dim**-0.5,
         q.itemsize == 2,
         gathers == MAX,
+        cap or 0.0,
     )
     native_library().decode_attention(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
     return out.to(q.dtype), got if gathers else None
@@ -58,10 +66,18 @@ def kind_of(kept: Kept) -> int:
 
 
 def decode_attention_twin(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
+    q: Tensor,
+    keys: Kept,
+    values: Kept,
+    held: Tensor,
+    mask: Tensor,
+    more: More | None = None,
+    gathers: str | None = SUM,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     # over all slots, with empty ones masked: a slice is not contiguous, and bf16 products of it are 4 times slower
-    scores = _scores(q, keys.data).add_(mask)
+    scores = _scores(q, keys.data)
+    scores = (scores if cap is None else scores.div_(cap).tanh_().mul_(cap)).add_(mask)
     if more is not None:
         scores = torch.cat((scores, more.scores.view(*q.shape[:3], 1)), dim=-1)
     shares = torch.softmax(scores, dim=-1)  # (rows, kv_heads, group, slots)
@@ -99,4 +115,5 @@ class _Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("narrow", ctypes.c_int),
         ("is_highest", ctypes.c_int),
+        ("cap", ctypes.c_float),
     )

@@ -52,5 +52,5 @@ class Factor:
         return outcome
 
     def part(self, first: int, rows: int) -> Factor:
-        """Some of the rows (rows, inputs)."""
-        return Factor(self.values[first : first + rows])
+        """Some of the rows (rows, inputs), in memory of their own: products of libraries depend on where rows begin."""
+        return Factor(self.values[first : first + rows].clone())

@@ -72,7 +72,8 @@ def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor 
         assert _outputs(matrix) == outputs
         own = packed.get(first)
         form = (PRODUCT, PLAIN) if own is None else (own.product, own.codec)
-        by_form[form].append(Meeting(first, rows, matrix if isinstance(matrix, Tensor) else matrix.data, bias))
+        data = matrix.contiguous() if isinstance(matrix, Tensor) else matrix.data
+        by_form[form].append(Meeting(first, rows, data, bias))
     for form, its in by_form.items():
         for meeting in products_of_each(*form, x, its, out):
             first, rows, _, bias = meeting

@@ -7,23 +7,27 @@ they differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
+from h2o_flexgen.kernels.gated_silu import gated_silu_twin
 from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
 from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.shared_attention import shared_attention_twin
 from h2o_flexgen.kernels.table import (
     ADD_WEIGHTED,
     APPEND,
+    CPU,
     DECODE,
     DECODE_ATTENTION,
     DECODE_ROWS,
@@ -44,6 +48,11 @@ from h2o_flexgen.kernels.table import (
 )
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
+TWINS: Mapping[str, Function] = {
+    DECODE_ATTENTION: decode_attention_twin,
+    PROMPT_ATTENTION: prompt_attention_twin,
+    SHARED_ATTENTION: shared_attention_twin,
+}
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
 
 
@@ -129,21 +138,39 @@ def products_of_each(op: str, codec: str, x: Factor, meetings: Sequence[Meeting]
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
+    q: Tensor,
+    keys: Kept,
+    values: Kept,
+    held: Tensor,
+    mask: Tensor,
+    more: More | None = None,
+    gathers: str | None = SUM,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one new token per row: q (rows, kv_heads, group, dim); `held` (rows,) is the number of filled slots, the
     newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and unless `gathers` is None the attention that
     each slot got from its group, (rows, kv_heads, slots) in float32: the sum, or the highest share. With `more`, a query head
-    has one more key, whose share slots lack.
+    has one more key, whose share slots lack; with a `cap`, scores come near it and no further.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
-    of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
+    of_keys, of_values = (_attending(DECODE_ATTENTION, kept.codec, q, cap) for kept in (keys, values))
     if of_keys is None or of_keys is not of_values:
         keys, values = (_plain(kept, q) for kept in (keys, values))
-        of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
+        of_keys = _attending(DECODE_ATTENTION, PLAIN, q, cap)
     assert of_keys is not None
-    out, got = of_keys(q, keys, values, held, mask, more, gathers)
+    out, got = of_keys(q, keys, values, held, mask, more, gathers, *_given(cap))
     return out, got
+
+
+def _attending(op: str, form: str, q: Tensor, cap: float | None) -> Function | None:
+    """What attends with these queries. Kernels for GPUs know no cap, twins do."""
+    if cap is None or q.device.type == CPU:
+        return chosen(op, form, q, width=q.shape[-1])
+    return TWINS[op] if form == PLAIN else None
+
+
+def _given(cap: float | None) -> tuple[float, ...]:
+    return () if cap is None else (cap,)
 
 
 def _plain(kept: Kept, like: Tensor) -> Kept:
@@ -163,24 +190,29 @@ def prompt_attention(
     more: More | None = None,
     gathers: str = SUM,
     window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of prompts: q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim). If there are more keys than
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
     tokens), fp32, from 0 on, say how much the shares of queries count. -> (rows, tokens, heads * dim), and where there are
     weights what each key got, (rows, kv_heads, keys) in fp32: the sum over queries and their heads, or the highest. With
-    `more`, a query has one more key, whose share the others lack; with a `window`, it sees so many tokens, itself included."""
-    out, got = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more, gathers, window)
+    `more`, a query has one more key, whose share the others lack; with a `window`, it sees so many tokens, itself included;
+    with a `cap`, scores come near it and no further."""
+    function = _attending(PROMPT_ATTENTION, PLAIN, q, cap)
+    assert function is not None, "the twin takes all types"
+    out, got = function(q, k, v, before, weights, more, gathers, window, *_given(cap))
     return out, got
 
 
-def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
+def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
     """Attention of queries (queries, heads, dim) over a text that all of them share, (kv_heads, tokens, width): one more key of
     each, for the attention over what stands behind that text."""
-    function = chosen(SHARED_ATTENTION, keys.codec, q, width=q.shape[2])
+    function = _attending(SHARED_ATTENTION, keys.codec, q, cap)
     if function is None or keys.codec != values.codec:
         keys, values = (Kept(_plain(Kept(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
-        function = _required(SHARED_ATTENTION, PLAIN, q, width=q.shape[2])
-    out: More = function(q, keys, values)
+        function = _attending(SHARED_ATTENTION, PLAIN, q, cap)
+    assert function is not None, "the twin takes all types"
+    out: More = function(q, keys, values, *_given(cap))
     return out
 
 
@@ -246,6 +278,15 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. May overwrite the gate."""
     out: Tensor = _required(GATED_SILU, PLAIN, gate)(gate, up)
     return out
+
+
+def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there. Torch
+    gives the last values of a tensor other last bits than those in its middle."""
+    function = _required(GATED_SILU, PLAIN, gate)
+    if function is not gated_silu_twin:
+        return gated_silu(gate, up)
+    return torch.cat([function(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
 
 
 def halves_apart(x: Tensor) -> Tensor:

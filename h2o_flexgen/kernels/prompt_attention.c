@@ -23,6 +23,7 @@ typedef struct {
     long window; /* tokens that a token sees, itself included */
     float scale;
     int is_highest; /* keys get the highest share of all queries, not the sum of all */
+    float cap;      /* of scores; 0: there is none */
 } prompt;
 
 /* Adds the attention that keys get from a block of queries, each with its factor, to `got`; or has the highest of both there. */
@@ -96,6 +97,7 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
         const float score = score_of_more(p->more, query_at(p, row, first + query, head));
         if (score != -INFINITY)
             top = score;
+        cap_scores(scores, from, seen, p->cap);
         float total = exponentials(scores, from, not_below(start, p->before[row]), not_below(start, held), seen,
                                    rounded_up(end, 4 * LANES) - start, &top);
         more[query] = score != -INFINITY ? exponential(score - top) : 0.0f;

@@ -28,6 +28,7 @@ def prompt_attention(
     more: More | None = None,
     gathers: str = SUM,
     window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     assert k.dtype == v.dtype == q.dtype
     rows, heads, tokens, dim = q.shape
@@ -50,6 +51,7 @@ def prompt_attention(
         *(rows, heads, kv_heads, tokens, keys, dim, window or keys),
         dim**-0.5,
         gathers == MAX,
+        cap or 0.0,
     )
     native_library().prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
     return out, got
@@ -64,13 +66,14 @@ def prompt_attention_twin(
     more: More | None = None,
     gathers: str = SUM,
     window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     held = k.shape[2] - q.shape[2]
     is_held = torch.arange(held, device=k.device) < before[:, None, None] if held else None  # (rows, 1, held)
     if window is not None:
-        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers, Near(before, window))
-    if more is not None:
-        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers)
+        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers, Near(before, window), cap)
+    if more is not None or cap is not None:
+        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers, cap=cap)
     got = None if weights is None else column_sums(q, k, weights, is_held, SCORED_BYTES, gathers)
     return _attend_causally(q, k, v) if is_held is None else _attend_seen(q, k, v, is_held), got
 
@@ -120,4 +123,5 @@ class _Prompt(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim", "window")),
         ("scale", ctypes.c_float),
         ("is_highest", ctypes.c_int),
+        ("cap", ctypes.c_float),
     )

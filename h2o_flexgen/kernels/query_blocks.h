@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "cap.h"
 #include "sizes.h"
 #include "slots.h"
 #include "squares.h"

@@ -17,6 +17,7 @@ typedef struct {
     prompt_room wide;     /* the layout of each room */
     long queries, heads, kv_heads, length, dim;
     float scale;
+    float cap; /* of scores; 0: there is none */
 } sharing;
 
 _Static_assert(SHARED_QUERIES % PROMPT_QUERIES == 0, "whole blocks");
@@ -121,6 +122,7 @@ static ALWAYS_INLINE void attend_block(const sharing *s, part own, piece here, l
 
     for (long query = 0; query < queries; query++) {
         float top = here.start ? done->tops[first + query] : -INFINITY;
+        cap_scores(room.scores + query * wide.stride, 0, here.count, s->cap);
         const float total = exponentials(room.scores + query * wide.stride, 0, 0, 0, here.count, here.count, &top);
         bring_down(done, first + query, here, top, total, sums + query * wide.dim, wide.dim);
     }

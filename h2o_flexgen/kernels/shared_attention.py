@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom
 
 
-def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
+def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
     queries, heads, dim = q.shape
     kv_heads, length = keys.data.shape[:2]
     assert keys.codec == values.codec and keys.data.shape == values.data.shape and length
@@ -30,12 +30,13 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
         *laid,
         *(queries, heads, kv_heads, length, dim),
         dim**-0.5,
+        cap or 0.0,
     )
     native_library().shared_attention(ctypes.byref(given), ctypes.c_int(threads))
     return More(totals.log_().add_(tops), out)
 
 
-def shared_attention_twin(q: Tensor, keys: Kept, values: Kept) -> More:
+def shared_attention_twin(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
     """At most SCORED_BYTES of scores are held at once."""
     queries, heads, dim = q.shape
     kv_heads, length = keys.data.shape[:2]
@@ -46,6 +47,7 @@ def shared_attention_twin(q: Tensor, keys: Kept, values: Kept) -> More:
     for start in range(0, queries, at_once):
         some = q[start : start + at_once].float().view(-1, kv_heads, heads // kv_heads, dim).transpose(0, 1)
         scores = (some.reshape(kv_heads, -1, dim) @ k.transpose(1, 2)).mul_(dim**-0.5)
+        scores = scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
         weight = scores.logsumexp(-1, keepdim=True)
         made = scores.sub_(weight).exp_() @ v  # (kv_heads, queries * group, dim)
         for target, found in ((out, made), (scores_of_all[..., None], weight)):
@@ -61,4 +63,5 @@ class _Sharing(ctypes.Structure):
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
         *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "length", "dim")),
         ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
     )

@@ -68,11 +68,14 @@ class KVCache:
         coding: Coding | None = None,
         prefixes: Mapping[int, KVCache] | None = None,
         judge: Judge | None = None,
+        cap: float | None = None,
     ) -> None:
+        """`cap`: scores of attention come near it and no further."""
         self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
         self._scores = scores
+        self._cap = cap
         self._judge = judge  # where the policy asks what tokens are worth
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
@@ -106,7 +109,7 @@ class KVCache:
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
         scores = None if self._scores is None else self._scores.part(rows)
-        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge)
+        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge, self._cap)
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
         """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones."""
@@ -172,7 +175,7 @@ class KVCache:
             q, k = rotate(q, turn), rotate(k, turn)
         more = self._more(now, q, sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores))
+        out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores), self._cap)
         if reading.is_over:
             self._reading = None
             self._enforce_budget(now, scores, reading.written, self._old(now, scores), reading.got)
@@ -218,8 +221,8 @@ class KVCache:
         """What queries attend, and what each held and new token gets from those that count."""
         weights, gathers, window = self._asked_of_prompt(now, scores)
         if now.echo:
-            return attend_with_echo(now, q, k, v, more, window)
-        return prompt_attention(q, k, v, now.counts, weights, more, gathers, window)
+            return attend_with_echo(now, q, k, v, more, window, self._cap)
+        return prompt_attention(q, k, v, now.counts, weights, more, gathers, window, self._cap)
 
     def _known(self, now: KVStep, scores: SlotScores | None) -> SlotScores | None:
         """What is known of the tokens held, oldest first."""
@@ -275,7 +278,7 @@ class KVCache:
 
     def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
         (keys, values), codec = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.codec
-        more = shared_attention(q.flatten(0, 1), Kept(keys, codec), Kept(values, codec))
+        more = shared_attention(q.flatten(0, 1), Kept(keys, codec), Kept(values, codec), self._cap)
         return more.each(lambda x: x.view(*q.shape[:3], *x.shape[3:]))
 
     def _copied(self, now: KVStep) -> tuple[Tensor, Tensor]:
@@ -341,7 +344,7 @@ class KVCache:
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
         kept = Kept(values, self._coding.codec)
         gathers = None if scores is None or scores.scores is None else scores.policy.gathers
-        out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers)
+        out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:
             self.replaced = scores.evict(now, image, got)
         if self.replaced is None and now.slots.stores_singly:

@@ -25,20 +25,21 @@ class _Given(NamedTuple):
     v: Tensor  # alike
     more: More | None
     window: int | None
+    cap: float | None
 
 
 def attend_with_echo(
-    now: KVStep, q: Tensor, k: Tensor, v: Tensor, more: More | None, window: int | None = None
+    now: KVStep, q: Tensor, k: Tensor, v: Tensor, more: More | None, window: int | None = None, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of prompts and of the echo behind them, with the keys and values of what is held before both: q (rows, heads, 2
     * tokens, dim), k and v (rows, kv_heads, held + 2 * tokens, dim) -> (rows, 2 * tokens, heads * dim), and the highest share
     that any token of the echo gave to each held and new one, (rows, kv_heads, held + tokens) in fp32."""
-    given, (rows, heads, both, dim) = _Given(q, k, v, more, window), q.shape
+    given, (rows, heads, both, dim) = _Given(q, k, v, more, window, cap), q.shape
     tokens, places = both // 2, k.shape[2] - both // 2
     out = q.new_empty(rows, both, heads * dim)
     prompt, seen = slice(tokens), slice(places)
     of_prompt = q[:, :, prompt], k[:, :, seen], v[:, :, seen]
-    out[:, prompt], _ = prompt_attention(*of_prompt, now.counts, None, _part(more, prompt), window=window)
+    out[:, prompt], _ = prompt_attention(*of_prompt, now.counts, None, _part(more, prompt), window=window, cap=cap)
     got = torch.zeros(*k.shape[:2], places, dtype=torch.float32, device=k.device)
     for part in now.echo:
         own = slice(None) if part.rows is None else part.rows
@@ -54,7 +55,9 @@ def _attended(now: KVStep, given: _Given, part: EchoPart, queries: slice, places
     behind = slice(places + part.places.start, places + part.places.stop)
     keys, values = (torch.cat((_in_turn(now, part, x[:, :, :places]), x[:, :, behind]), dim=2) for x in (k, v))
     more = _part(given.more, queries, part.rows)
-    out, shares = prompt_attention(q[:, :, queries], keys, values, part.before, part.weights, more, MAX, given.window)
+    out, shares = prompt_attention(
+        q[:, :, queries], keys, values, part.before, part.weights, more, MAX, given.window, given.cap
+    )
     assert shares is not None, "there are weights"
     return out, shares
 

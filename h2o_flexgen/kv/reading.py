@@ -82,6 +82,7 @@ class Reading:
         weights: Tensor | None,
         gathers: str = SUM,
         window: int | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Attention of the next tokens: q (1, heads, tokens, head_dim), k and v (1, kv_heads, tokens, head_dim) -> (1, tokens,
         heads * head_dim). `weights` (1, new tokens): how much each counts in what tokens get. Of an echo all count, and nobody
@@ -97,7 +98,7 @@ class Reading:
         last, before = first + q.shape[2], self.now.counts + (first - self.now.held)
         self.keys[:, :, first:last], self.values[:, :, first:last] = k, v
         seen = self.keys[:, :, :last], self.values[:, :, :last]
-        out, shares = prompt_attention(q, *seen, before, own, more, gathers, window)
+        out, shares = prompt_attention(q, *seen, before, own, more, gathers, window, cap)
         if shares is not None:
             self._gather(shares, gathers)
         self.done = piece.stop

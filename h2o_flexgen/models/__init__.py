@@ -31,6 +31,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "qwen2": ("llama", "Llama"),
     "qwen3": ("llama", "Llama"),
     "phi3": ("phi3", "Phi3"),
+    "gemma2": ("gemma", "Gemma"),
     "gemma3_text": ("gemma", "Gemma"),
     "mixtral": ("mixture", "MixtureOfExperts"),
     "olmoe": ("mixture", "MixtureOfExperts"),

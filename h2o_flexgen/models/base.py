@@ -67,12 +67,16 @@ def _nothing_to_attend(
     raise AssertionError("a layer that has no KV attends to nothing")
 
 
+def _nobody_listens(experts: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Given:
     """What a layer may use beside its weights and what the layer before hands on."""
 
     positions: Tensor  # (rows, tokens), from 0
     attend: Attend = _nothing_to_attend
+    chosen: Callable[[Tensor], None] = _nobody_listens  # told of the experts (..., chosen) that tokens are given to
 
 
 class Model(Protocol):

@@ -48,6 +48,7 @@ NUMBERS = {
     "swiglu_limit": LIMITS,
     "swiglu_alpha": FACTORS,
     "final_logit_softcapping": SOFTCAP,
+    "attn_logit_softcapping": SOFTCAP,
 }
 EOS = "eos_token_id"
 

@@ -1,5 +1,6 @@
-"""Gemma 3: LLaMA with norms before and behind attention and mlp, all of which count from one, an embedding that is scaled, and
-layers with a window that have a rotation of their own."""
+"""Gemma 2 and 3: LLaMA with norms before and behind attention and mlp, all of which count from one, and an embedding that is
+scaled. Scores and logits of the second have caps; in the third heads are normalised, and layers with a window have a rotation
+of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import MLP, SLIDING, Llama, Traits, attention_parameters, windows_of
 from h2o_flexgen.models.rotary import Rope, Rotary
 
-FULL = "full_attention"
+SECOND, FULL = "gemma2", "full_attention"
 BEHIND_ATTENTION, BEFORE_MLP, BEHIND_MLP = (
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -31,7 +32,7 @@ class Gemma(Llama):
             raise ValueError("use_bidirectional_attention is set, but tokens are made one after the other; take another model")
         self._slides = [kind == SLIDING for kind in config.layer_types]
         super().__init__(config, dtype, sep_layer, name)
-        near, _ = self.ropes_of(config)
+        near, *_ = self.ropes_of(config)
         self._rotary_near = near.rotary(self.spec.head_dim)
         scale = torch.tensor(config.hidden_size**0.5, dtype=getattr(torch, dtype))  # rounded as the model was trained with
         self._embedding_scale = float(scale)
@@ -42,8 +43,9 @@ class Gemma(Llama):
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
-        bias = config.attention_bias
-        return Traits(bias, bias, head_norm=True, windows=windows_of(config))
+        bias, is_third = config.attention_bias, config.model_type != SECOND
+        cap = None if is_third else config.attn_logit_softcapping  # the third has a word for it, and no use
+        return Traits(bias, bias, head_norm=is_third, windows=windows_of(config), attention_cap=cap)
 
     @staticmethod
     def activation_of(config: Config) -> str:
@@ -52,10 +54,10 @@ class Gemma(Llama):
 
     def ropes_of(self, config: Config) -> Sequence[Rope]:
         """The rotations of layers with a window, and of those that see everything."""
-        return [Rope.of(config, layers) for layers in (SLIDING, FULL)]
+        return super().ropes_of(config) if config.model_type == SECOND else [Rope.of(config, kind) for kind in (SLIDING, FULL)]
 
     def rotary_of(self, config: Config) -> Rotary:
-        _, everything = self.ropes_of(config)
+        *_, everything = self.ropes_of(config)
         return everything.rotary(self.spec.head_dim)
 
     def normed(self, x: Tensor, weights: Weights, name: str) -> Tensor:

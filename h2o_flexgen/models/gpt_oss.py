@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.operations import gated_silu, halves_apart
+from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Parameters
@@ -62,16 +62,12 @@ class GptOss(MixtureOfExperts):
     def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
         of_both, of_down = zip(*map(_names, asked.experts))
         (both,) = ops.linears_of_each(x, asked.counts, weights, of_both)
-        (down,) = ops.linears_of_each(self._gated(both), asked.counts, weights, of_down)
-        return down
-
-    def _gated(self, both: Tensor) -> Tensor:
-        """(up + 1) * gate * sigmoid(alpha * gate), by what silu makes of alpha * gate: its kernel gives a value the same bits
-        wherever it stands, which torch does not."""
         gate, up = halves_apart(both.flatten()).view(2, len(both), -1)
+        # (up + 1) * gate * sigmoid(alpha * gate), by silu of alpha * gate
         gate.clamp_(max=self._limit).mul_(self._alpha)
         up.clamp_(-self._limit, self._limit).add_(1.0).div_(self._alpha)
-        return gated_silu(gate, up)
+        (down,) = ops.linears_of_each(ops.gated_each(self._gating, gate, up, asked.counts), asked.counts, weights, of_down)
+        return down
 
 
 def _names(number: int) -> tuple[str, str]:

@@ -135,6 +135,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
     return replace(
         parts[-1],
         part=parts[-1].part if len(parts) == 1 else "",
+        experts=parts[-1].experts if len(parts) == 1 else (),  # they are there before the router of this layer has chosen
         halves=next((part.halves for part in parts if part.halves), ()),
         behind=frozenset(behind),
         functions=tuple(name for part in parts for name in part.functions),

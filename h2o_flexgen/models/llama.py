@@ -29,6 +29,7 @@ class Traits:
     windows: tuple[int | None, ...] | None = None  # of each layer, the tokens that a token sees; None: all that are before it
     clip: float | None = None  # queries, keys and values are no larger
     sinks: bool = False  # each query head has a score beside those of keys
+    attention_cap: float | None = None  # scores of attention come near it and no further
 
 
 SLIDING, SINKS = "sliding_attention", "self_attn.sinks"
@@ -176,6 +177,7 @@ class Llama(InHalves):
         own = {
             "kv_heads": kv_heads,
             "head_dim": head_dim,
+            "attention_cap": self._traits.attention_cap,
             "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
             "sink_scores": self._traits.sinks,
         }

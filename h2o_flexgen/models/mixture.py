@@ -136,8 +136,8 @@ class MixtureOfExperts(Llama):
     def _slice(self, width: int, own: range, is_last: bool, origin: Origin) -> LayerSpec:
         """The layer of some experts. The first also routes, and the last adds the sum to the hidden states."""
         mixture, is_first = self._mixture, own.start == 0
-        experts = (self.expert(number, width) for number in own)
-        parameters = layout.joined(*([self.routing(width)] if is_first else []), *experts)
+        experts = {number: self.expert(number, width) for number in own}
+        parameters = layout.joined(*([self.routing(width)] if is_first else []), *experts.values())
         handed_on = Routed.width(width, mixture.chosen, origin.dtype)
         functions = [MixtureOfExperts.routed] * is_first + [MixtureOfExperts.given_to_experts]
         functions += [MixtureOfExperts.with_total] * is_last
@@ -148,7 +148,8 @@ class MixtureOfExperts(Llama):
         names = tuple(function.__name__ for function in functions)
         part = f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}"
         visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
-        return replace(made, functions=names, part=part, visits=visits, passing_width=passing, reads_back=True)
+        belongs = tuple((name, number) for number, its in experts.items() for name in its)
+        return replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing, reads_back=True)
 
     @staticmethod
     def has_experts(config: Config, block: int) -> bool:
@@ -176,6 +177,7 @@ class MixtureOfExperts(Llama):
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
         shares, experts = self.chosen(x, weights)
+        given.chosen(experts)
         total = self.through_shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
         return Routed(hidden, x, total, shares, experts.int()).joined
 
@@ -208,7 +210,8 @@ class MixtureOfExperts(Llama):
         """What some experts make of their rows, which follow each other."""
         names = [self._names[number] for number in asked.experts]
         gate, up = ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
-        (down,) = ops.linears_of_each(self._gating(gate, up), asked.counts, weights, [own.down for own in names])
+        inner = ops.gated_each(self._gating, gate, up, asked.counts)
+        (down,) = ops.linears_of_each(inner, asked.counts, weights, [own.down for own in names])
         return down
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import PackedMatrix, linear_of_each
-from h2o_flexgen.kernels.operations import gated_silu, plain_product
+from h2o_flexgen.kernels.operations import gated_silu, gated_silu_of_each, plain_product
 from h2o_flexgen.models.base import Weights
 
 Activation = Callable[[Tensor], Tensor]
@@ -113,6 +113,13 @@ def activation(name: str) -> Activation:
 def gating(name: str) -> Gating:
     """The product of an activation of one factor with the other. May overwrite the first."""
     return gated_silu if name in SILU else partial(_gated, activation(name))
+
+
+def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same for rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
+    if gating is gated_silu:
+        return gated_silu_of_each(gate, up, counts)
+    return torch.cat([gating(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
 
 
 def _gated(active: Activation, gate: Tensor, up: Tensor) -> Tensor:

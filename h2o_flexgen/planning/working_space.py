@@ -161,9 +161,12 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
 def _scored_bytes(at: Heads, at_once: int) -> int:
     """Bytes for torch to add up what keys receive of so many tokens."""
     spec, policy, occupancy = at
+    batch, keys = occupancy.batch, _attended(occupancy)
+    if spec.attention_cap is not None:  # torch caps scores that it holds, of all tokens, and has keys and values in fp32
+        widened = 2 * FLOAT_BYTES * batch.size * keys * spec.kv_heads * spec.head_dim
+        return widened + 4 * min(SCORED_BYTES, FLOAT_BYTES * batch.size * spec.heads * keys * at_once)
     if policy.ranks_by != ATTENTION:
         return 0
-    batch, keys = occupancy.batch, _attended(occupancy)
     counted = _part_of_echo(batch) or max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
     queries = min(counted, at_once)
     return 2 * min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
@@ -268,7 +271,8 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
     """Bytes per slot of packed KV that is decoded before it is attended, and of its bytes side by side."""
     if spec.kv_codec == PLAIN:
         return 0
-    if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, width=spec.head_dim):  # except keys that are to be rotated
+    is_read = site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, width=spec.head_dim)
+    if is_read and (spec.attention_cap is None or not site.accelerator):  # except keys that are to be rotated
         return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 

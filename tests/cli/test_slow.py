@@ -123,10 +123,10 @@ def experts(rows: int, percent: int = 0, gen_len: int = 3, batches: int = 1, sch
 
 def test_experts_that_are_brought_for_few_rows_are_named_with_the_rows_that_would_ask_for_them() -> None:
     assert experts(3) == [
-        "a step brings all experts of a layer, and 3 rows ask for 33% of them; take 30 rows at once, which ask for 98%, or "
-        "better several times as many, or keep the experts in memory"
+        "3 rows ask for 33% of the experts of a layer, and a step brings these and others; take 30 rows at once, which ask for "
+        "98%, or better several times as many, or keep all in memory"
     ]
-    assert "and 1 row asks for 12% of them" in experts(1)[0]
+    assert "1 row asks for 12% of the experts" in experts(1)[0]
     assert "15 rows ask" in experts(15, batches=2, schedule="row_by_row")[0]  # weights come anew for each batch
 
 

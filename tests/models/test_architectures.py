@@ -239,6 +239,7 @@ PUBLISHED = {
     "facebook/opt-30b": 30e9,
     "facebook/opt-66b": 66e9,
     "facebook/opt-175b": 175e9,
+    "google/gemma-2-9b": 9.24e9,
     "google/gemma-3-1b-pt": 1.0e9,
     "google/gemma-3-4b-pt": 3.88e9,  # its text part
     "meta-llama/Llama-2-7b-hf": 6.74e9,

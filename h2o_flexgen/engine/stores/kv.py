@@ -70,6 +70,7 @@ class KVStore:
         self._level = level
         self._policy = planned.levels[level].policy
         self._memories = memories
+        self._cap = spec.attention_cap
         self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
@@ -195,7 +196,7 @@ class KVStore:
         place = id(region), task.layer, task.batch
         if place not in self._caches:
             judge = self._judges.get(task.layer)
-            self._caches[place] = KVCache(self._image(region, task), scores, self._coding, judge=judge)
+            self._caches[place] = KVCache(self._image(region, task), scores, self._coding, judge=judge, cap=self._cap)
         cache = self._caches[place]
         cache.replaced = None
         return cache

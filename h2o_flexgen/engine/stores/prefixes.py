@@ -56,6 +56,7 @@ class PrefixStore:
         self._spec = spec
         self._policies = [level.policy for level in planned.levels]
         self._noted = planned.plan.prefix_note_bytes
+        self._cap = spec.attention_cap
         self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
         self._memories = memories
         self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
@@ -176,7 +177,7 @@ class PrefixStore:
         policy, values = self._policies[level], image.view(self._coding.kept_dtype)
         scores = SlotScores.over(noted, policy, shape) if noted is not None and policy.score_bytes else None
         judge = judge if scores is not None else None
-        return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding, judge=judge)
+        return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding, judge=judge, cap=self._cap)
 
     def _share(self, start: int, nbytes: int, heads: slice) -> Tensor:
         """What some of the heads have of a part that all of them share alike."""

@@ -8,6 +8,7 @@ rows of these tokens; for logits, one part after the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
@@ -22,6 +23,7 @@ from h2o_flexgen.checkpoints.stored import Located, Segment
 from h2o_flexgen.core.layout import decoded_bytes, part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.engine.stores.wanted import NOTHING, Wanted
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.memory.device import DeviceTier
@@ -35,6 +37,7 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
 
+Copies = tuple[list[tuple[Tensor, Tensor]], int]  # to and from, and the bytes of tensors in them
 Places = Callable[[], Mapping[str, Located]]  # called only when something has to be read
 
 
@@ -128,11 +131,13 @@ class WeightStore:
         """Makes the rings that schedules use, once: all blocks of a plan move the same weights through the same buffers.
         Pieces, copies and views into them are kept for the block."""
         self._schedule = schedule
-        self._pieces: dict[Place, list[Piece]] = {}
-        self._copies: dict[Place, tuple[list[tuple[Tensor, Tensor]], int]] = {}  # to and from, and the bytes of tensors in them
+        self._pieces: dict[Place, list[tuple[str, list[Piece]]]] = {}  # by tensor
+        self._copies: dict[Place, Copies] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
+        self.wanted = Wanted(self._spec, schedule)
+        self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that nobody wanted
         memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
         self._host_ring = self._host_ring or Ring(memories.weights, buffers, _largest(self._disk_layouts))
@@ -160,28 +165,40 @@ class WeightStore:
         place = self._place(task)
         if place not in self._pieces:
             target = self._read_pack(place)
-            wanted = (
-                self._piece(self._spec.tensors[cut.name], segment, target.range(cut), cut.start)
-                for cut in self._slice(place, DISK)
-                for segment in self._stored[cut.name].segments
-            )
-            pieces = (piece for piece in wanted if piece is not None)
-            self._pieces[place] = [chunk for piece in pieces for chunk in piece.cut()]  # as reading would cut them every time
-        return self._memories.files.read(self._pieces[place])
+            self._pieces[place] = [(cut.name, self._pieces_of(cut, target.range(cut))) for cut in self._slice(place, DISK)]
+        left_out = self.wanted.left_out(task.visit)
+        for name, pieces in self._pieces[place]:
+            self.skipped_bytes[task.lane] += sum(piece.nbytes for piece in pieces) if name in left_out else 0
+        return self._memories.files.read(
+            [piece for name, pieces in self._pieces[place] if name not in left_out for piece in pieces]
+        )
+
+    def _pieces_of(self, cut: Range, out: Tensor) -> list[Piece]:
+        """The pieces of a part of a tensor, as reading would cut them every time."""
+        segments = self._stored[cut.name].segments
+        pieces = (self._piece(self._spec.tensors[cut.name], segment, out, cut.start) for segment in segments)
+        return [chunk for piece in pieces if piece is not None for chunk in piece.cut()]
 
     def load(self, task: Task) -> int:
         """Host -> device: weights at rest in host memory, and those that the read of the same slice has brought there."""
         place = self._place(task)
         if place not in self._copies:
-            target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
-            resting, read = self._slice(place, HOST), self._slice(place, DISK)
-            copies = copies_between(self._host, target, resting)
-            copies += copies_between(self._read_pack(place), target, read) if read else []
-            self._copies[place] = copies, sum(cut.stop - cut.start for cut in (*resting, *read))
+            self._copies[place] = self._copies_of(place, NOTHING)
         copies, moved = self._copies[place]
+        if left_out := self.wanted.left_out(task.visit):
+            whole, (copies, moved) = moved, self._copies_of(place, left_out)
+            self.skipped_bytes[task.lane] += whole - moved
         for device, host in copies:
             device.copy_(host, non_blocking=True)
         return moved
+
+    def _copies_of(self, place: Place, left_out: frozenset[str]) -> Copies:
+        parts = (self._slice(place, tier) for tier in (HOST, DISK))
+        resting, read = ([cut for cut in cuts if cut.name not in left_out] for cuts in parts)
+        target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
+        copies = copies_between(self._host, target, resting)
+        copies += copies_between(self._read_pack(place), target, read) if read else []
+        return copies, sum(cut.stop - cut.start for cut in (*resting, *read))
 
     def _place(self, task: Task) -> Place:
         part = task.batch if self._schedule.cuts_layers else 0

@@ -33,6 +33,11 @@ class Reading(NamedTuple):
 
 def read_texts(llm: LLM, readings: Sequence[Reading], on_layer: OnLayer | None = None) -> None:
     """Each reading has its own hidden states, since they depend on its attention. Logits are not computed."""
+    if llm.spec.attention_cap is not None:
+        raise ValueError(
+            f"the scores of attention of {llm.spec.name} have a cap, {llm.spec.attention_cap:g}, which studies and "
+            "calibrations do not compute; take a model without one"
+        )
     first, *others = llm.spec.layers[:-1]
     with _opened(llm, first) as store:
         hidden = [_begun(llm, first, store, reading.ids) for reading in readings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.heavy_hitters import study
 from h2o_flexgen.evaluation.study.held import held_after
 from h2o_flexgen.evaluation.study.kept import Keeper
+from h2o_flexgen.evaluation.study.reading import read_texts
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
@@ -104,3 +106,9 @@ def test_held_after_knows_neither_the_future_nor_what_has_gone() -> None:
         [1, 3],
         [1, 3, 4],
     ]
+
+
+def test_a_model_whose_scores_have_a_cap_is_not_studied() -> None:
+    capped: Any = SimpleNamespace(spec=SimpleNamespace(name="a model", attention_cap=50.0))
+    with pytest.raises(ValueError, match=r"of a model have a cap, 50, which studies .* take a model without"):
+        read_texts(capped, [])

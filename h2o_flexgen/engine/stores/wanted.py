@@ -1,0 +1,84 @@
+"""Wanted: the experts that any row of a pass has been given to, as soon as the router of their block has decided for all rows.
+
+The slices that follow soon are fetched meanwhile, so of these all experts come. Those further behind wait for a buffer until
+then, and of them only what is wanted has to come: nobody waits for a router. What does not come is not looked at, since a slice
+computes with the experts that its rows were given to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from h2o_flexgen.core.model_spec import ModelSpec, rows_asking
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Visit
+
+Pass = tuple[int, int, int]  # step, block, and the batch that the weights come with
+
+ALL = None  # so many rows have chosen that hardly any expert can be left out
+NOTHING: frozenset[str] = frozenset()
+ENOUGH = 0.98  # of the experts: whoever chooses so many is not looked at more closely
+
+
+class Wanted:
+    def __init__(self, spec: ModelSpec, schedule: Schedule) -> None:
+        self._layers = spec.layers
+        self._weight_batch = schedule.weight_batch
+        self._batches = Counter(map(schedule.weight_batch, range(schedule.traffic.batches)))  # that share a pass over weights
+        self._routers = _routers(spec, schedule)
+        self._chosen: dict[Pass, set[int] | None] = {}
+        self._over: Counter[Pass] = Counter()
+        self._known: dict[Pass, frozenset[int]] = {}
+
+    # -- those who compute -------------------------------------------------------------------------------------------------
+
+    def chose(self, visit: Visit, experts: Tensor) -> None:
+        """The router of a visit has chosen these, (..., chosen), for some of its rows."""
+        if visit.layer not in self._routers:
+            return
+        place = self._pass(visit.step, visit.layer, visit.batch)
+        before = self._chosen.setdefault(place, set())
+        if before is ALL or experts[..., 0].numel() >= self._routers[visit.layer]:
+            self._chosen[place] = ALL
+        else:
+            before.update(experts.unique().tolist())
+
+    def computed(self, visit: Visit) -> None:
+        """A visit is over, or had nothing to compute."""
+        if visit.layer not in self._routers:
+            return
+        place = self._pass(visit.step, visit.layer, visit.batch)
+        self._over[place] += 1
+        if self._over[place] == self._batches[place[-1]]:
+            if chosen := self._chosen.pop(place, ALL):
+                self._known = {place: frozenset(chosen)}  # of the block before nothing is fetched any more
+            del self._over[place]
+
+    # -- those who fetch ---------------------------------------------------------------------------------------------------
+
+    def left_out(self, visit: Visit) -> frozenset[str]:
+        """The tensors of a layer, by their names in the model, of which it is known by now that nobody wants them."""
+        experts = self._known.get(self._pass(*visit))
+        if experts is None:
+            return NOTHING
+        return frozenset(name for name, number in self._layers[visit.layer].expert_of.items() if number not in experts)
+
+    def _pass(self, step: int, layer: int, batch: int) -> Pass:
+        block = self._layers[layer].block
+        return step, -1 if block is None else block, self._weight_batch(batch)
+
+
+def _routers(spec: ModelSpec, schedule: Schedule) -> Mapping[int, int]:
+    """The layers that choose among experts which come from elsewhere, and the tokens that want nearly all of them."""
+    with_experts = [number for number, layer in enumerate(spec.layers) if layer.expert_of]
+    found: dict[int, int] = {}
+    first: dict[int | None, int] = {}
+    for number in with_experts:
+        layer = spec.layers[number]
+        router = first.setdefault(layer.block, number)
+        if router != number and (schedule.traffic.reads_weights(number) or schedule.traffic.loads_weights(number)):
+            found[router] = rows_asking(min(share for _, share in layer.products), ENOUGH)
+    return found
