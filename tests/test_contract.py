@@ -227,7 +227,7 @@ def test_the_resident_loop_equals_the_reference_that_shares_no_code_with_the_cac
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["llama-gqa", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("kind", ["llama-gqa", "gemma2", "gpt-oss", "mixtral"])
 def test_a_prompt_in_pieces_gives_what_it_gives_at_once(
     kind: str, policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints
 ) -> None:

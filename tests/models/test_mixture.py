@@ -11,7 +11,6 @@ from torch import Tensor
 from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.models import create_model, mixture
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.gpt_oss import GptOss
 from h2o_flexgen.models.mixture import MixtureOfExperts, Routed
 from tests.kernels.variants import VARIANTS, used
 from tests.tiny import tiny_config
@@ -82,19 +81,6 @@ def test_company_and_cuts_change_no_token(kind: str, dtype: torch.dtype, monkeyp
     if dtype == torch.float32:  # kernels are chosen by the number of rows, and those for bfloat16 differ by more
         alone = total(model, joined[7:8], layers)
         assert (alone - whole[7:8]).abs().max() <= 1e-5 * whole.abs().max()
-
-
-def test_where_a_value_stands_changes_no_bit_of_what_gpt_oss_makes_of_it(dtype: torch.dtype) -> None:
-    model, both = model_of(dtype, kind="gpt-oss"), torch.randn(7, 46, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert isinstance(model, GptOss)
-    gate, up = both.double().unflatten(1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
-    whole = model._gated(both, [3, 4])
-    near = 1e-6 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(whole.double(), (up + 1) * gate * (1.3 * gate).sigmoid(), atol=near, rtol=near)
-    for row in range(3, 8, 4):
-        counts = [min(3, row), max(0, row - 3)]
-        assert torch.equal(model._gated(both[:row], counts), whole[:row])
 
 
 def test_a_sum_is_that_of_one_expert_after_the_other(dtype: torch.dtype) -> None:
