@@ -25,7 +25,7 @@ EAGER = 2  # steps before a capture: libraries make themselves ready in the firs
 
 
 class Place(NamedTuple):
-    """Where weights lie that a graph was captured with."""
+    """The layer of a graph, and the buffer in which its weights lay when it was captured."""
 
     layer: int
     buffer: int  # of those through which weights come
