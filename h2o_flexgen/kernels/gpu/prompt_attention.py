@@ -127,7 +127,8 @@ def attend_keys(
 def attend_prompt(
     q, k, v, before, more_scores, more_values, out, weighs, scale, window, tokens, keys, heads, group,
     q_row, q_head, q_token, k_row, k_head, k_key, v_row, v_head, v_key,
-    MORE: tl.constexpr, VALUES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    MORE: tl.constexpr, VALUES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token, d = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
