@@ -173,7 +173,8 @@ def _rows(said: Said, tensors: Mapping[str, GgufTensor], name: str, dimensions: 
     tensor = tensors.get(name)
     if tensor is None or len(tensor.shape) != dimensions:
         what = "has no" if tensor is None else f"has {len(tensor.shape)} instead of {dimensions} dimensions for"
-        raise ValueError(f"{said.metadata.path} {what} {name}, its experts (files from before 2024 have them apart); {AGAIN}")
+        older = " (files from before 2024 have experts apart)" if name == EXPERT else ""
+        raise ValueError(f"{said.metadata.path} {what} {name}{older}; {AGAIN}")
     return tensor.shape[-2]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.core.model_spec import asked_for, rows_asking
+from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, variants
 from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -18,7 +18,6 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 
 SLOW = "slow"  # the first word of each line
-ENOUGH = 0.98  # of the experts that a step brings, for which somebody should ask
 WORTH_SAYING = 1.3  # times that int8 products must be faster to be named
 NO_KERNELS = (
     "no kernels in C were built, and what takes their place in torch is slower; get a C compiler (`apt install gcc` or "
@@ -72,11 +71,11 @@ def experts_reason(first: BlockPlan) -> Iterator[str]:
     share = min((share for layer in brought for _, share in layer.products), default=1.0)
     together = sum(schedule.weight_batch(place) == 0 for place in range(len(batches)))  # batches of a pass over the weights
     rows = sum(batch.size for batch in batches[:together])
-    if first.block.gen_len > 1 and asked_for(share, rows) < ENOUGH:
-        asks, least = "rows ask" if rows > 1 else "row asks", rows_asking(share, ENOUGH)
+    if first.block.gen_len > 1 and asked_for(share, rows) < NEARLY_ALL:
+        asks, least = "rows ask" if rows > 1 else "row asks", rows_asking(share)
         yield (
             f"{rows} {asks} for {asked_for(share, rows):.0%} of the experts of a layer, and a step brings these and others; "
-            f"take {least} rows at once, which ask for {ENOUGH:.0%}, or better several times as many, or keep all in memory"
+            f"take {least} rows at once, which ask for {NEARLY_ALL:.0%}, or better several times as many, or keep all in memory"
         )
 
 

@@ -27,7 +27,10 @@ def asked_for(share: float, rows: float) -> float:
     return 1.0 if share >= 1.0 else 1.0 - (1.0 - share) ** rows
 
 
-def rows_asking(share: float, part: float) -> int:
+NEARLY_ALL = 0.98  # of the experts: from so many on none is looked for that nobody asks for, and bringing all of them pays
+
+
+def rows_asking(share: float, part: float = NEARLY_ALL) -> int:
     """The rows from which on they are expected to need this part of the matrices, which is less than all."""
     return 1 if share >= 1.0 else ceil(log1p(-part) / log1p(-share))
 
@@ -81,7 +84,7 @@ class LayerSpec:
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
     halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and behind, where others attend
     behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
-    # tensors that few tokens need, and the expert that each belongs to, if the router is in a layer of the block with others
+    # tensors and the expert that each belongs to; empty where the layer has the router, whose choice then comes too late
     experts: tuple[tuple[str, int], ...] = ()
     part: str = ""  # what it is of its block, for people, where its functions do not say so
     reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph

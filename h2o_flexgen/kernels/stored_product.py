@@ -40,16 +40,17 @@ def products_of_stored(
     """Products by a function of the library, which wants the rows arranged. Where columns of codes have an order of their own,
     rows are brought into it first."""
     outputs, inputs = out.shape[-1], x.values.shape[-1]
+    as_they_are = []
     for meeting in meetings:
         order = order_of(codec, meeting.data, outputs, inputs)
         if order is None:
-            break  # all are of one form
+            as_they_are.append(meeting)
+            continue
         rows = x.values.reshape(-1, inputs)[meeting.first : meeting.first + meeting.rows, order]
         own = out.view(-1, outputs)[meeting.first : meeting.first + meeting.rows]
         _products(function, codec, Factor(rows), arrange, [meeting._replace(first=0)], own)
-    else:
-        return
-    _products(function, codec, x, arrange, meetings, out)
+    if as_they_are:
+        _products(function, codec, x, arrange, as_they_are, out)
 
 
 def _products(function: str, codec: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> None:

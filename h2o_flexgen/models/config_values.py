@@ -78,9 +78,9 @@ def what_is_unsupported(values: Mapping[str, Any]) -> str | None:
     if rank := values.get("kv_lora_rank"):
         return f"kv_lora_rank is {shown(rank)}: keys and values that are made of one latent vector are"
     groups = values.get("n_group")
-    if groups not in (None, 1):
-        chosen = shown(values.get("topk_group"))
-        return f"n_group is {shown(groups)} and topk_group {chosen}: experts that are chosen by groups are"
+    if groups not in (None, 0, 1):
+        chosen = f" and topk_group {shown(values['topk_group'])}" if "topk_group" in values else ""
+        return f"n_group is {shown(groups)}{chosen}: experts that are chosen by groups are"
     return None
 
 

@@ -40,6 +40,14 @@ class GptOss(MixtureOfExperts):
     def mixture_of(config: Config) -> Mixture:
         return Mixture(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, sums_to_one=True)
 
+    @staticmethod
+    def activation_of(config: Config) -> str:
+        return "silu"  # gates are defined by their sigmoid, whatever the config says
+
+    @staticmethod
+    def has_experts(config: Config, block: int) -> bool:
+        return True
+
     # -- its layers --------------------------------------------------------------------------------------------------------
 
     def routing(self, width: int) -> Parameters:

@@ -106,9 +106,8 @@ class Cost:
         """Bytes of what rows ask of the host in decode, and of what it answers."""
         spec = self.spec
         values = one.rows * 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize
-        more = (1 if spec.sink_scores else 0, 1 + spec.head_dim)[
-            bool(one.shared.tokens)
-        ]  # the weight of one more key, and its values
+        # the weight of one more key, with its values where it stands for a prefix
+        more = 1 + spec.head_dim if one.shared.tokens else int(spec.sink_scores)
         shared = one.rows * spec.heads * more * FLOAT_BYTES
         worth = one.rows * spec.kv_heads * FLOAT_BYTES if self._is_judged(layer) else 0
         return values + shared + worth

@@ -351,7 +351,7 @@ def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Cand
 def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
     """The same plan, with so many tokens of prompts computed at once that an expert of a mixture meets as many of them as other
     matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nobody waits for a
-    part, since a prompt's layer is over when all its parts are; and a size that a person has chosen stays."""
+    part, since a prompt's layer is over when all its parts are; and a size other than the usual one stays."""
     share = min(share for layer in problem.model(best.plan).layers for _, share in layer.products)
     if best.plan.prefill_tokens != Plan.prefill_tokens:
         return best

@@ -83,7 +83,7 @@ def test_it_is_known_when_the_last_batch_has_chosen_and_only_for_that_pass() -> 
     assert "norm" not in str(wanted.left_out(Visit(1, router, 0)))
     for other in (Visit(2, router + 3, 0), Visit(1, router + 10, 0), Visit(0, router + 3, 1)):
         assert wanted.left_out(other) == frozenset()
-    many = torch.arange(3).expand(wanted_module.rows_asking(1 / 3, wanted_module.ENOUGH), 1, 3)
+    many = torch.arange(3).expand(wanted_module.rows_asking(1 / 3), 1, 3)
     for batch in (0, 1):
         wanted.chose(Visit(2, router, batch), many if batch else many[:1])
         wanted.computed(Visit(2, router, batch))

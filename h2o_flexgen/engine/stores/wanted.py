@@ -20,7 +20,6 @@ Pass = tuple[int, int, int]  # step, block, and the batch that the weights come 
 
 ALL = None  # so many rows have chosen that hardly any expert can be left out
 NOTHING: frozenset[str] = frozenset()
-ENOUGH = 0.98  # of the experts: whoever chooses so many is not looked at more closely
 
 
 class Wanted:
@@ -80,5 +79,5 @@ def _routers(spec: ModelSpec, schedule: Schedule) -> Mapping[int, int]:
         layer = spec.layers[number]
         router = first.setdefault(layer.block, number)
         if router != number and (schedule.traffic.reads_weights(number) or schedule.traffic.loads_weights(number)):
-            found[router] = rows_asking(min(share for _, share in layer.products), ENOUGH)
+            found[router] = rows_asking(min(share for _, share in layer.products))
     return found
