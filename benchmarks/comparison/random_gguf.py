@@ -1,7 +1,7 @@
 """A GGUF file with the shapes of a known model and random blocks: what both this engine and llama.cpp read as it is.
 
-It is for measuring alone: there is no vocabulary in it, and neither windows nor limits of queries and keys are. Scales are such that values are as large as those of real weights, and
-routers are random, so that tokens are spread over all experts.
+It is for measuring alone: there is no vocabulary in it, and neither windows nor limits of queries and keys are. Scales are
+such that values are as large as those of real weights, and routers are random, so that tokens are spread over all experts.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.native import pointer
 
 
 class More(NamedTuple):
-    """What a query got elsewhere, if anything, and its weight beside other keys: the logarithm of the sum of exponentials there.
+    """What a query got elsewhere, if anything, and its weight beside other keys: the logarithm of the exponentials' sum there.
     All is float32 and contiguous. A query that attended nothing elsewhere has the score -inf and any finite values."""
 
     scores: Tensor  # (rows, tokens, heads)

@@ -160,7 +160,7 @@ def _stretch_of_longrope(scaling: Mapping[str, Any]) -> float:
     factor, length = _positive(scaling, "factor"), _positive(scaling, ORIGINAL_LENGTH)
     if length < 2:
         raise ValueError(
-            f"{ORIGINAL_LENGTH} of the rope scaling is {shown(length)}, too short a text; download the model again"
+            f"{ORIGINAL_LENGTH} of the rope scaling is {shown(length)}, no length of a text; download the model again"
         )
     return math.sqrt(1.0 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
 

@@ -87,7 +87,7 @@ def test_a_rope_is_scaled_by_a_number_above_0(factor: object, tmp_path: Path) ->
     [
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_group": 8}, "kv_lora_rank is 512: keys and values"),
         ({"model_type": "deepseek_v3", "n_group": 8, "topk_group": 4}, "n_group is 8 and topk_group 4: experts"),
-        ({"model_type": "glm4_moe", "n_group": "two"}, "n_group is 'two' and topk_group None: experts"),
+        ({"model_type": "glm4_moe", "n_group": "two"}, "n_group is 'two': experts"),
         ({"model_type": "glm4_moe", "n_routed_experts": 2}, "num_experts_per_tok is 3, which is no whole number from 1 to 2"),
         ({"model_type": "gpt_oss", "swiglu_limit": "seven"}, "swiglu_limit is 'seven', which is no number"),
     ],
