@@ -5,7 +5,8 @@ It makes up its tokens, so a row is neither picked from logits nor ended. Of the
 their mean. A shortened run computes prompts as long as half the text for its steps, as this engine does.
 
 Options: "stored" ("bf16" or "q4_0"), "folder" (of its programs or its sources; none: PATH), "instructions" ("native" or
-"avx2", where it is compiled), "batch_tokens" (of prompts that are computed at once; its own default).
+"avx2", where it is compiled), "batch_tokens" (of prompts that are computed at once; its own default), "repacks" (whether
+weights are copied into memory in another order, as it does by itself; what does not fit has to stay mapped).
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def command(program: Path, file: Path, request: Request) -> Sequence[str]:
         "-tb": threads,
         "--output-format": "jsonl",
     }
-    return [str(program), *(word for pair in sizes.items() for word in pair)]
+    as_mapped = [] if request.options.get("repacks", True) else ["--no-repack"]
+    return [str(program), *(word for pair in sizes.items() for word in pair), *as_mapped]
 
 
 def version_of(program: Path) -> str:
