@@ -28,6 +28,7 @@ ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: thre
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
 WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
 COMPARED_BYTES = 24  # per value of a row's keys whose tokens are compared: keys and values as they are, and results in fp32
+FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
@@ -126,11 +127,11 @@ def _prompt_attention_bytes(at: Heads, site: Site, at_once: int) -> int:
     (spec, _, occupancy), batch = at, at.occupancy.batch
     total = batch.size * batch.prompt_len * batch.readings
     tokens, threads = min(total, at_once), site.threads_of(PROMPT_ATTENTION, spec.dtype)
-    room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at, tokens)
+    room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at, tokens, site)
     room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
     room += _mask_bytes(spec, 1, tokens, _attended(occupancy), threads) if total > tokens else 0
     room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads, tokens)
-    room += _sink_bytes(at, tokens, threads)
+    room += 2 * FLOAT_BYTES * tokens * spec.heads if spec.sink_scores else 0  # one more key of each query, and it in its place
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
         room += total * spec.kv_bytes_per_slot + min(encoding, 4 * total * spec.kv_decoded_bytes_per_slot)
@@ -158,13 +159,17 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 
 
-def _scored_bytes(at: Heads, at_once: int) -> int:
-    """Bytes for torch to add up what keys receive of so many tokens."""
+def _scored_bytes(at: Heads, at_once: int, site: Site) -> int:
+    """Bytes for torch to score so many tokens, or to add up what keys receive of them."""
     spec, policy, occupancy = at
-    batch, keys = occupancy.batch, _attended(occupancy)
-    if spec.attention_cap is not None:  # torch caps scores that it holds, of all tokens, and has keys and values in fp32
-        widened = 2 * FLOAT_BYTES * batch.size * keys * spec.kv_heads * spec.head_dim
-        return widened + 4 * min(SCORED_BYTES, FLOAT_BYTES * batch.size * spec.heads * keys * at_once)
+    batch, keys, has_cap = occupancy.batch, _attended(occupancy), spec.attention_cap is not None
+    is_asked_more = has_cap or spec.sink_scores or policy.sees is not None
+    if is_asked_more and (has_cap or not site.has_kernel(PROMPT_ATTENTION, spec.dtype)):  # no kernel of a GPU knows caps
+        scored = min(SCORED_BYTES, FLOAT_BYTES * batch.size * spec.heads * keys * min(batch.prompt_len, at_once))
+        of_score = 0 if policy.sees is None else FAR_BYTES + spec.heads // spec.kv_heads  # who is too far away, for each head
+        widened = 2 * FLOAT_BYTES * batch.size * keys * spec.kv_heads * spec.head_dim  # keys and values in fp32
+        held = 4 if spec.sink_scores else 3  # scores and shares, those of queries before them, and scores beside one more key
+        return widened + held * scored + scored * of_score // (FLOAT_BYTES * spec.heads)
     if policy.ranks_by != ATTENTION:
         return 0
     counted = _part_of_echo(batch) or max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
@@ -215,15 +220,6 @@ def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> in
         return each + FLOAT_BYTES * PromptRoom.of_shared(spec.head_dim).end * threads
     scored = FLOAT_BYTES * tokens * spec.heads * (max(longest, batch.prompt_len) + 1)
     return each + 4 * min(SCORED_BYTES, scored) + 2 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
-
-
-def _sink_bytes(at: Heads, tokens: int, threads: int) -> int:
-    """Bytes for one more key of each query, as it is and in its place; torch scores such queries by itself."""
-    (spec, _, occupancy), batch = at, at.occupancy.batch
-    if not spec.sink_scores:
-        return 0
-    scored = FLOAT_BYTES * batch.size * spec.heads * _attended(occupancy) * batch.prompt_len
-    return 2 * FLOAT_BYTES * tokens * spec.heads + (0 if threads else 4 * min(SCORED_BYTES, scored))
 
 
 def _choosing_bytes(at: Heads, threads: int) -> int:

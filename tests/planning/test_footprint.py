@@ -201,6 +201,7 @@ WIDER = {
     "gpt-oss-far": {"intermediate_size": 344, "head_dim": 32},
     "qwen3": {"intermediate_size": 688, "head_dim": 32},
     "gemma2": {"intermediate_size": 688, "head_dim": 32},
+    "mistral-near": {"intermediate_size": 688, "head_dim": 32, "sliding_window": 64},
     "neox-parallel": {"intermediate_size": 1024},
     "neox-sequential": {"intermediate_size": 1024},
 }
@@ -233,7 +234,7 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
 
 
 LONG = {
-    "kind": ("opt", "llama-gqa", "gemma2"),
+    "kind": ("opt", "llama-gqa", "gemma2", "mistral-near", "gpt-oss-far"),
     "at_once": (64, 1),
     "kept": range(len(KEPT)),
     "computed": tuple(product(("float32", "bfloat16"), (*variants()[:1], TORCH))),
@@ -262,8 +263,15 @@ def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(value
 
 
 def passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: int) -> int:
-    """Of the visit of prefill (0) or of a decode step that allocates most."""
-    rows, tokens, policy = batch.size, batch.prompt_len, plan.policy
+    """Of the visit of prefill (0) or of a decode step that allocates most, with a block that has heads of each level."""
+    of_levels = (
+        (level.policy, next(place for place, heads in enumerate(level.heads) if heads)) for level in plan.levels(model.spec)
+    )
+    return max(_passing_bytes(model, plan, batch, gen_len, step, *own) for own in of_levels)
+
+
+def _passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: int, policy: KVPolicy, place: int) -> int:
+    rows, tokens = batch.size, batch.prompt_len
     spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens * batch.readings
     occupancy = policy.occupancy(batch, gen_len)
     within = None if step else batch.echoes_within
@@ -274,15 +282,16 @@ def passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: in
     scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
     weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
-    embed, block, *_, head = spec.layers
-    cache, out = KVCache(image, scores, coding, judge=judge_of(policy)), torch.zeros_like(hidden)
+    embed, *blocks, head = spec.layers
+    cache = KVCache(image, scores, coding, judge=judge_of(policy), cap=spec.attention_cap)
+    out = torch.zeros_like(hidden)
     given = Given(now.text_positions, partial(cache.attend, now))
 
     def through_block() -> Tensor:
         for piece in (pieces := now.pieces(plan.prefill_tokens)):
             own = replace(given, positions=given.positions[:, piece])
-            out[:, piece] = computed(model, block, hidden[:, piece], weights[1], own)
-        return out if pieces else computed(model, block, hidden, weights[1], given)
+            out[:, piece] = computed(model, blocks[place], hidden[:, piece], weights[1 + place], own)
+        return out if pieces else computed(model, blocks[place], hidden, weights[1 + place], given)
 
     visits = (
         lambda: computed(model, embed, ids, weights[0], given),
@@ -325,7 +334,7 @@ def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capac
         shape = (rows, spec.kv_heads, slots)
         region = torch.zeros(prod(shape) * (0 if scored is None else scored.score_bytes), dtype=torch.uint8)
         scores = None if scored is None else SlotScores.over(region, scored, shape)
-        return KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=dtype), scores)
+        return KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=dtype), scores, cap=spec.attention_cap)
 
     longest = max(need.prefix.tokens for need in needs if need.prefix is not None)
     cache = cache_of(len(needs), capacity, scored_by)
