@@ -9,7 +9,7 @@ from math import inf
 
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.suites import Load
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ModelSpec, asked_for
 from h2o_flexgen.kernels.table import EXACT
 
 
@@ -27,20 +27,20 @@ class Ceiling:
     def tokens_per_s(self, rows: int, load: Load) -> float:
         return rows * load.gen_len / self.seconds(rows, load)
 
-    @property
-    def weight_bytes(self) -> int:
-        """That a pass needs: of a table that is not the head as well, a few rows."""
-        used = {
-            tensor.name: tensor.nbytes
-            for layer in self.spec.layers
-            for tensor in (layer.matrices if layer.takes_tokens else [tensor for _, tensor in layer.tensors])
-        }
+    def weight_bytes(self, tokens: int) -> float:
+        """That a pass over so many tokens needs: of a table that is not the head as well, a few rows, and of experts as many as
+        these are expected to ask for."""
+        used: dict[str, float] = {}
+        for layer in self.spec.layers:
+            shares = {tensor.name: share for tensor, share in layer.products}
+            for tensor in layer.matrices if layer.takes_tokens else [tensor for _, tensor in layer.tensors]:
+                used[tensor.name] = tensor.nbytes * asked_for(shares.get(tensor.name, 1.0), tokens)
         return sum(used.values())
 
     def pass_seconds(self, rows: int, tokens: int) -> float:
         """Of all layers on `tokens` new tokens of each row: what does not fit must come from the disk or over the link, all
         weights must be read once, and all products be made."""
-        weights = self.weight_bytes
+        weights = self.weight_bytes(rows * tokens)
         flops = sum(self.spec.flops(layer, rows, tokens, 0) for layer in range(len(self.spec.layers)))
         bounds = [
             max(0.0, weights - self.host_bytes - (self.device_bytes or 0)) / self.machine.disk_read_per_s,

@@ -221,7 +221,7 @@ def test_a_gpu_is_fed_over_its_link() -> None:
     spec = spec_of("facebook/opt-1.3b", "bfloat16")
     machine = replace(MACHINE, link_per_s=1e10)
     ceiling = Ceiling(spec, machine, 1e12, device_bytes=1e9)
-    assert ceiling.pass_seconds(1, 1) == pytest.approx((ceiling.weight_bytes - 1e9) / 1e10)
+    assert ceiling.pass_seconds(1, 1) == pytest.approx((ceiling.weight_bytes(1) - 1e9) / 1e10)
 
 
 def test_of_tables_that_are_no_head_a_pass_needs_a_few_rows() -> None:
