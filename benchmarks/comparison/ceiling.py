@@ -32,9 +32,10 @@ class Ceiling:
         these are expected to ask for."""
         used: dict[str, float] = {}
         for layer in self.spec.layers:
-            shares = {tensor.name: share for tensor, share in layer.products}
-            for tensor in layer.matrices if layer.takes_tokens else [tensor for _, tensor in layer.tensors]:
-                used[tensor.name] = tensor.nbytes * asked_for(shares.get(tensor.name, 1.0), tokens)
+            shares, matrices = dict(layer.products), {tensor.name for tensor in layer.matrices}
+            for local, tensor in layer.tensors:
+                if tensor.name in matrices or not layer.takes_tokens:
+                    used[tensor.name] = tensor.nbytes * asked_for(shares.get(local, 1.0), tokens)
         return sum(used.values())
 
     def pass_seconds(self, rows: int, tokens: int) -> float:
