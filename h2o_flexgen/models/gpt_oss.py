@@ -24,7 +24,7 @@ LIMIT, ALPHA = 7.0, 1.702  # of configs that are older than the keys
 
 
 class GptOss(MixtureOfExperts):
-    states_of_expert = 4  # both products as they come, and parted
+    states_of_expert = 5  # both products as they come, and parted, and what torch puts together of all experts
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         super().__init__(config, dtype, sep_layer, name)

@@ -148,8 +148,8 @@ class Llama(InHalves):
         return out
 
     def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
-        gate, up = ops.linears(x, weights, names.gate, names.up)
-        return ops.linear(self._gating(gate, up), weights, names.down)
+        made = self._gating(*ops.linears(x, weights, names.gate, names.up))  # from here on nobody holds gate or up
+        return ops.linear(made, weights, names.down)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         return ops.linear(self.normed(hidden, weights, "norm"), weights, "lm_head")

@@ -14,7 +14,7 @@ from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import GatedMlp, Llama, Traits, windows_of
 
 QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
-MLP_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
+FUSED_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
 
 
 class Phi3(Llama):
@@ -30,8 +30,8 @@ class Phi3(Llama):
         return parts
 
     def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
-        gate, up = (half.contiguous() for half in ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1))
-        return ops.linear(self._gating(gate, up), weights, OUT_OF_MLP)
+        made = self._gating(*(half.contiguous() for half in ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1)))
+        return ops.linear(made, weights, OUT_OF_MLP)
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 
@@ -49,4 +49,4 @@ class Phi3(Llama):
             layout.linear(INTO_MLP, 2 * inner, width, bias=False),
             layout.linear(OUT_OF_MLP, width, inner, bias=False),
         )
-        return replace(layout.mlp(Llama.mlp, parameters, width, inner, origin), passing_width=MLP_STATES * inner)
+        return replace(layout.mlp(Llama.mlp, parameters, width, inner, origin), passing_width=FUSED_STATES * inner)

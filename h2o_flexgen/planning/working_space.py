@@ -115,7 +115,8 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site, at_once
 
 def _pieces_bytes(spec: ModelSpec, levels: Sequence[Heads], tokens: int) -> int:
     """Bytes that stay while a prompt is computed piece by piece: its keys and values, what each token got, and the turns of all
-    positions, which are made in fp32."""
+    positions, which are made in fp32. Each level has one rotation, since its layers are of one kind, and a step of its own
+    that keeps the turns: so there is one turn for each level."""
     total = tokens * spec.head_dim * (spec.itemsize * len(levels) + 2 * FLOAT_BYTES)
     for spec_of_level, policy, occupancy in levels:
         of_token = spec_of_level.kv_decoded_bytes_per_slot * (3 if policy.rolls else 2) // 2
@@ -194,7 +195,7 @@ def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
 
 
 def _parts(plan: Plan, batch: Batch, levels: Sequence[Heads]) -> Iterator[list[Heads]]:
-    """The prompts of a batch that are computed at once; and the longest prefix that rows share, which is computed by itself and
+    """The prompts of a batch that are read together; and the longest prefix that rows share, which is computed by itself and
     is kept as a whole, and may begin with a copy of another. Where rows take copies of it, it stands before their prompts."""
     longest = batch.longest_prefix
     for known in (0, 1) if longest > 1 else (0,) if longest else ():

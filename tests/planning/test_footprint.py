@@ -262,12 +262,21 @@ def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(value
     assert 0.1 * estimate < most <= estimate < 0.9 * at_once_estimate
 
 
+@pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
+@pytest.mark.parametrize("kind", ["gemma3", "phi3-near", "gpt-oss-far", "llama-gqa"])
+def test_an_mlp_far_wider_than_its_model_allocates_no_more_in_passing_than_is_estimated(kind: str, variant: str) -> None:
+    config: Any = tiny_config(kind, hidden_size=64, head_dim=16, num_attention_heads=2, intermediate_size=2048)
+    model, plan, batch = create_model(config, "float32", sep_layer=False), Plan(prefill_tokens=512), Batch((0, 1), (64,) * 2)
+    with used(variant):
+        most = passing_bytes(model, plan, batch, 4, 0)
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 4)), 0, plan, site_of("cpu", False))
+    assert 0.4 * estimate < most <= estimate
+
+
 def passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: int) -> int:
     """Of the visit of prefill (0) or of a decode step that allocates most, with a block that has heads of each level."""
-    of_levels = (
-        (level.policy, next(place for place, heads in enumerate(level.heads) if heads)) for level in plan.levels(model.spec)
-    )
-    return max(_passing_bytes(model, plan, batch, gen_len, step, *own) for own in of_levels)
+    levels = [(level.policy, [bool(heads) for heads in level.heads].index(True)) for level in plan.levels(model.spec)]
+    return max(_passing_bytes(model, plan, batch, gen_len, step, *level) for level in levels)
 
 
 def _passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: int, policy: KVPolicy, place: int) -> int:
