@@ -214,7 +214,7 @@ def document(
         "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
         f"{machine.machine['torch']}; {machine}; cap: {cap.words}; {date.today().isoformat()}, commit {commit()}",
         "command": " ".join(["python benchmarks/moe.py", *sys.argv[1:]]),
-        "ceiling": "of the weights that so many rows ask for: those beyond the cap over the disk's rate, all over the memory's; "
+        "ceiling": "of weights that so many rows ask for: those beyond the cap over the disk's rate, all over the memory's; "
         "or products over the processor's rate, all measured",
         "unit": "tokens/s in steps",
         "higher_is_better": True,
