@@ -33,7 +33,7 @@ from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
-from h2o_flexgen.kernels.table import EXACT, LIBRARIES, TORCH, Processor
+from h2o_flexgen.kernels.table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.table import judge_of
@@ -260,6 +260,18 @@ def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(value
             SLACK * working_bytes(held, 0, plan, site_of("cpu", False)) for plan in (in_pieces, whole)
         )
     assert 0.1 * estimate < most <= estimate < 0.9 * at_once_estimate
+
+
+@pytest.mark.parametrize(("kind", "is_scored"), [("gpt-oss-far", False), ("mistral-near", False), ("gemma2", True)])
+def test_on_a_gpu_scores_are_held_only_where_no_kernel_attends(kind: str, is_scored: bool) -> None:
+    """A cap is known to torch alone."""
+    model = create_model(tiny_config(kind, **LARGER, **WIDER[kind]), "bfloat16", sep_layer=False)
+    plan, block = Plan(), Block((Batch((0,), (400,)),), 4)
+    with_kernels, in_torch = (
+        working_bytes(HeldKV.of(model.spec, plan, block), 0, plan, Site(True, processor=Processor(CUDA, build, HALVES)))
+        for build in (TRITON, TORCH)
+    )
+    assert with_kernels == in_torch if is_scored else with_kernels < 0.5 * in_torch
 
 
 @pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
