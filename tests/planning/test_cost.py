@@ -41,7 +41,7 @@ def assert_moved_as_predicted(case: Case, checkpoints: Checkpoints, offload: Pat
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         assert llm.stats is not None
         moved = Counter({lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes})
-        assert moved == predicted(llm, case), case
+        assert moved + Counter(llm.stats.skipped_bytes) == predicted(llm, case), case
     return moved
 
 
