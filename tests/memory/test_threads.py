@@ -22,14 +22,16 @@ NO_ROOM = RuntimeError("can't start new thread")
 LIMITED = """
 import json, os, resource, sys
 from h2o_flexgen import run
-import h2o_flexgen.cli.failures, h2o_flexgen.cli.run_work, torch
+import h2o_flexgen.cli.failures, h2o_flexgen.cli.run_work, h2o_flexgen.models, torch
 torch.set_num_threads(2)
 argv, extra = json.loads(sys.argv[1])
+h2o_flexgen.models.load_config(argv[1])  # what others import for it is there: without room, they were seen to try for ever
 mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 for nbytes in extra:
     child = os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (120, 120))  # who goes round in circles is ended
         os._exit(run.main(argv))
     print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
