@@ -24,7 +24,11 @@ from tests.clocked.tensor import NAME as CLOCKED
 from tests.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, recorded_logits
 
 SHORTEST_BY_HEAD = 4  # tokens of a prompt of which every head has a slot
-NEAR = ("mistral-near", "qwen3-moe-near")  # every layer has a window, within which texts of policies that evict must stay
+NEAR = (
+    "mistral-near",
+    "qwen3-moe-near",
+    "phi3-near",
+)  # windows everywhere, within which texts of policies that evict must stay
 KINDS = [kind for kind in tiny.KINDS if kind not in ("mistral", *NEAR)] + ["mistral"]
 
 
