@@ -28,7 +28,7 @@ def write_gguf(checkpoint: Path, config: Mapping[str, Any], architecture: str, f
     partial = file.with_name(f"{file.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(partial, architecture)
     try:
-        _add_sizes(writer, config)
+        add_sizes(writer, config)
         named = _names(config, architecture)
         for name, value in _tensors(checkpoint):
             form = STORED.get(value.dtype)
@@ -44,7 +44,8 @@ def write_gguf(checkpoint: Path, config: Mapping[str, Any], architecture: str, f
         partial.unlink(missing_ok=True)
 
 
-def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What files of all architectures say of their sizes."""
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head_size = config.get("head_dim") or width // heads
     writer.add_block_count(config["num_hidden_layers"])

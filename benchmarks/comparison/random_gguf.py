@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from benchmarks.baselines.gguf_file import NO_VOCABULARY
+from benchmarks.baselines.gguf_file import add_sizes
 from h2o_flexgen.checkpoints.files import require_free_space
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.models import create_model, known_config
@@ -59,7 +59,8 @@ def write_random(model: str, file: Path) -> None:
     partial = file.with_name(f"{file.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(partial, ARCHITECTURES[config.model_type])
     try:
-        _add_sizes(writer, config.to_dict())
+        add_sizes(writer, config.to_dict())
+        _add_more(writer, config.to_dict())
         for one in planned:
             shape = (*one.shape[:-1], one.shape[-1] // BLOCK * BLOCK_BYTES) if one.packed else one.shape
             dtype = np.dtype(np.uint8 if one.packed else np.float32)
@@ -113,23 +114,10 @@ def _write(writer: gguf.GGUFWriter, planned: Planned, generator: np.random.Gener
     writer.write_tensor_data(blocks)
 
 
-def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    head_size = config.get("head_dim") or width // heads
+def _add_more(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Rotations and experts."""
     rope = config.get("rope_parameters") or {}
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
     writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model(NO_VOCABULARY)
     if config.get("num_experts_per_tok"):
         writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
