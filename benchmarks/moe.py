@@ -4,11 +4,13 @@
     python benchmarks/moe.py --model Qwen/Qwen3-30B-A3B --memory 8GiB --rows 128 256 --their-rows 1 16 64 --repeats 3
 
 A file of random weights (Q4_0) is written once, which both read as it is. Every run has a process of its own under the same cap
-on memory, the page cache included, and starts with nothing of the file in that cache: ours reads the weights that are not
-resident in every step, llama.cpp maps the file. KV: ours keeps a fifth by h2o in 4 bits, llama.cpp all in float16. Prompts are
-computed whole, then a few decode steps are timed behind half of the text. All take turns; medians count. The ceiling of a step:
-the weights beyond the cap over the disk's rate, or the products of so many rows over the processor's, both measured before and
-after, the better. The last line is one JSON document.
+on memory, the page cache included, and starts with nothing of the file in that cache: ours keeps the weights that fit beside
+the rest and reads the others in every step, llama.cpp maps the file. KV: ours keeps a fifth by h2o in 4 bits, llama.cpp all in
+float16. Prompts are computed whole, then a few decode steps are timed behind half of the text. All take turns; medians count.
+
+The ceiling of a step: the weights beyond the cap over the disk's rate, or the products of so many rows over the processor's,
+both measured before and after, the better. The disk is measured for some seconds around every run: many give more in the first
+seconds than ever after. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.profiling.measure import disk_read_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = "h2o_flexgen", "llama.cpp"
@@ -57,6 +60,7 @@ class Line:
     contender: Contender
     rows: int
     answers: tuple[Answer, ...]
+    disk_rates: tuple[float, ...]  # bytes per second: the better of before and after each answer
 
     @property
     def step_seconds(self) -> float:
@@ -99,9 +103,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rows", type=int, nargs="+", default=[128, 512], help="of ours")
     add("--their-rows", type=int, nargs="+", default=[1, 16, 64], help="of llama.cpp")
     add("--rows-at-once", type=int, default=512, help="of ours, in a batch")
-    add("--resident", type=float, default=0.0, metavar="PERCENT", help="of our weights, in memory")
+    add("--resident", type=float, metavar="PERCENT", help="of our weights, in memory (default: what fits beside the rest)")
     add("--steps", type=int, default=4, help="decode steps that are timed")
     add("--repeats", type=int, default=1)
+    add("--disk-seconds", type=float, default=5.0, help="that the disk is measured for before and after every run")
     add("--llama-cpp", metavar="FOLDER", help="of its programs, or of its sources, which are compiled once (default: PATH)")
     add("--systems", nargs="+", metavar="NAME", help="only these")
     add("--timeout", type=float, default=1800, help="seconds that one run may take")
@@ -123,7 +128,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
-    ours = {**KEPT, "slots": SLOTS, "percent": (0, args.resident, 0, 100, 0, 100), "rows_at_once": args.rows_at_once}
+    share = {} if args.resident is None else {"percent": (0, args.resident, 0, 100, 0, 100)}
+    ours = {**KEPT, "slots": SLOTS, "rows_at_once": args.rows_at_once, **share}
     return [
         Contender(OURS, OURS, ours, computes="rows in bfloat16"),
         Contender(f"{OURS}, int8", OURS, {**ours, "compute": INT8}, computes="rows in int8", arithmetic=INT8),
@@ -151,7 +157,7 @@ def measured(args: argparse.Namespace, file: Path) -> list[Line]:
     """Systems take turns, because machines drift. What fails is left out, and said."""
     launcher = Launcher(args.timeout, {"PYTHONPATH": environment()["PYTHONPATH"]})
     asked = [
-        Line(one, rows, ()) for one in args.contenders for rows in (args.their_rows if one.system == THEIRS else args.rows)
+        Line(one, rows, (), ()) for one in args.contenders for rows in (args.their_rows if one.system == THEIRS else args.rows)
     ]
     for _ in range(args.repeats):
         asked = [_once_more(args, file, launcher, line) for line in asked]
@@ -159,15 +165,19 @@ def measured(args: argparse.Namespace, file: Path) -> list[Line]:
 
 
 def _once_more(args: argparse.Namespace, file: Path, launcher: Launcher, line: Line) -> Line:
+    before = disk_read_rate([file], seconds=args.disk_seconds)
     try:
         answer = launcher.run(request(args, file, line), loads_within_cap=True)
     except Failed as error:
         say(f"{line.contender.name}, {line.rows} rows: {error}")
         return line
+    disk = max(before, disk_read_rate([file], seconds=args.disk_seconds))
     now = replace(line, answers=(answer,))
     rate = f"a step {now.step_seconds:.2f} s, {now.tokens_per_s:.1f} tokens/s"
-    say(f"{line.contender.name}, {line.rows} rows: prompts {now.prefill_seconds:.1f} s, {rate}, {format_bytes(now.peak_bytes)}")
-    return replace(line, answers=(*line.answers, answer))
+    read = f"{format_bytes(answer.read_bytes_per_step)} read in a step, disk {disk / 1e9:.2f} GB/s"
+    said = f"prompts {now.prefill_seconds:.1f} s, {rate}, {format_bytes(now.peak_bytes)}, {read}"
+    say(f"{line.contender.name}, {line.rows} rows: {said}")
+    return replace(line, answers=(*line.answers, answer), disk_rates=(*line.disk_rates, disk))
 
 
 def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
@@ -205,7 +215,8 @@ def document(
     cap.close()
 
     def limit(line: Line) -> float:
-        return line.rows / Ceiling(spec, machine, args.memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
+        then = replace(machine, disk_read_per_s=median(line.disk_rates))
+        return line.rows / Ceiling(spec, then, args.memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
 
     return {
         "benchmark": "moe",
@@ -225,6 +236,7 @@ def document(
                 "ceiling": limit(line),
                 "prefill_seconds": line.prefill_seconds,
                 "peak_bytes": line.peak_bytes,
+                "disk_read_per_s": line.disk_rates,
                 "answers": [asdict(answer) for answer in line.answers],
             }
             for line in lines

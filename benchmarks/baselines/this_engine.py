@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class System:
         return most if most < 2 * TILE else most // TILE * TILE
 
     def run(self, request: Request, ready: Ready) -> Answer:
+        request = with_residents(request)
         begun = time.perf_counter()
         with _opened(request, request.rows) as llm:
             for workload in _workloads(llm, request, request.rows):
@@ -111,6 +112,17 @@ def _opened(request: Request, rows: int) -> LLM:
     host = None if request.host_bytes is None else int(request.host_bytes * (1 - KEPT_FREE))
     memory = {"cpu_mem": host, "gpu_mem": request.device_bytes, "offload_dir": Path(request.scratch)}
     return LLM(request.checkpoint, dtype=request.dtype, device=request.device, **memory, **shape, **options)
+
+
+def with_residents(request: Request) -> Request:
+    """The request with as many whole percent of the weights in memory as fit beside the rest, where no placement is given."""
+    if "percent" in request.options:
+        return request
+
+    def with_share(share: int) -> Request:
+        return replace(request, options={**request.options, "percent": (0, share, 0, 100, 0, 100)})
+
+    return with_share(largest(lambda share: _fits(with_share(share), request.rows), 100))
 
 
 def _fits(request: Request, rows: int) -> bool:

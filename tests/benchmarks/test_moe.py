@@ -8,12 +8,15 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.baselines import this_engine
 from benchmarks.baselines.llama_build import COMPARED
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison import random_gguf
@@ -29,7 +32,7 @@ from tests.tiny import KINDS
 moe = load_script("moe.py", "benchmarks")
 readme_results = load_script("readme_results.py")
 MACHINE = Calibration(
-    400e9, 30e9, 3e9, None, {"cpu": "a processor", "cores": 2, "instructions": "some", "torch": "2"}, 0.0, 1e12
+    400e9, 30e9, 5e9, None, {"cpu": "a processor", "cores": 2, "instructions": "some", "torch": "2"}, 0.0, 1e12
 )
 MODEL = "allenai/OLMoE-1B-7B-0924"
 
@@ -64,6 +67,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     (tmp_path / "file.gguf").write_bytes(bytes(1000))
     monkeypatch.setattr(moe, "random_gguf", lambda *_: tmp_path / "file.gguf")
     monkeypatch.setattr(moe, "calibrated", lambda _: MACHINE)
+    rates = cycle((3e9, 2e9))  # before every run, and after it
+    monkeypatch.setattr(moe, "disk_read_rate", lambda files, seconds: next(rates))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def run(*arguments: str) -> dict[str, Any]:
@@ -91,13 +96,22 @@ def test_systems_take_turns_and_medians_count(
     result = run(*asked)
     assert [(one.system, one.rows) for one in told] == [("h2o_flexgen", 64), ("h2o_flexgen", 512), ("llama.cpp", 8)] * 2
     assert {one.checkpoint for one in told} == {told[0].checkpoint} and {one.host_bytes for one in told} == {2 << 30}
-    assert told[0].options["percent"] == (0, 0.0, 0, 100, 0, 100) and told[0].options["kv_policy"] == "h2o"
+    assert "percent" not in told[0].options and told[0].options["kv_policy"] == "h2o"
     first, second, theirs = result["rows"]
     assert (first["measured"], second["measured"], theirs["measured"]) == (64 / 4, 512 / 4.5, 4.0)
     assert result["times_their_best"] == pytest.approx(512 / 4.5 / 4)
+    assert first["disk_read_per_s"] == [3e9] * 2
     assert first["ceiling"] == pytest.approx(64 / ((3.89e9 - (2 << 30)) / 3e9), rel=0.04)  # what the disk bounds
     written = readme_results.read_result(tmp_path / "results" / "moe-olmoe-1b-7b-0924.json")
     assert [row.name.partition(",")[0] for row in written.rows] == ["h2o_flexgen", "h2o_flexgen", "llama.cpp"]
+
+
+def test_as_many_weights_stay_in_memory_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Request("h2o_flexgen", "file.gguf", "bfloat16", "cpu", 128, 64, 16, 4, 8 << 30, None, str(tmp_path), {"slots": 4})
+    monkeypatch.setattr(this_engine, "_fits", lambda request, rows: request.options["percent"][1] <= 37 and rows == 128)
+    assert this_engine.with_residents(asked).options == {"slots": 4, "percent": (0, 37, 0, 100, 0, 100)}
+    given = replace(asked, options={"percent": (0, 5, 0, 100, 0, 100)})
+    assert this_engine.with_residents(given) == given
 
 
 def test_what_fails_is_left_out(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +121,7 @@ def test_what_fails_is_left_out(run: Callable[..., dict[str, Any]], monkeypatch:
         return Answer({}, "on disk", 1.0, 9.0, (1.0,), 10**9, 0.0)
 
     monkeypatch.setattr(Launcher, "run", failing)
-    result = run("--rows", "8", "--their-rows", "1", "--systems", "h2o_flexgen", "llama.cpp")
+    result = run("--rows", "8", "--their-rows", "1", "--systems", "h2o_flexgen", "llama.cpp", "--resident", "25")
     assert len(result["rows"]) == 1 and result["times_their_best"] is None
 
 
