@@ -1,7 +1,9 @@
 """A GGUF file with the shapes of a known model and random blocks: what both this engine and llama.cpp read as it is.
 
 It is for measuring alone: there is no vocabulary in it, and neither windows nor limits of queries and keys are. Scales are
-such that values are as large as those of real weights, and routers are random, so that tokens are spread over all experts.
+such that values are as large as those of real weights, and routers are random, so that tokens are spread over all experts. A
+scale is as often negative as not, because codes of 4 bits have a mean below zero: if that were left to values, the hidden
+states of all tokens would come to be alike, and all would be given to the same experts.
 """
 
 from __future__ import annotations
@@ -108,9 +110,10 @@ def _write(writer: gguf.GGUFWriter, planned: Planned, generator: np.random.Gener
         writer.write_tensor_data(values if is_norm else values * np.float32(0.05))
         return
     blocks: NDArray[np.uint8] = np.frombuffer(generator.bytes(_nbytes(planned)), np.uint8).reshape(-1, BLOCK_BYTES).copy()
-    scale = np.frombuffer(np.float16(SPREAD).tobytes(), np.uint8)
+    scales = np.array([SPREAD, -SPREAD], np.float16).view(np.uint8).reshape(2, 2)
     for start in range(0, len(blocks), AT_ONCE):
-        blocks[start : start + AT_ONCE, :2] = scale
+        some = blocks[start : start + AT_ONCE]
+        some[:, :2] = scales[some[:, 0] % 2]
     writer.write_tensor_data(blocks)
 
 
