@@ -3,10 +3,11 @@
     python benchmarks/moe.py --llama-cpp SOURCES                                     # OLMoE-1B-7B in 2 GiB
     python benchmarks/moe.py --model Qwen/Qwen3-30B-A3B --memory 8GiB --rows 128 256 --their-rows 1 16 64 --repeats 3
 
-A file of random weights (Q4_0) is written once, which both read as it is. Every run has a process of its own under the same cap
-on memory, the page cache included, and starts with nothing of the file in that cache: ours keeps the weights that fit beside
-the rest and reads the others in every step, llama.cpp maps the file. KV: ours keeps a fifth by h2o in 4 bits, llama.cpp all in
-float16. Prompts are computed whole, then a few decode steps are timed behind half of the text. All take turns; medians count.
+A file of random weights is written once, which both read as it is: Q4_0, of gpt-oss MXFP4 and Q8_0 as it was published. Every
+run has a process of its own under the same cap on memory, the page cache included, and starts with nothing of the file in that
+cache: ours keeps the weights that fit beside the rest and reads the others in every step, llama.cpp maps the file. KV: ours
+keeps a fifth by h2o in 4 bits, llama.cpp all in float16. Prompts are computed whole, then a few decode steps are timed behind
+half of the text. All take turns; medians count.
 
 The ceiling of a step: the weights beyond the cap over the disk's rate, or the products of so many rows over the processor's,
 both measured before and after, the better. The disk is measured for some seconds around every run: many give more in the first
@@ -220,7 +221,8 @@ def document(
 
     return {
         "benchmark": "moe",
-        "title": f"{args.model} shapes, {file.stat().st_size / 1e9:.1f} GB in Q4_0 on disk, {args.load} tokens, in "
+        "title": f"{args.model} shapes, {file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()} on disk, "
+        f"{args.load} tokens, in "
         f"{args.memory / 2**30:g} GiB",
         "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
         f"{machine.machine['torch']}; {machine}; cap: {cap.words}; {date.today().isoformat()}, commit {commit()}",

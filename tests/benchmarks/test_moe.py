@@ -37,15 +37,16 @@ MACHINE = Calibration(
 MODEL = "allenai/OLMoE-1B-7B-0924"
 
 
-@pytest.mark.parametrize("kind", ["olmoe", "qwen2-moe", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["olmoe", "qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss"])
 def test_a_file_of_random_blocks_is_read_as_the_model_that_it_is_named_after(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_type, values = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **{**values, **sizes_for("q4_0", model_type), "clip_qkv": None})
-    monkeypatch.setattr(random_gguf, "known_config", lambda model: config)
-    file = random_gguf.random_gguf("some/model", tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["some--model-q4_0.gguf"]
+    sizes = {**values, **sizes_for("q4_0", model_type), "clip_qkv": None}
+    config = AutoConfig.for_model(model_type, **sizes, experts_apart=True)
+    monkeypatch.setattr(random_gguf, "known_config", lambda model, **_: config)
+    file, form = random_gguf.random_gguf("some/model", tmp_path), "mxfp4" if kind == "gpt-oss" else "q4_0"
+    assert [each.name for each in tmp_path.iterdir()] == [f"some--model-{form}.gguf"]
     found = load_config(str(file))
     assert (found.model_type, found.num_experts_per_tok) == (model_type, config.num_experts_per_tok)
     with LLM(file, tokenizer="bytes", dtype="float32", device="cpu", offload_dir=tmp_path / "offload") as llm:
