@@ -209,7 +209,8 @@ class MixtureOfExperts(Llama):
 
     def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""
-        inner = self.gated_by_expert(*self.gate_and_up(asked, x, weights), asked.counts)
+        gate, up = self.gate_and_up(asked, x, weights)
+        inner = self.gated_by_expert(gate, up, asked.counts)
         (down,) = ops.linears_of_each(inner, asked.counts, weights, [self._names[number].down for number in asked.experts])
         return down
 
