@@ -36,20 +36,23 @@ from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import open_cap
 from benchmarks.comparison.ceiling import Ceiling
-from benchmarks.comparison.checkpoint import spec_of
 from benchmarks.comparison.command import argument_of, commit, say
 from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.comparison.random_gguf import random_gguf
 from benchmarks.comparison.suites import Contender, Load
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.open import OpenedModel
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import disk_read_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = "h2o_flexgen", "llama.cpp"
-DTYPE, AS_MANY_BITS = "bfloat16", "group4"
+DTYPE = "bfloat16"
 KEPT = {"kv_policy": "h2o", "kv_budget": 0.2, "kv_codec": "group4"}
 SLOTS = 4  # with two, the disk waits while an attention is computed: slices are small
 
@@ -207,7 +210,7 @@ def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
 def document(
     args: argparse.Namespace, file: Path, before: Calibration, after: Calibration, lines: Sequence[Line]
 ) -> dict[str, object]:
-    machine, spec = before.at_best(after), spec_of(args.model, DTYPE).packed(AS_MANY_BITS)
+    machine, spec = before.at_best(after), spec_in(file)
     best = {
         name: max((one.tokens_per_s for one in lines if one.contender.system == name), default=None) for name in (OURS, THEIRS)
     }
@@ -252,6 +255,11 @@ def document(
         "before": asdict(before),
         "after": asdict(after),
     }
+
+
+def spec_in(file: Path) -> ModelSpec:
+    """The model's shapes, with weights as they lie in the file."""
+    return OpenedModel.of(str(file), False, DTYPE, Site()).spec(Plan())
 
 
 def print_table(result: dict[str, object]) -> None:
