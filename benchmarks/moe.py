@@ -3,10 +3,11 @@
     python benchmarks/moe.py --llama-cpp SOURCES                                     # OLMoE-1B-7B in 2 GiB
     python benchmarks/moe.py --model Qwen/Qwen3-30B-A3B --memory 8GiB --rows 128 256 --their-rows 1 16 64 --repeats 3
 
-A file of random weights (Q4_0) is written once, which both read as it is. Every run has a process of its own under the same cap
-on memory, the page cache included, and starts with nothing of the file in that cache: ours keeps the weights that fit beside
-the rest and reads the others in every step, llama.cpp maps the file. KV: ours keeps a fifth by h2o in 4 bits, llama.cpp all in
-float16. Prompts are computed whole, then a few decode steps are timed behind half of the text. All take turns; medians count.
+A file of random weights is written once, which both read as it is: Q4_0, of gpt-oss MXFP4 and Q8_0 as it was published. Every
+run has a process of its own under the same cap on memory, the page cache included, and starts with nothing of the file in that
+cache: ours keeps the weights that fit beside the rest and reads the others in every step, llama.cpp maps the file. KV: ours
+keeps a fifth by h2o in 4 bits, llama.cpp all in float16. Prompts are computed whole, then a few decode steps are timed behind
+half of the text. All take turns; medians count.
 
 The ceiling of a step: the weights beyond the cap over the disk's rate, or the products of so many rows over the processor's,
 both measured before and after, the better. The disk is measured for some seconds around every run: many give more in the first
@@ -35,20 +36,23 @@ from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import open_cap
 from benchmarks.comparison.ceiling import Ceiling
-from benchmarks.comparison.checkpoint import spec_of
 from benchmarks.comparison.command import argument_of, commit, say
 from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.comparison.random_gguf import random_gguf
 from benchmarks.comparison.suites import Contender, Load
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.open import OpenedModel
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import disk_read_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = "h2o_flexgen", "llama.cpp"
-DTYPE, AS_MANY_BITS = "bfloat16", "group4"
+DTYPE = "bfloat16"
 KEPT = {"kv_policy": "h2o", "kv_budget": 0.2, "kv_codec": "group4"}
 SLOTS = 4  # with two, the disk waits while an attention is computed: slices are small
 
@@ -206,7 +210,7 @@ def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
 def document(
     args: argparse.Namespace, file: Path, before: Calibration, after: Calibration, lines: Sequence[Line]
 ) -> dict[str, object]:
-    machine, spec = before.at_best(after), spec_of(args.model, DTYPE).packed(AS_MANY_BITS)
+    machine, spec = before.at_best(after), spec_in(file)
     best = {
         name: max((one.tokens_per_s for one in lines if one.contender.system == name), default=None) for name in (OURS, THEIRS)
     }
@@ -220,7 +224,8 @@ def document(
 
     return {
         "benchmark": "moe",
-        "title": f"{args.model} shapes, {file.stat().st_size / 1e9:.1f} GB in Q4_0 on disk, {args.load} tokens, in "
+        "title": f"{args.model} shapes, {file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()} on disk, "
+        f"{args.load} tokens, in "
         f"{args.memory / 2**30:g} GiB",
         "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
         f"{machine.machine['torch']}; {machine}; cap: {cap.words}; {date.today().isoformat()}, commit {commit()}",
@@ -250,6 +255,11 @@ def document(
         "before": asdict(before),
         "after": asdict(after),
     }
+
+
+def spec_in(file: Path) -> ModelSpec:
+    """The model's shapes, with weights as they lie in the file."""
+    return OpenedModel.of(str(file), False, DTYPE, Site()).spec(Plan())
 
 
 def print_table(result: dict[str, object]) -> None:

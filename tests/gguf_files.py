@@ -7,7 +7,7 @@ Where the package cannot encode, matrices are random blocks, in which all codes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from tests.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 
 Bytes = NDArray[np.uint8]
 
-OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+OF_QWEN = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", **OF_QWEN, "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **OF_MIXTURES}  # by model_type
-EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
-ROUTERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
+EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
+ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight")
 FORMS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
     name.lower().replace("_k", "_K"): Type[name]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -46,9 +47,12 @@ SIZES_OF_LARGE_BLOCKS = {
     "head_dim": 64,
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+BLOCKS_BEHIND = {"glm4_moe": 1}  # behind those of a model, to guess at more tokens
 EVERYWHERE: Mapping[str, Mapping[str, Any]] = {  # all layers have experts, whose rows are whole blocks
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []},
     "qwen3_moe": {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True},
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},  # no file says another
+    "glm4_moe": {"moe_intermediate_size": 32},
 }
 
 
@@ -79,17 +83,20 @@ def save_gguf(
         _add_value(writer, key, value)
     generator = np.random.default_rng(seed)
     experts: dict[str, list[Tensor]] = {}
-    for name, parameter in checkpoint_tensors(model).items():
+    for name, parameter in _tensors(model):
         if expert := EXPERT.fullmatch(name):
-            experts.setdefault(f"{expert[1]}.ffn_{expert[2]}_exps.weight", []).append(parameter)
+            experts.setdefault(f"{expert[1]}.ffn_{expert[2]}_exps.{expert[3]}", []).append(parameter)
             continue
         is_table, is_router = name in ("model.embed_tokens.weight", "lm_head.weight"), name.endswith(ROUTERS)
         own = form if not is_table else table_form or form
         kind_there = FORMS[own] if parameter.ndim == 2 and not is_router else Type.F32
         _add_tensor(writer, model.config, name, parameter, kind_there, generator)
     for name, parameters in experts.items():
-        _add_experts(writer, name.replace("model.layers", "blk"), parameters, FORMS[form], generator)
+        kind_there = FORMS[form] if name.endswith("weight") else Type.F32
+        _add_experts(writer, name.replace("model.layers", "blk"), parameters, kind_there, generator)
     _add_divisors(writer, model)
+    if model.config.model_type == "glm4_moe":
+        _add_block_behind(writer, model.config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -101,20 +108,24 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + BLOCKS_BEHIND.get(config.model_type, 0))
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if config.rope_parameters["rope_type"] == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+    if config.rope_parameters["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(config.rope_parameters["rope_type"]))
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-    if config.model_type == "mistral" and config.sliding_window:
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(config.rope_parameters["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters["beta_slow"])
+    if config.model_type in ("mistral", "gpt_oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if getattr(config, "num_experts_per_tok", 0):
         _add_choice(writer, config)
@@ -123,7 +134,16 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig) -> None:
 def _add_choice(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type.startswith("qwen"):
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "glm4_moe":
+        writer.add_nextn_predict_layers(BLOCKS_BEHIND[config.model_type])
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if getattr(config, "moe_intermediate_size", 0):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if getattr(config, "shared_expert_intermediate_size", 0):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -145,26 +165,53 @@ def _add_divisors(writer: GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
 
 
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its name in a checkpoint; of gpt-oss the gates of experts and what goes up are apart. What is written
+    into any of them is in the model."""
+    if model.config.model_type != "gpt_oss":
+        yield from checkpoint_tensors(model).items()
+        return
+    for name, tensor in ((name, parameter.detach()) for name, parameter in model.named_parameters()):
+        prefix, of_all, kind = name.rpartition(".mlp.experts.")
+        if not of_all:
+            yield name, tensor
+            continue
+        parts = ("gate_proj", "up_proj") if kind.startswith("gate_up_proj") else ("down_proj",)
+        for first, part in enumerate(parts):
+            for number, own in enumerate(tensor[..., first :: len(parts)]):  # outputs come last
+                end = "bias" if kind.endswith("_bias") else "weight"
+                yield f"{prefix}{of_all}{number}.{part}.{end}", own.T if own.ndim == 2 else own
+
+
+def _add_block_behind(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Some of what files of GLM have behind the blocks of the model."""
+    for part in ("attn_norm", "nextn.eh_proj"):
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.{part}.weight", np.ones((2, 4), dtype=np.float32))
+
+
 def _add_tensor(
     writer: GGUFWriter, config: PretrainedConfig, name: str, parameter: Tensor, kind: Type, generator: np.random.Generator
 ) -> None:
     """Writes what the parameter becomes in this form, and puts what comes of that into the parameter."""
+    if name.endswith("e_score_correction_bias"):
+        name = name.replace("correction_bias", "correction.bias")
+    name += ".weight" * name.endswith(".sinks")
     order = _rows_in_file(config, name, len(parameter))
     written = _in_blocks(parameter[order].numpy(), kind, generator)
     parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape)
     if name.endswith("shared_expert_gate.weight"):
         written = written[0]
-    writer.add_tensor(name_in_file(name), written, raw_dtype=kind)
+    writer.add_tensor(name_in_file(name, config.model_type), written, raw_dtype=kind)
 
 
 def _add_experts(writer: GGUFWriter, name: str, parameters: list[Tensor], kind: Type, generator: np.random.Generator) -> None:
-    """One matrix of all experts, as one tensor."""
+    """One matrix or bias of all experts, as one tensor."""
     values = torch.stack(parameters)
-    written = _in_blocks(values.flatten(0, 1).numpy(), kind, generator)
+    written = _in_blocks(values.view(-1, values.shape[-1]).numpy(), kind, generator)
     decoded = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(values.shape)
     for parameter, own in zip(parameters, decoded, strict=True):
         parameter.copy_(own)
-    writer.add_tensor(name, written.reshape(*values.shape[:2], -1), raw_dtype=kind)
+    writer.add_tensor(name, written.reshape(*values.shape[:-1], -1), raw_dtype=kind)
 
 
 def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Generator) -> NDArray[Any]:
@@ -187,6 +234,7 @@ def _rows_in_file(config: PretrainedConfig, name: str, rows: int) -> Tensor:
     return order.view(heads, 2, -1).transpose(1, 2).flatten() if is_moved else order
 
 
+PARTS = "gate", "up", "down"
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -199,18 +247,25 @@ NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    **{f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp" for part in PARTS for shared in ("shared_expert", "shared_experts")},
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
 
-def name_in_file(name: str) -> str:
+NAMES_BY_PLACE = NAMES | {"post_attention_layernorm": "post_attention_norm"}
+OF_MODELS = dict.fromkeys(("gpt_oss", "glm4_moe"), NAMES_BY_PLACE)  # where others have NAMES
+
+
+def name_in_file(name: str, model_type: str) -> str:
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.{kind}"
     block, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{block}.{NAMES[part]}.{kind}"
+    return f"blk.{block}.{OF_MODELS.get(model_type, NAMES)[part]}.{kind}"

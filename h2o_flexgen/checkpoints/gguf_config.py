@@ -21,19 +21,28 @@ FLOAT32 = "float32"
 
 # The architectures, as files name them (Mistral's models and Mixtral come as llama), and whether llama.cpp's rows are
 # interleaved there: it has moved those of queries and keys so that values that are rotated together are neighbours.
-IN_ORDER = "qwen2", "qwen3", "olmoe", "qwen2moe", "qwen3moe"
+IN_ORDER = "qwen2", "qwen3", "olmoe", "qwen2moe", "qwen3moe", "gpt-oss", "glm4moe"
 INTERLEAVED: Mapping[str, bool] = {"llama": True, **dict.fromkeys(IN_ORDER, False)}
-MIXTURES = {"llama": "mixtral", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}  # where there are experts
-SUMS_TO_ONE = ("mixtral", "qwen3_moe")  # the weights of a token's experts, as llama.cpp has it for these
-EXPERT, SHARED_EXPERT = (f"blk.0.ffn_{name}.weight" for name in ("gate_exps", "gate_shexp"))
-CLIP, NORMED, SOFTMAX = "attention.clamp_kqv", "expert_weights_norm", 1
+GPT_OSS, GLM = "gpt_oss", "glm4_moe"
+OF_QWEN = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+MIXTURES = {"llama": "mixtral", "olmoe": "olmoe", **OF_QWEN, "gpt-oss": GPT_OSS, "glm4moe": GLM}  # where there are experts
+SUMS_TO_ONE = ("mixtral", "qwen3_moe", GPT_OSS)  # the weights of a token's experts, as llama.cpp has it for these
+EXPERT, SHARED_EXPERT, QUERY_NORM = (f"blk.{{}}.{name}.weight" for name in ("ffn_gate_exps", "ffn_gate_shexp", "attn_q_norm"))
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
+
+# keys behind the name of the architecture
+CLIP, NORMED, GATING, WEIGHTS_SCALE = "attention.clamp_kqv", "expert_weights_norm", "expert_gating_func", "expert_weights_scale"
+DENSE_BLOCKS, MORE_TOKENS, ROTATED = "leading_dense_block_count", "nextn_predict_layers", "rope.dimension_count"
+SCALING, WINDOW = "rope.scaling", "attention.sliding_window"
+LINEAR, YARN = "linear", "yarn"
+PARTLY_ROTATED = (GLM,)
 
 # what would change a layer's arithmetic -> the values with which it does not
 WITHOUT_EFFECT: Mapping[str, tuple[float, ...]] = {
-    "leading_dense_block_count": (0,),
+    DENSE_BLOCKS: (0,),
     "expert_group_count": (0, 1),
-    "expert_gating_func": (0, SOFTMAX),
-    "expert_weights_scale": (0, 1),
+    GATING: (0, SOFTMAX),
+    WEIGHTS_SCALE: (0, 1),
     "attention.scale": (0,),
     CLIP: (0,),
     "attention.max_alibi_bias": (0,),
@@ -44,8 +53,17 @@ WITHOUT_EFFECT: Mapping[str, tuple[float, ...]] = {
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
-    "rope.scaling.attn_factor": (0, 1),
+    f"{SCALING}.attn_factor": (0, 1),
+    f"{SCALING}.yarn_attn_factor": (0, 1),
+    f"{SCALING}.yarn_ext_factor": (-1, 1),
+    f"{SCALING}.yarn_log_multiplier": (0,),
     "rope.freq_base_swa": (),
+}
+# architecture -> what its own layers do with it; None: whatever is said
+DONE_BY: Mapping[str, Mapping[str, tuple[float, ...] | None]] = {
+    "olmoe": {CLIP: None},
+    "gpt-oss": {GATING: (0, SOFTMAX_OF_CHOSEN), f"{WINDOW}_pattern": (2,)},
+    "glm4moe": {GATING: (0, SIGMOID), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, "rope.dimension_sections": ()},
 }
 
 
@@ -58,7 +76,7 @@ def config_in(gguf: Gguf) -> dict[str, Any]:
         "model_type": said.model_type,
         "hidden_size": said.whole("embedding_length"),
         "intermediate_size": said.whole("feed_forward_length"),
-        "num_hidden_layers": said.whole("block_count"),
+        "num_hidden_layers": said.blocks,
         "max_position_embeddings": said.whole("context_length"),
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
@@ -97,8 +115,8 @@ class Said:
                 f"{metadata.path} is of the architecture {shown(architecture)}, which is not read; known are {known}"
             )
         said = cls(metadata, architecture)
-        for name, harmless in WITHOUT_EFFECT.items():
-            if said.has(name) and metadata.values[said.key(name)] not in harmless and not said.understands(name):
+        for name, harmless in {**WITHOUT_EFFECT, **DONE_BY.get(architecture, {})}.items():
+            if said.has(name) and harmless is not None and metadata.values[said.key(name)] not in harmless:
                 raise said.refusal(name, "which the layers here do not do; give another model")
         if said.experts and architecture not in MIXTURES:
             raise said.refusal("expert_count", f"and {architecture} with experts is not read; give another model")
@@ -110,9 +128,10 @@ class Said:
     def experts(self) -> int:
         return self.whole("expert_count", 0)
 
-    def understands(self, name: str) -> bool:
-        """Whether layers of this architecture do what is said here."""
-        return name == CLIP and self.architecture == "olmoe"
+    @property
+    def blocks(self) -> int:
+        """Those of the model. Blocks behind them would guess at tokens further ahead, which nobody asks for."""
+        return self.whole("block_count") - self.whole(MORE_TOKENS, 0)
 
     @property
     def model_type(self) -> str:
@@ -142,7 +161,7 @@ class Said:
 def _heads(said: Said) -> dict[str, int]:
     heads = said.whole("attention.head_count")
     width = said.whole("attention.key_length", said.whole("embedding_length") // max(heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
+    for name in ("attention.value_length", *([] if said.model_type in PARTLY_ROTATED else [ROTATED])):
         if said.whole(name, width) != width:
             raise said.refusal(name, f"but heads of {width} values; layers in which the two differ are not read")
     kv_heads = said.whole("attention.head_count_kv", heads)
@@ -153,19 +172,34 @@ def _experts(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """How many there are, how wide they are, and how they are chosen."""
     if not said.experts:
         return {}
-    if said.has(NORMED) and said.metadata.values[said.key(NORMED)] is not (said.model_type in SUMS_TO_ONE):
+    is_glm = said.model_type == GLM  # whose files may say either
+    sums_to_one = said.metadata.flag(said.key(NORMED), False) if is_glm else said.model_type in SUMS_TO_ONE
+    if said.has(NORMED) and said.metadata.values[said.key(NORMED)] is not sums_to_one:
         raise said.refusal(NORMED, f"which is not how {said.model_type} weighs its experts; give another model")
-    inner = _rows(said, tensors, EXPERT, 3)
-    chosen, sums_to_one = said.whole("expert_used_count"), said.model_type in SUMS_TO_ONE
-    found: dict[str, Any] = {"num_experts_per_tok": chosen, "norm_topk_prob": sums_to_one}
-    if said.model_type == "mixtral":
+    inner = _rows(said, tensors, EXPERT.format(said.whole(DENSE_BLOCKS, 0)), 3)
+    found: dict[str, Any] = {"num_experts_per_tok": said.whole("expert_used_count"), "norm_topk_prob": sums_to_one}
+    if is_glm:
+        return {**found, **_experts_of_glm(said, tensors), "moe_intermediate_size": inner}
+    if said.model_type in ("mixtral", GPT_OSS):
+        found["experts_apart"] = True  # gpt-oss has gate and up in one matrix elsewhere
         return {**found, "num_local_experts": said.experts, "intermediate_size": inner}
     if said.model_type == "olmoe":
         return {**found, "num_experts": said.experts, "intermediate_size": inner, "clip_qkv": said.number(CLIP, 0.0) or None}
     found |= {"num_experts": said.experts, "moe_intermediate_size": inner, "decoder_sparse_step": 1, "mlp_only_layers": []}
     if said.model_type == "qwen2_moe":
-        found["shared_expert_intermediate_size"] = _rows(said, tensors, SHARED_EXPERT, 2)
+        found["shared_expert_intermediate_size"] = _rows(said, tensors, SHARED_EXPERT.format(0), 2)
     return found
+
+
+def _experts_of_glm(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    return {
+        "n_routed_experts": said.experts,
+        "n_shared_experts": said.whole("expert_shared_count"),
+        "first_k_dense_replace": said.whole(DENSE_BLOCKS, 0),
+        "routed_scaling_factor": said.number(WEIGHTS_SCALE, 0.0) or 1.0,
+        "use_qk_norm": QUERY_NORM.format(0) in tensors,
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def _rows(said: Said, tensors: Mapping[str, GgufTensor], name: str, dimensions: int) -> int:
@@ -173,32 +207,45 @@ def _rows(said: Said, tensors: Mapping[str, GgufTensor], name: str, dimensions: 
     tensor = tensors.get(name)
     if tensor is None or len(tensor.shape) != dimensions:
         what = "has no" if tensor is None else f"has {len(tensor.shape)} instead of {dimensions} dimensions for"
-        older = " (files from before 2024 have experts apart)" if name == EXPERT else ""
+        older = " (files from before 2024 have experts apart)" if "ffn_gate_exps" in name else ""
         raise ValueError(f"{said.metadata.path} {what} {name}{older}; {AGAIN}")
     return tensor.shape[-2]
 
 
 def _window(said: Said) -> dict[str, Any]:
-    window = said.whole("attention.sliding_window", 0)
+    if said.model_type == GPT_OSS:  # which says itself what layers have it
+        return {"sliding_window": said.whole(WINDOW)}
+    window = said.whole(WINDOW, 0)
     if not window:
         return {"sliding_window": None}
     return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
 
 
 def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, Any]:
-    theta = said.number("rope.freq_base", 10000.0)
-    kind = said.metadata.text(said.key("rope.scaling.type"), "linear")
-    if kind not in ("none", "linear"):
-        raise said.refusal("rope.scaling.type", "a scaling of positions that is not read; none and linear are")
-    factor = said.number("rope.scaling.factor", said.number("rope.scale_linear", 0.0)) if kind == "linear" else 0.0
+    found: dict[str, Any] = {"rope_theta": said.number("rope.freq_base", 10000.0)}
+    if said.model_type in PARTLY_ROTATED:
+        found["partial_rotary_factor"] = said.whole(ROTATED, head_dim) / max(head_dim, 1)
+    kind = said.metadata.text(said.key(f"{SCALING}.type"), LINEAR)
+    if kind not in ("none", LINEAR, YARN):
+        raise said.refusal(f"{SCALING}.type", f"a scaling of positions that is not read; none, {LINEAR} and {YARN} are")
+    factor = 0.0 if kind == "none" else said.number(f"{SCALING}.factor", said.number("rope.scale_linear", 0.0))
     if factor not in (0.0, 1.0):
         if divisors is not None:
-            raise said.refusal("rope.scaling.factor", f"and {ROPE_DIVISORS} too; positions that are scaled twice are not read")
-        return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
+            raise said.refusal(f"{SCALING}.factor", f"and {ROPE_DIVISORS} too; positions that are scaled twice are not read")
+        return {**found, "rope_scaling": {"rope_type": kind, "factor": factor, **(_yarn(said) if kind == YARN else {})}}
     if divisors is None:
-        return {"rope_theta": theta}
+        return found
     count = min(head_dim, MOST_HEAD_DIM) // 2  # wider heads are refused later, and this many are read at once
-    return {"rope_theta": theta, "rope_divisors": _divisors(divisors, count)}
+    return {**found, "rope_divisors": _divisors(divisors, count)}
+
+
+def _yarn(said: Said) -> dict[str, Any]:
+    return {
+        "original_max_position_embeddings": said.whole(f"{SCALING}.original_context_length", said.whole("context_length")),
+        "beta_fast": said.number(f"{SCALING}.yarn_beta_fast", 32.0),
+        "beta_slow": said.number(f"{SCALING}.yarn_beta_slow", 1.0),
+        "truncate": said.model_type != GPT_OSS,  # which no file says, but the config of the model does
+    }
 
 
 def _divisors(tensor: GgufTensor, count: int) -> list[float]:

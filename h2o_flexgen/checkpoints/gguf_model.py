@@ -17,19 +17,20 @@ from h2o_flexgen.checkpoints.gguf_format import BLOCKS, Gguf, GgufTensor, read_g
 from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
 from h2o_flexgen.core.hints import shown
 
-IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>\w+\.(weight|bias))")
+IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>[\w.]+\.(weight|bias))")
 
 # names in files -> names in models
 OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 QKV = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
 ATTENTION = {**QKV, "attn_output": "self_attn.o_proj"}
 MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+BEHIND_ATTENTION = "post_attention_layernorm"
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": BEHIND_ATTENTION}
+NAMED_BY_PLACE = {"attn_norm": "input_layernorm", "post_attention_norm": BEHIND_ATTENTION}
 HEAD_NORMS = {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
 ONE = "{}"  # stands for the number of an expert
-EXPERTS = {f"{part}_exps": name.replace("mlp.", f"mlp.experts.{ONE}.") for part, name in MLP.items()} | {
-    "ffn_gate_inp": "mlp.gate"
-}
+EXPERTS = {f"{part}_exps": name.replace("mlp.", f"mlp.experts.{ONE}.") for part, name in MLP.items()}
+ROUTER, ROUTER_OF_GPT_OSS = {"ffn_gate_inp": "mlp.gate"}, {"ffn_gate_inp": "mlp.router"}
 SHARED = {f"{part}_shexp": name.replace("mlp.", "mlp.shared_expert.") for part, name in MLP.items()}
 SHARED_GATE = "mlp.shared_expert_gate"  # a single row, which files have as a vector
 
@@ -38,8 +39,19 @@ def _of(kind: str, *names: Mapping[str, str]) -> dict[str, str]:
     return {f"{part}.{kind}": f"{name}.{kind}" for some in names for part, name in some.items()}
 
 
-WEIGHTS, OF_MIXTURES = _of("weight", ATTENTION, MLP, NORMS), _of("weight", ATTENTION, EXPERTS, NORMS)
+WEIGHTS, OF_MIXTURES = _of("weight", ATTENTION, MLP, NORMS), _of("weight", ATTENTION, EXPERTS, ROUTER, NORMS)
+SHARED_OF_GLM = {part: name.replace("shared_expert.", "shared_experts.") for part, name in SHARED.items()}
 IN_BLOCKS: Mapping[str, Mapping[str, str]] = {  # by model_type
+    "glm4_moe": {
+        **_of("weight", ATTENTION, HEAD_NORMS, MLP, EXPERTS, ROUTER, SHARED_OF_GLM, NAMED_BY_PLACE),
+        **_of("bias", QKV),
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    },
+    "gpt_oss": {
+        **_of("weight", ATTENTION, EXPERTS, ROUTER_OF_GPT_OSS, NAMED_BY_PLACE),
+        **_of("bias", ATTENTION, EXPERTS, ROUTER_OF_GPT_OSS),
+        "attn_sinks.weight": "self_attn.sinks",
+    },
     "llama": {**WEIGHTS, **_of("bias", ATTENTION, MLP)},
     "mistral": WEIGHTS,
     "mixtral": OF_MIXTURES,
@@ -66,14 +78,15 @@ def stored_in(file: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredMatr
 
 
 def _each_expert(name: str, tensor: GgufTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """A tensor, or the matrices (outputs, inputs) of all experts (experts, outputs, inputs) in it."""
+    """A tensor, or those of each expert in one of all: matrices (experts, outputs, inputs), or biases (experts, outputs)."""
     shape = (1, *tensor.shape) if SHARED_GATE in name and len(tensor.shape) == 1 else tensor.shape
     whole = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.kind, shape)
     if ONE not in name:
         yield name, whole
         return
-    if len(shape) != 3:
-        raise ValueError(f"{tensor.file} has {shown(tensor.name)} with {len(shape)} dimensions instead of 3; {AGAIN}")
+    wanted = 2 if name.endswith(".bias") else 3
+    if len(shape) != wanted:
+        raise ValueError(f"{tensor.file} has {shown(tensor.name)} with {len(shape)} dimensions instead of {wanted}; {AGAIN}")
     nbytes = tensor.nbytes // max(shape[0], 1)
     for number in range(shape[0]):
         yield name.format(number), replace(whole, offset=tensor.offset + number * nbytes, nbytes=nbytes, shape=shape[1:])
@@ -82,11 +95,10 @@ def _each_expert(name: str, tensor: GgufTensor) -> Iterator[tuple[str, StoredTen
 def named_in_model(gguf: Gguf) -> dict[str, GgufTensor]:
     """The tensors of the model by its own names for them."""
     said = Said.of(gguf.metadata)
-    of_block, blocks = IN_BLOCKS[said.model_type], said.whole("block_count")
     found = {}
     for tensor in gguf.tensors:
-        if tensor.name != ROPE_DIVISORS or said.architecture != "llama":
-            name = _name_in_model(tensor.name, of_block, blocks)
+        if not _is_beside(tensor.name, said):
+            name = _name_in_model(tensor.name, said)
             if name is None:
                 what = f"which no layer of a {said.model_type} model reads"
                 raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, {what}; give another model")
@@ -94,9 +106,17 @@ def named_in_model(gguf: Gguf) -> dict[str, GgufTensor]:
     return found
 
 
-def _name_in_model(name: str, of_block: Mapping[str, str], blocks: int) -> str | None:
+def _is_beside(name: str, said: Said) -> bool:
+    """Whether a tensor is of no layer, and yet nothing that would be missed."""
+    inside = IN_BLOCK.fullmatch(name)
+    if inside is None:
+        return name == ROPE_DIVISORS and said.architecture == "llama"
+    return said.blocks <= int(inside["block"]) < said.whole("block_count")
+
+
+def _name_in_model(name: str, said: Said) -> str | None:
     inside = IN_BLOCK.fullmatch(name)
     if inside is None:
         return OUTSIDE.get(name)
-    part = of_block.get(inside["part"])
-    return f"model.layers.{inside['block']}.{part}" if part and int(inside["block"]) < blocks else None
+    part = IN_BLOCKS[said.model_type].get(inside["part"])
+    return f"model.layers.{inside['block']}.{part}" if part and int(inside["block"]) < said.blocks else None

@@ -1,12 +1,12 @@
 """gpt-oss: a mixture in every layer, sinks in every attention, and a window in every other one.
 
-The rows of an expert's gate and of what goes up take turns in one matrix, as its checkpoints have them: so their bytes are used
-as they lie in the file, and the products are parted.
+An expert's gate and what goes up are used as they lie in the file: in safetensors their rows take turns in one matrix, and the
+products are parted; in GGUF files they are two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional
 from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.layout import Config, Parameters
+from h2o_flexgen.models.layout import MLP_STATES, Config, Parameters
 from h2o_flexgen.models.llama import Traits, windows_of
 from h2o_flexgen.models.mixture import Asked, Mixture, MixtureOfExperts
 
@@ -24,9 +24,12 @@ LIMIT, ALPHA = 7.0, 1.702  # of configs that are older than the keys
 
 
 class GptOss(MixtureOfExperts):
-    states_of_expert = 5  # both products as they come, and parted, and what torch puts together of all experts
+    expert_bias = True
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        self._are_apart = bool(getattr(config, "experts_apart", False))  # of a GGUF file: transformers has no such key
+        if not self._are_apart:
+            self.states_of_expert = MLP_STATES + 2  # both products as they come, and parted
         super().__init__(config, dtype, sep_layer, name)
         self._limit = float(getattr(config, "swiglu_limit", LIMIT))
         self._alpha = float(getattr(config, "swiglu_alpha", ALPHA))
@@ -57,9 +60,11 @@ class GptOss(MixtureOfExperts):
         )
 
     def expert(self, number: int, width: int) -> Parameters:
-        (both, down), mixture = _names(number), self._mixture
+        if self._are_apart:
+            return super().expert(number, width)
+        mixture, down = self._mixture, f"mlp.experts.{number}.down_proj"
         return layout.joined(
-            layout.linear(both, 2 * mixture.inner, width, True, mixture.share),
+            layout.linear(_both(number), 2 * mixture.inner, width, True, mixture.share),
             layout.linear(down, width, mixture.inner, True, mixture.share),
         )
 
@@ -69,20 +74,19 @@ class GptOss(MixtureOfExperts):
         likeliest, experts = ops.linear(x, weights, ROUTER).topk(self._mixture.chosen, dim=-1)
         return functional.softmax(likeliest, dim=-1, dtype=torch.float32), experts
 
-    def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
-        of_both, of_down = zip(*map(_names, asked.experts))
-        (both,) = ops.linears_of_each(x, asked.counts, weights, of_both)
-        (down,) = ops.linears_of_each(self._gated(both, asked.counts), asked.counts, weights, of_down)
-        return down
+    def gate_and_up(self, asked: Asked, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+        if self._are_apart:
+            return super().gate_and_up(asked, x, weights)
+        (both,) = ops.linears_of_each(x, asked.counts, weights, [_both(number) for number in asked.experts])
+        return halves_apart(both.flatten()).view(2, len(both), -1)
 
-    def _gated(self, both: Tensor, counts: Sequence[int]) -> Tensor:
+    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
         """(up + 1) * gate * sigmoid(alpha * gate), by what silu makes of alpha * gate."""
-        gate, up = halves_apart(both.flatten()).view(2, len(both), -1)
         gate.clamp_(max=self._limit).mul_(self._alpha)
         up.clamp_(-self._limit, self._limit).add_(1.0).div_(self._alpha)
-        return ops.gated_each(self._gating, gate, up, counts)
+        return super().gated_by_expert(gate, up, counts)
 
 
-def _names(number: int) -> tuple[str, str]:
-    """The names of an expert's matrices: that of gate and up, and that of what goes down."""
-    return f"mlp.experts.{number}.gate_up_proj", f"mlp.experts.{number}.down_proj"
+def _both(number: int) -> str:
+    """The matrix of an expert's gate and of what goes up."""
+    return f"mlp.experts.{number}.gate_up_proj"

@@ -8,7 +8,7 @@ change a token's outcome.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -105,6 +105,7 @@ class MixtureOfExperts(Llama):
     """LLaMA's relatives with experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
     states_of_expert = MLP_STATES  # of its inner width, at once
+    expert_bias = False
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._mixture = self.mixture_of(config)
@@ -160,7 +161,7 @@ class MixtureOfExperts(Llama):
 
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
-        return GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, share=mixture.share)
+        return GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, self.expert_bias, mixture.share)
 
     def routing(self, width: int) -> layout.Parameters:
         """What stands before the experts."""
@@ -208,11 +209,19 @@ class MixtureOfExperts(Llama):
 
     def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""
-        names = [self._names[number] for number in asked.experts]
-        gate, up = ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
-        inner = ops.gated_each(self._gating, gate, up, asked.counts)
-        (down,) = ops.linears_of_each(inner, asked.counts, weights, [own.down for own in names])
+        gate, up = self.gate_and_up(asked, x, weights)
+        inner = self.gated_by_expert(gate, up, asked.counts)
+        (down,) = ops.linears_of_each(inner, asked.counts, weights, [self._names[number].down for number in asked.experts])
         return down
+
+    def gate_and_up(self, asked: Asked, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+        """Both ways into these experts, of their rows."""
+        names = [self._names[number] for number in asked.experts]
+        return ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
+
+    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+        """What goes on from both, which nobody else needs."""
+        return ops.gated_each(self._gating, gate, up, counts)
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         state = Routed.of(joined, self.spec.width, self._mixture.chosen)

@@ -23,6 +23,7 @@ from benchmarks.baselines.llama_build import COMPARED
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison import random_gguf
 from benchmarks.comparison.calibration import Calibration
+from benchmarks.comparison.checkpoint import spec_of
 from benchmarks.comparison.launch import Failed, Launcher
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import load_config
@@ -39,18 +40,20 @@ MACHINE = Calibration(
 MODEL = "allenai/OLMoE-1B-7B-0924"
 
 
-@pytest.mark.parametrize("kind", ["olmoe", "qwen2-moe", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["olmoe", "qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss"])
 def test_a_file_of_random_blocks_is_read_as_the_model_that_it_is_named_after(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_type, values = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **{**values, **sizes_for("q4_0", model_type), "clip_qkv": None})
-    monkeypatch.setattr(random_gguf, "known_config", lambda model: config)
-    file = random_gguf.random_gguf("some/model", tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["some--model-q4_0.gguf"]
-    packed = [tensor.data for tensor in gguf.GGUFReader(file).tensors if tensor.tensor_type == random_gguf.FORM]
-    values = np.concatenate([gguf.dequantize(data, random_gguf.FORM).flatten() for data in packed])
-    assert abs(values.mean()) < values.std() / 20, "what all tokens have in common would decide who their experts are"
+    sizes = {**values, **sizes_for("q4_0", model_type), "clip_qkv": None}
+    config = AutoConfig.for_model(model_type, **sizes, experts_apart=True)
+    monkeypatch.setattr(random_gguf, "known_config", lambda model, **_: config)
+    file, form = random_gguf.random_gguf("some/model", tmp_path), "mxfp4" if kind == "gpt-oss" else "q4_0"
+    assert [each.name for each in tmp_path.iterdir()] == [f"some--model-{form}.gguf"]
+    assert moe.spec_in(file).weight_bytes == pytest.approx(file.stat().st_size, rel=0.1)
+    packed = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.tensor_type in random_gguf.SCALES]
+    drawn = np.concatenate([gguf.dequantize(tensor.data, tensor.tensor_type).flatten() for tensor in packed])
+    assert abs(drawn.mean()) < drawn.std() / 20, "what all tokens have in common would decide who their experts are"
     found = load_config(str(file))
     assert (found.model_type, found.num_experts_per_tok) == (model_type, config.num_experts_per_tok)
     with LLM(file, tokenizer="bytes", dtype="float32", device="cpu", offload_dir=tmp_path / "offload") as llm:
@@ -72,6 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     (tmp_path / "file.gguf").write_bytes(bytes(1000))
     monkeypatch.setattr(moe, "random_gguf", lambda *_: tmp_path / "file.gguf")
     monkeypatch.setattr(moe, "calibrated", lambda _: MACHINE)
+    monkeypatch.setattr(moe, "spec_in", lambda _: spec_of(MODEL, "bfloat16").packed("group4"))  # as many bits as Q4_0
     rates = cycle((3e9, 2e9))  # before every run, and after it
     monkeypatch.setattr(moe, "disk_read_rate", lambda files, seconds: next(rates))
     monkeypatch.setattr(signal, "signal", lambda *_: None)

@@ -29,7 +29,7 @@ from tests.gguf_files import ARCHITECTURES, FORMS, save_gguf
 from tests.refusals import one_line
 from tests.tiny import KINDS
 
-NOT_IN_FILES = ("llama-yarn", "qwen2-near", "qwen3-moe-near")  # nothing in the file says what they do
+NOT_IN_FILES = ("llama-yarn", "qwen2-near", "qwen3-moe-near", "gpt-oss-far")  # nothing in the file says what they do
 RELATIVES = [kind for kind, (of, _) in KINDS.items() if of in ARCHITECTURES and kind not in NOT_IN_FILES]
 PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13]]
 RESIDENT, IN_HOST, ON_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
@@ -91,12 +91,13 @@ MEANT += ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "hidde
 
 @pytest.mark.parametrize("kind", RELATIVES)
 def test_the_config_says_what_the_model_was_written_from(kind: str, tmp_path: Path) -> None:
-    model = save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1)
+    model = save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=2)
     found, meant = load_config(str(tmp_path / "tiny.gguf")), model.config
     assert {name: getattr(found, name) for name in MEANT} == {name: getattr(meant, name) for name in MEANT}
     assert found.rms_norm_eps == pytest.approx(meant.rms_norm_eps)
     if kind.startswith(("llama", "qwen3")):
         assert found.attention_bias == meant.attention_bias
+    meant.experts_apart = True  # as files have them
     spec, theirs = create_model(found, "float32").spec, create_model(meant, "float32").spec
     assert spec == theirs  # the sliding window is the reach of positions
     assert {found.bos_token_id, found.eos_token_id, found.pad_token_id} == {None}
@@ -115,6 +116,17 @@ def test_frequencies_of_llama_3_are_those_of_transformers(tmp_path: Path) -> Non
     plain = Rope("default", model.config.rope_parameters["rope_theta"], 1.0, {}).rotary(64)._on(torch.device("cpu"))
     torch.testing.assert_close(frequencies, model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
     assert (frequencies < plain).any() and (frequencies == plain).any()
+
+
+@pytest.mark.parametrize(("kind", "is_rounded"), [("llama-yarn", True), ("gpt-oss", False)])
+def test_frequencies_of_yarn_are_those_of_transformers(kind: str, is_rounded: bool, tmp_path: Path) -> None:
+    """gpt-oss alone does not round the waves between which it blends."""
+    _, values = KINDS[kind]
+    rope = {**values["rope_scaling"], "truncate": is_rounded}
+    model: Any = save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1, rope_scaling=rope)
+    rotary = Rope.of(load_config(str(tmp_path / "tiny.gguf"))).rotary(16)
+    torch.testing.assert_close(rotary._on(torch.device("cpu")), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    assert rotary._stretch == pytest.approx(model.model.rotary_emb.attention_scaling) and rotary._stretch > 1
 
 
 def test_divisors_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -184,14 +196,15 @@ def test_an_edited_file_is_opened_where_nothing_is_wrong_with_it(tmp_path: Path)
     ("values", "word"),
     [
         ({"general.architecture": "gemma3"}, "'gemma3'"),
-        ({"general.architecture": "mistral"}, "llama, qwen2, qwen3, olmoe, qwen2moe, qwen3moe"),
+        ({"general.architecture": "mistral"}, "llama, qwen2, qwen3, olmoe, qwen2moe, qwen3moe, gpt-oss, glm4moe"),
         ({"general.type": "adapter"}, "'adapter'"),
         ({"llama.expert_count": 8}, "no blk.0.ffn_gate_exps.weight"),
         ({"llama.expert_gating_func": 2}, "llama.expert_gating_func"),
         ({"llama.leading_dense_block_count": 1}, "llama.leading_dense_block_count"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale"),
         ({"llama.rope.freq_base_swa": 1e4}, "llama.rope.freq_base_swa"),
-        ({"llama.rope.scaling.type": "yarn"}, "none and linear"),
+        ({"llama.rope.scaling.type": "longrope"}, "none, linear and yarn"),
+        ({"llama.rope.scaling.yarn_attn_factor": 0.5}, "llama.rope.scaling.yarn_attn_factor"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length"),
         ({"llama.attention.head_count": [4, 4]}, "llama.attention.head_count"),
@@ -211,15 +224,32 @@ def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any],
     assert word in message and "edited.gguf" in message
 
 
-def test_experts_that_are_chosen_otherwise_are_refused(tmp_path: Path) -> None:
-    for kind, key in (
-        ("mixtral", "llama.expert_weights_norm"),
-        ("qwen3", "qwen3.expert_count"),
-        ("olmoe", "olmoe.expert_count"),
-    ):
-        value = {"mixtral": False, "qwen3": 4, "olmoe": 0}[kind]
-        save_gguf(kind, tmp_path / f"{kind}.gguf", num_hidden_layers=1, metadata={key: value})
-        assert key in one_line(lambda: opened(tmp_path / f"{kind}.gguf"))  # noqa: B023
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("mixtral", "llama.expert_weights_norm", False),
+        ("qwen3", "qwen3.expert_count", 4),
+        ("olmoe", "olmoe.expert_count", 0),
+        ("gpt-oss", "gpt-oss.expert_gating_func", 1),
+        ("gpt-oss", "gpt-oss.attention.sliding_window_pattern", 4),
+        ("gpt-oss", "gpt-oss.expert_weights_scale", 2.5),
+        ("glm4-moe", "glm4moe.expert_group_count", 4),
+        ("glm4-moe", "glm4moe.rope.dimension_sections", [2, 2, 0, 0]),
+    ],
+)
+def test_layers_of_mixtures_that_do_otherwise_are_refused(kind: str, key: str, value: Any, tmp_path: Path) -> None:
+    save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1, metadata={key: value})
+    assert key in one_line(lambda: opened(tmp_path / "tiny.gguf"))
+
+
+def test_gates_of_gpt_oss_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    save_gguf("gpt-oss", file, "mxfp4", num_hidden_layers=1)
+    checkpoint, data = open_checkpoint(file), file.read_bytes()
+    theirs = {one.name: one for one in GGUFReader(file).tensors}
+    for part in ("gate", "up", "down"):
+        ((_, stored),) = checkpoint.matrices[f"model.layers.0.mlp.experts.4.{part}_proj.weight"].segments
+        assert data[stored.offset :][: stored.nbytes] == theirs[f"blk.0.ffn_{part}_exps.weight"].data[4].tobytes()
 
 
 @pytest.mark.parametrize("key", ["llama.embedding_length", "llama.context_length", "general.architecture", "token_embd.weight"])

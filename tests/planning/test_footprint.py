@@ -275,9 +275,10 @@ def test_on_a_gpu_scores_are_held_only_where_no_kernel_attends(kind: str, is_sco
 
 
 @pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
-@pytest.mark.parametrize("kind", ["gemma3", "phi3-near", "gpt-oss-far", "llama-gqa"])
+@pytest.mark.parametrize("kind", ["gemma3", "phi3-near", "gpt-oss-far", "gpt-oss-far apart", "llama-gqa"])
 def test_an_mlp_far_wider_than_its_model_allocates_no_more_in_passing_than_is_estimated(kind: str, variant: str) -> None:
-    config: Any = tiny_config(kind, hidden_size=64, head_dim=16, num_attention_heads=2, intermediate_size=2048)
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 2, "intermediate_size": 2048}
+    config: Any = tiny_config(kind.partition(" ")[0], **sizes, experts_apart=kind.endswith("apart"))
     model, plan, batch = create_model(config, "float32", sep_layer=False), Plan(prefill_tokens=512), Batch((0, 1), (64,) * 2)
     with used(variant):
         most = passing_bytes(model, plan, batch, 4, 0)
