@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h2o_flexgen.models.base import Given, Model, Rotation, Weights, computed, logits
+from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.base import Given, Model, Weights, computed, logits
 
 LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
 
@@ -42,21 +43,12 @@ def reference_generate(
 
 
 def _attend(
-    slots: LayerKV,
-    positions: Tensor,
-    capacity: int,
-    window: int | None,
-    cap: float | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotation: Rotation | None = None,
-    x: Tensor | None = None,
-    sink_scores: Tensor | None = None,
+    slots: LayerKV, positions: Tensor, capacity: int, window: int | None, cap: float | None, tokens: NewTokens
 ) -> Tensor:
     """Padding stands behind a row's text, in slots that its own queries never look at and later tokens take over."""
-    if rotation is not None:
-        q, k = rotation(q, positions), rotation(k, positions)
+    q, k, v, sink_scores = tokens.q, tokens.k, tokens.v, tokens.sink_scores
+    if tokens.rotation is not None:
+        q, k = tokens.rotation(q, positions), tokens.rotation(k, positions)
     rows = torch.arange(len(positions))[:, None]
     for name, new in (("k", k), ("v", v)):
         slots.setdefault(name, new.new_zeros(len(rows), capacity, *new.shape[2:]))[rows, positions] = new

@@ -26,7 +26,8 @@ from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
+from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level, levels_of
@@ -118,18 +119,10 @@ class _Layer:
         for (_, _, cache), (_, _, prefix) in zip(self.caches, other.caches, strict=True):
             cache.prefixes = {0: prefix}
 
-    def attend(
-        self,
-        now: Sequence[KVStep],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, now: Sequence[KVStep], tokens: NewTokens) -> Tensor:
         if len(self.caches) == 1:
-            return self._attended[0].attend(now[self.caches[0][0]], q, k, v, rotation, x, sink_scores)
+            return self._attended[0].attend(now[self.caches[0][0]], tokens)
+        q, k, v, sink_scores = tokens.q, tokens.k, tokens.v, tokens.sink_scores
         group, of_head = q.shape[2] // k.shape[2], {}
         for (level, heads, _), cache in zip(self.caches, self._attended):
             own_q = torch.cat([q[:, :, head * group : (head + 1) * group] for head in heads], dim=2)
@@ -137,7 +130,8 @@ class _Layer:
             own_sinks = None
             if sink_scores is not None:
                 own_sinks = torch.cat([sink_scores[head * group : (head + 1) * group] for head in heads])
-            out = cache.attend(now[level], own_q, own_k, own_v, rotation, x, own_sinks)
+            own = replace(tokens, q=own_q, k=own_k, v=own_v, sink_scores=own_sinks)
+            out = cache.attend(now[level], own)
             of_head |= dict(zip(heads, out.chunk(len(heads), dim=2), strict=True))
         return torch.cat([of_head[head] for head in range(k.shape[2])], dim=2)
 
@@ -151,21 +145,12 @@ class _Beside:
         on_host = None if noted is None else noted._each(lambda each: each.to(host))
         self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding, cap=cache._cap)
 
-    def attend(
-        self,
-        now: KVStep,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
-        asked = self._asking.asked(now, q, k, v, rotation, x, sink_scores)
+    def attend(self, now: KVStep, tokens: NewTokens) -> Tensor:
+        asked = self._asking.asked(now, tokens)
         worth = None if asked.worth is None else asked.worth.cpu()
         more = asked.more and More(asked.more.scores.cpu(), None)
         there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), more, worth)
-        return self._cache.answer(now.on(torch.device("cpu")), there, rotation).to(q.device)
+        return self._cache.answer(now.on(torch.device("cpu")), there, tokens.rotation).to(tokens.q.device)
 
 
 def _device(weights: Sequence[Weights]) -> torch.device:

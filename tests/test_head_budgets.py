@@ -21,6 +21,7 @@ from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.quant.codec import PLAIN
@@ -77,7 +78,7 @@ def test_each_head_keeps_what_the_definition_says_of_its_share(kept: str, shares
         oracle = oracles(levels, options, place)
         for step in range(STEPS):
             now = [KVStep.of(own.at(step), own.capacity, CPU) for own in each]
-            out = cache.attend(now, *new_tokens(rows, step, False), ROTARY)
+            out = cache.attend(now, NewTokens(*new_tokens(rows, step, False), ROTARY))
             for row, length in enumerate(LENGTHS):
                 new = slice(length + step - 1, length + step) if step else slice(0, length)
                 q, k, v = (part[new].double().numpy() for part in rows[row])

@@ -42,6 +42,7 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shortage import HostGuard, Shortage
 from h2o_flexgen.memory.threads import refuse_forked
 from h2o_flexgen.models import base
+from h2o_flexgen.models.attention import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
@@ -55,7 +56,7 @@ from h2o_flexgen.schedule.trace import Trace
 Thing = TypeVar("Thing")
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
-AttendOf = Callable[[Part], "base.Attend | None"]
+AttendOf = Callable[[Part], "Attend | None"]
 
 
 @dataclass(frozen=True)
@@ -514,7 +515,7 @@ class Engine:
         """Whether the host attends this part of a visit: the decode step, which comes first."""
         return not part.now.is_prefill and state.kv[0].is_attended_beside(visit)
 
-    def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: Part) -> base.Attend | None:
+    def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: Part) -> Attend | None:
         """What the layer of a COMPUTE is handed to attend with."""
         if cache is None:
             return None
@@ -550,7 +551,7 @@ class Engine:
         return part if device == self._plan.pipeline - 1 else self._parts_of_devices[device].of(visit.batch, part)
 
     def _computed(
-        self, visit: Visit, part: Part, hidden: Tensor | None, attend: base.Attend | None, piece: slice = slice(None)
+        self, visit: Visit, part: Part, hidden: Tensor | None, attend: Attend | None, piece: slice = slice(None)
     ) -> Tensor:
         """Computes a part, or a piece of it: `hidden` is that of its tokens."""
         positions, chose = part.now.text_positions[:, piece], partial(self._weights_for(visit).wanted.chose, visit)

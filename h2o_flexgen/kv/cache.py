@@ -26,7 +26,7 @@ from h2o_flexgen.kv.judges.judge import Held, Judge, Written
 from h2o_flexgen.kv.reading import Reading
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens, Rotation
 from h2o_flexgen.quant.codec import PLAIN
 
 
@@ -82,21 +82,10 @@ class KVCache:
         self._living: tuple[int, Living] | None = None  # of so many rows
         self._reading: Reading | None = None  # a prompt of which some pieces are computed
 
-    def attend(
-        self,
-        now: KVStep,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
-        """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend. One
-        prompt may come in pieces, with a call for each."""
-        if now.is_prefill:
-            return self._prefill(now, q, k, v, rotation, x, sink_scores)
-        return self._decode(now, q, k, v, rotation, x, sink_scores)
+    def attend(self, now: KVStep, tokens: NewTokens) -> Tensor:
+        """Appends the new keys and values, and attends to them and to everything held. One prompt may come in pieces, with a
+        call for each."""
+        return self._prefill(now, tokens) if now.is_prefill else self._decode(now, tokens)
 
     def living(self, rows: int) -> Living:
         """Views of the first rows; steps with as many rows have the same ones."""
@@ -121,28 +110,19 @@ class KVCache:
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
-    def _prefill(
-        self,
-        now: KVStep,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        x: Tensor | None,
-        sink_scores: Tensor | None,
-    ) -> Tensor:
+    def _prefill(self, now: KVStep, tokens: NewTokens) -> Tensor:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
         Behind new tokens may stand their echo, which is not kept."""
+        q, k, rotation = tokens.q, tokens.k, tokens.rotation
         if q.shape[1] < now.tokens:
-            return self._read_piece(now, q, k, v, rotation, x, sink_scores)
-        unrotated, new, scores = k, slice(now.positions.shape[1]), self.living(len(q)).scores
+            return self._read_piece(now, tokens)
+        kept, scores = tokens.part(slice(now.positions.shape[1])), self.living(len(q)).scores
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
             q, k = rotate(q, turn), rotate(k, turn)
-        more = self._more(now, q, sink_scores)
-        own_k, own_v = (each[:, new] for each in (unrotated if self._rolls else k, v))
-        written = Written(None if x is None else x[:, new], own_k, own_v, now.slots.new)
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (rows, heads, tokens, head_dim)
+        more = self._more(now, q, tokens.sink_scores)
+        written = Written(kept.x, kept.k if self._rolls else k[:, : kept.k.shape[1]], kept.v, now.slots.new)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, tokens.v))  # (rows, heads, tokens, head_dim)
         old = self._old(now, scores)
         if old is not None:
             k, v = torch.cat((self._turned(now, old.k, rotation), k), 2), torch.cat((old.v, v), 2)
@@ -150,17 +130,9 @@ class KVCache:
         self._enforce_budget(now, scores, written, old, got)
         return out
 
-    def _read_piece(
-        self,
-        now: KVStep,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        x: Tensor | None,
-        sink_scores: Tensor | None,
-    ) -> Tensor:
+    def _read_piece(self, now: KVStep, tokens: NewTokens) -> Tensor:
         """The same for the next tokens of one row's prompt; the budget is enforced behind the last of them."""
+        (q, k, v), rotation, x = (tokens.q, tokens.k, tokens.v), tokens.rotation, tokens.x
         scores = self.living(1).scores
         if self._reading is None or self._reading.now is not now:  # another one was broken off
             seen_by_judge = x if self._judge is not None and self._judge.reads_input else None
@@ -173,7 +145,7 @@ class KVCache:
             turn, piece = now.turn(rotation, q.dtype, self._rolls), reading.next(q.shape[1])
             turn = Turn(turn.cos[:, piece], turn.sin[:, piece])
             q, k = rotate(q, turn), rotate(k, turn)
-        more = self._more(now, q, sink_scores)
+        more = self._more(now, q, tokens.sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores), self._cap)
         if reading.is_over:
@@ -290,41 +262,25 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(
-        self,
-        now: KVStep,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        x: Tensor | None,
-        sink_scores: Tensor | None,
-    ) -> Tensor:
+    def _decode(self, now: KVStep, tokens: NewTokens) -> Tensor:
+        rotation = tokens.rotation
         kept_rotated = None if self._rolls else rotation
-        turned = self._append(now, q, k, v, kept_rotated, self._worth(now, k, v, x))
+        turned = self._append(now, tokens.q, tokens.k, tokens.v, kept_rotated, self._worth(now, tokens))
         if rotation is not None and self._rolls:
-            turned = rotate(turned, now.turn(rotation, q.dtype, rolls=True))
-        return self._attended(now, turned, self._more(now, turned, sink_scores), rotation)
+            turned = rotate(turned, now.turn(rotation, turned.dtype, rolls=True))
+        return self._attended(now, turned, self._more(now, turned, tokens.sink_scores), rotation)
 
-    def _worth(self, now: KVStep, k: Tensor, v: Tensor, x: Tensor | None) -> Tensor | None:
+    def _worth(self, now: KVStep, tokens: NewTokens) -> Tensor | None:
         """What the newest tokens are worth. (rows, kv_heads), fp32"""
-        return None if self._judge is None else self._judge.newest(Written(x, k, v, now.slots.new))
+        return None if self._judge is None else self._judge.newest(Written(tokens.x, tokens.k, tokens.v, now.slots.new))
 
-    def asked(
-        self,
-        now: KVStep,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Asked:
+    def asked(self, now: KVStep, tokens: NewTokens) -> Asked:
         """What a decode step asks of a cache that lies elsewhere: all that is done without its slots is done here."""
+        q, k, rotation = tokens.q, tokens.k, tokens.rotation
         if rotation is not None:
             q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
             k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
-        return Asked(q, k, v, self._more(now, q, sink_scores), self._worth(now, k, v, x))
+        return Asked(q, k, tokens.v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
 
     def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
         """The same step where the slots are: appends, attends, and has who must go go. (rows, 1, heads * head_dim)"""

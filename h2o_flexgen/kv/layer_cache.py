@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.step import KVStep, Upload
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens, Rotation, by_kv_head, picked
 from h2o_flexgen.policies.levels import Level
 
 Steps: TypeAlias = "Sequence[KVStep]"  # a step as each level of the plan has it
@@ -48,26 +48,15 @@ class LayerCache:
         self._caches = caches
         self.prefixes: Mapping[int, LayerCache] = {}  # what rows share, each with one row that has all of it
 
-    def attend(
-        self,
-        now: Steps,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, now: Steps, tokens: NewTokens) -> Tensor:
         """Attends as a KVCache does, level by level."""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
-            return self._caches[0].attend(now[level], q, k, v, rotation, x, sink_scores)
-        kv_heads = k.shape[2]
+            return self._caches[0].attend(now[level], tokens)
+        q, kv_heads = tokens.q, tokens.k.shape[2]
         out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
-            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
-            own_sink_scores = _picked_sink_scores(sink_scores, heads, kv_heads)
-            _put(out, heads, cache.attend(now[level], own_q, own_k, own_v, rotation, x, own_sink_scores))
+            _put(out, heads, cache.attend(now[level], tokens.of_heads(heads)))
         return out.flatten(2)
 
     def share(self, prefixes: Mapping[int, LayerCache]) -> None:
@@ -87,36 +76,26 @@ class LayerCache:
 
     # -- attention elsewhere ---------------------------------------------------------------------------------------------
 
-    def asked(
-        self,
-        now: Steps,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Asked:
+    def asked(self, now: Steps, tokens: NewTokens) -> Asked:
         """What a decode step asks of a cache that lies elsewhere, of all heads in their order."""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
-            return self._caches[0].asked(now[level], q, k, v, rotation, x, sink_scores)
-        kv_heads = k.shape[2]
-        all_q, all_k, more, worth = torch.empty_like(q), torch.empty_like(k), None, None
+            return self._caches[0].asked(now[level], tokens)
+        q, kv_heads = tokens.q, tokens.k.shape[2]
+        all_q, all_k, more, worth = torch.empty_like(q), torch.empty_like(tokens.k), None, None
         for level, heads, cache in self._levels():
-            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
-            own = cache.asked(now[level], own_q, own_k, own_v, rotation, x, _picked_sink_scores(sink_scores, heads, kv_heads))
-            _put(_by_head(all_q, kv_heads), heads, own.q)
-            _put(_by_head(all_k, kv_heads), heads, own.k)
+            own = cache.asked(now[level], tokens.of_heads(heads))
+            _put(by_kv_head(all_q, kv_heads), heads, own.q)
+            _put(by_kv_head(all_k, kv_heads), heads, own.k)
             if own.more is not None:
                 more = more or own.more.each(lambda x: x.new_empty(*q.shape[:3], *x.shape[3:]))
                 for whole, part in zip(more, own.more, strict=True):
                     if whole is not None and part is not None:
-                        _put(_by_head(whole, kv_heads), heads, part)
+                        _put(by_kv_head(whole, kv_heads), heads, part)
             if own.worth is not None:
                 worth = own.worth.new_zeros(len(q), kv_heads) if worth is None else worth
                 worth.index_copy_(1, heads, own.worth)
-        return Asked(all_q, all_k, v, more, worth)
+        return Asked(all_q, all_k, tokens.v, more, worth)
 
     def answer(self, now: Steps, asked: Asked, rotation: Rotation | None) -> Tensor:
         """The same step where the slots are. (rows, 1, heads * head_dim)"""
@@ -126,9 +105,9 @@ class LayerCache:
         (q, k, v, more, worth), kv_heads = asked, asked.k.shape[2]
         out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
-            own_more = more and more.each(partial(_picked, heads=heads, kv_heads=kv_heads))
+            own_more = more and more.each(partial(picked, heads=heads, kv_heads=kv_heads))
             own_worth = None if worth is None else worth.index_select(1, heads)
-            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
+            own_q, own_k, own_v = (picked(each, heads, kv_heads) for each in (q, k, v))
             own = Asked(own_q, own_k, own_v, own_more, own_worth)
             _put(out, heads, cache.answer(now[level], own, rotation))
         return out.flatten(2)
@@ -136,20 +115,6 @@ class LayerCache:
     def _levels(self) -> Iterator[tuple[int, Tensor, KVCache]]:
         for (level, heads), cache in zip(self._heads, self._caches, strict=True):
             yield level, heads, cache
-
-
-def _by_head(x: Tensor, kv_heads: int) -> Tensor:
-    """(rows, tokens, heads, ...) as (rows, tokens, kv_heads, group, ...)"""
-    return x.view(*x.shape[:2], kv_heads, -1, *x.shape[3:])
-
-
-def _picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
-    """The groups of some KV heads of (rows, tokens, heads, ...)."""
-    return _by_head(x, kv_heads).index_select(2, heads).flatten(2, 3)
-
-
-def _picked_sink_scores(sink_scores: Tensor | None, heads: Tensor, kv_heads: int) -> Tensor | None:
-    return None if sink_scores is None else sink_scores.view(kv_heads, -1).index_select(0, heads).flatten()
 
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:

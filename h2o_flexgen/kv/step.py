@@ -17,7 +17,7 @@ from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.workload import ECHO_TOKENS, evenly
 from h2o_flexgen.kernels.newest import Leaving, Newest
 from h2o_flexgen.kernels.rotate import Turn
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import Rotation
 from h2o_flexgen.policies.occupancy import StepSlots
 
 Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device

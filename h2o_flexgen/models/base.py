@@ -15,17 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.rotate import Turn
-
-
-class Rotation(Protocol):
-    """How a model rotates queries and keys to their positions."""
-
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
-        """How far tokens at these positions (rows, tokens) are turned, for values of this type."""
-
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (rows, tokens, heads, head_dim), turned so."""
+from h2o_flexgen.models.attention import Attend, NewTokens
 
 
 class Matrix(Protocol):
@@ -38,32 +28,7 @@ class Matrix(Protocol):
 Weights = Mapping[str, Tensor | Matrix]  # what is no plain tensor is for `ops.linear` alone
 
 
-class Attend(Protocol):
-    """Appends the new keys and values and attends: q (rows, tokens, heads, head_dim), k and v (rows, tokens, kv_heads,
-    head_dim) -> (rows, tokens, heads * head_dim). Rotary models hand over q and k unrotated and say how to rotate them,
-    because which positions they stand at is the cache's business. Scores are scaled by head_dim ** -0.5. `x` (rows, tokens,
-    width) is what all three were made of: it may say which tokens are worth keeping. `sink_scores` (heads,) take part
-    in the softmax of every query of a head, and their shares are let go."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor: ...
-
-
-def _nothing_to_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotation: Rotation | None = None,
-    x: Tensor | None = None,
-    sink_scores: Tensor | None = None,
-) -> Tensor:
+def _nothing_to_attend(tokens: NewTokens) -> Tensor:
     raise AssertionError("a layer that has no KV attends to nothing")
 
 

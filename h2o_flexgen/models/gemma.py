@@ -13,6 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec
 from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import MLP, SLIDING, Llama, Traits, attention_parameters, windows_of
@@ -74,7 +75,7 @@ class Gemma(Llama):
     def _attended(self, hidden: Tensor, weights: Weights, given: Given, rotary: Rotary) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
         q = q if self._query_scale == 1.0 else q.mul_(self._query_scale)
-        return given.attend(q, k, v, rotary, x)
+        return given.attend(NewTokens(q, k, v, rotary, x))
 
     def near_attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         """The attention of a layer with a window."""

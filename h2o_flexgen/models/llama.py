@@ -11,6 +11,7 @@ from torch import Tensor
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
@@ -117,7 +118,7 @@ class Llama(InHalves):
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
-        return given.attend(q, k, v, self._rotary, x, ops.plain(weights, SINKS))
+        return given.attend(NewTokens(q, k, v, self._rotary, x, ops.plain(weights, SINKS)))
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a layer makes queries, keys and values of, and these, head by head."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
@@ -32,7 +33,7 @@ class NeoX(InHalves):
         # one head's query, key and value lie side by side
         fused = ops.split_heads(ops.linear(x, weights, "attention.query_key_value"), 3 * self.spec.head_dim)
         q, k, v = fused.chunk(3, dim=-1)
-        return given.attend(q, k, v, self._rotary, x)
+        return given.attend(NewTokens(q, k, v, self._rotary, x))
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = ops.linear(out, weights, "attention.dense")

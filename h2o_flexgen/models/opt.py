@@ -6,6 +6,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
@@ -31,7 +32,7 @@ class OPT(InHalves):
         x = ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
         products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
         q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
-        return given.attend(q, k, v, x=x)
+        return given.attend(NewTokens(q, k, v, x=x))
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = ops.linear(out, weights, "self_attn.out_proj")

@@ -19,6 +19,7 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -113,7 +114,7 @@ class Step:
 
     cache: KVCache
     now: KVStep
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value of the newest token
+    given: NewTokens
 
     @classmethod
     def of(cls, bench: Bench, heads: Heads, coding: Coding, rows: int, slots: int) -> Step:
@@ -123,7 +124,7 @@ class Step:
         return cls(_cache(bench, heads, coding, held, None), _step(device, held, STEP), _new(device, heads, coding, rows, 1))
 
     def __call__(self) -> object:
-        return self.cache.attend(self.now, *self.given)
+        return self.cache.attend(self.now, self.given)
 
 
 def prompts(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
@@ -145,7 +146,7 @@ def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> S
         cache, now = _cache(bench, heads, coding, occupancy, plan), _step(device, occupancy, 0)
         given = _new(device, heads, coding, rows, length)
         flops = 4.0 * heads.queries * heads.dim * rows * length * (length + 1) / 2
-        return {f"{PROMPTS} {kind}": flops / bench.clock.of(lambda: cache.attend(now, *given))}
+        return {f"{PROMPTS} {kind}": flops / bench.clock.of(lambda: cache.attend(now, given))}
 
     sizes_of_heads = max(1, sizes.heads // FEWER), sizes.heads
     return Subject(f"attention of prompts, {kind}", measure, sizes_of_heads, weight=WEIGHT)
@@ -166,10 +167,8 @@ def _step(device: Device, occupancy: Occupancy, step: int) -> KVStep:
     return KVStep.of(occupancy.at(step), occupancy.capacity, device.torch_device)
 
 
-def _new(
-    device: Device, heads: Heads, coding: Coding, rows: int, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _new(device: Device, heads: Heads, coding: Coding, rows: int, tokens: int) -> NewTokens:
     def drawn(count: int) -> torch.Tensor:
         return torch.randn(rows, tokens, count, heads.dim, device=device.torch_device).to(coding.dtype)
 
-    return drawn(heads.queries), drawn(heads.keys), drawn(heads.keys)
+    return NewTokens(drawn(heads.queries), drawn(heads.keys), drawn(heads.keys))

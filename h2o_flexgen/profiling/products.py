@@ -17,7 +17,8 @@ from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels_of, measured_forms, rounds
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.models.base import Given, Model, Rotation, computed
+from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.base import Given, Model, computed
 from h2o_flexgen.profiling.multiplied import in_units, multiplied
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
@@ -167,15 +168,9 @@ def _layers(bench: Bench, model: Model, dtype: str, rows: int) -> Iterator[tuple
         yield rows * layer.values_around_products, partial(computed, model, layer, hidden, weights, given)
 
 
-def _attend_nothing(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotation: Rotation | None = None,
-    x: Tensor | None = None,
-    sink_scores: Tensor | None = None,
-) -> Tensor:
+def _attend_nothing(tokens: NewTokens) -> Tensor:
+    q, rotation = tokens.q, tokens.rotation
     if rotation is not None:
         positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
-        q, k = rotation(q, positions), rotation(k, positions)
+        q, _ = rotation(q, positions), rotation(tokens.k, positions)
     return q.flatten(2)

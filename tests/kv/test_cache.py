@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.policies.full import Full
 
 HEADS, DIM, STEPS = 4, 8, 5
@@ -52,7 +54,7 @@ def pass_of(lengths: Sequence[int], step: int, capacity: int | None = None) -> K
     return KVStep.of(occupancy.at(step), capacity or occupancy.capacity, torch.device("cpu"))
 
 
-def tokens_of(rows: Sequence[Text], lengths: Sequence[int], step: int) -> Text:
+def tokens_of(rows: Sequence[Text], lengths: Sequence[int], step: int) -> NewTokens:
     """q, k and v as a layer hands them over: (rows, tokens, heads, dim), pads with values of their own."""
 
     def part(which: int) -> Tensor:
@@ -66,7 +68,7 @@ def tokens_of(rows: Sequence[Text], lengths: Sequence[int], step: int) -> Text:
             ]
         )
 
-    return part(0), part(1), part(2)
+    return NewTokens(part(0), part(1), part(2))
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -76,7 +78,7 @@ def test_every_token_attends_to_its_own_text_and_nothing_else(kv_heads: int, by_
     rows = texts(kv_heads, lengths)
     cache = KVCache(fresh_image(len(lengths), kv_heads, max(lengths) + STEPS - 1, by_token))
     for step in range(STEPS):
-        out = cache.attend(pass_of(lengths, step), *tokens_of(rows, lengths, step))
+        out = cache.attend(pass_of(lengths, step), tokens_of(rows, lengths, step))
         for row, length in enumerate(lengths):
             places = range(length) if step == 0 else [length + step - 1]
             for at, place in enumerate(places):
@@ -100,7 +102,7 @@ def test_queries_and_keys_are_rotated_to_their_positions_and_values_are_not() ->
     turned = [(q * factor, k * factor, v) for (q, k, v), factor in zip(rows, factors)]
     cache = KVCache(fresh_image(len(LENGTHS), 2, max(LENGTHS) + STEPS - 1, by_token=False))
     for step in range(STEPS):
-        out = cache.attend(pass_of(LENGTHS, step), *tokens_of(rows, LENGTHS, step), Growing())
+        out = cache.attend(pass_of(LENGTHS, step), replace(tokens_of(rows, LENGTHS, step), rotation=Growing()))
         for row, length in enumerate(LENGTHS):
             place = length - 1 + step
             torch.testing.assert_close(out[row, 0 if step else length - 1], expected(*turned[row], place), atol=1e-5, rtol=1e-5)
@@ -113,12 +115,12 @@ def test_rows_that_move_up_take_their_text_with_them(by_token: bool) -> None:
     rows = texts(2, lengths)
     cache = KVCache(fresh_image(4, 2, max(lengths) + STEPS - 1, by_token))
     for step in range(2):
-        cache.attend(pass_of(lengths, step), *tokens_of(rows, lengths, step))
+        cache.attend(pass_of(lengths, step), tokens_of(rows, lengths, step))
     alive = [3, 1]
     cache.keep_rows(alive, slots=6)
     lived, left = [rows[row] for row in alive], [lengths[row] for row in alive]
     for step in range(2, STEPS):
-        out = cache.attend(pass_of(left, step, max(lengths) + STEPS - 1), *tokens_of(lived, left, step))
+        out = cache.attend(pass_of(left, step, max(lengths) + STEPS - 1), tokens_of(lived, left, step))
         for row, length in enumerate(left):
             torch.testing.assert_close(out[row, 0], expected(*lived[row], length + step - 1), atol=1e-5, rtol=1e-5)
 
@@ -127,7 +129,7 @@ def test_rows_behind_those_that_are_alive_are_left_alone() -> None:
     image = fresh_image(3, 2, 6, by_token=False)
     image[:, 2] = 7
     cache = KVCache(image)
-    cache.attend(pass_of((2, 2), 0), *tokens_of(texts(2, (2, 2)), (2, 2), 0))
+    cache.attend(pass_of((2, 2), 0), tokens_of(texts(2, (2, 2)), (2, 2), 0))
     assert (image[:, 2] == 7).all() and image[:, :2].isfinite().all()
 
 
@@ -137,7 +139,7 @@ def test_types_of_16_bits_stay_near_what_fp32_says(dtype: torch.dtype) -> None:
     rows16 = [(q.to(dtype), k.to(dtype), v.to(dtype)) for q, k, v in rows]
     cache = KVCache(fresh_image(len(LENGTHS), 2, max(LENGTHS) + STEPS - 1, by_token=False, dtype=dtype))
     for step in range(STEPS):
-        out = cache.attend(pass_of(LENGTHS, step), *tokens_of(rows16, LENGTHS, step))
+        out = cache.attend(pass_of(LENGTHS, step), tokens_of(rows16, LENGTHS, step))
         assert out.dtype == dtype
     for row, length in enumerate(LENGTHS):
         torch.testing.assert_close(out[row, 0].float(), expected(*rows[row], length + STEPS - 2), atol=0.05, rtol=0.05)

@@ -20,6 +20,7 @@ from h2o_flexgen.kv.judges.linear import Linear
 from h2o_flexgen.kv.judges.table import judge_of as judge_that_needs_no_file
 from h2o_flexgen.kv.scores import NOBODY, SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -185,7 +186,7 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
     ]
     for step in range(STEPS):
         given = new_tokens(rows, step, policy.echoes)
-        out = cache.attend(step_of(policy, occupancy, step), *given, ROTARY, given[2].flatten(2), sinks)
+        out = cache.attend(step_of(policy, occupancy, step), NewTokens(*given, ROTARY, given[2].flatten(2), sinks))
         for row, length in enumerate(LENGTHS):
             new = [length + step - 1] if step else [*range(length)]
             echo = [*range(length + STEPS, 2 * length + STEPS)] if policy.echoes and not step else []
@@ -209,7 +210,7 @@ def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept:
     cache = KVCache(torch.zeros(2, *shape, DIM), scores, judge=judge_of(policy, 2))
     for step in range(STEPS):
         given = new_tokens(rows, step, policy.echoes)
-        cache.attend(step_of(policy, occupancy, step), *given, ROTARY, given[2].flatten(2))
+        cache.attend(step_of(policy, occupancy, step), NewTokens(*given, ROTARY, given[2].flatten(2)))
         for row, (length, budget) in enumerate(zip(LENGTHS, occupancy.budgets)):
             total, generated = length + step, step if occupancy.prompt_only else 0
             window = budget.window if step else budget.prompt_window
@@ -256,7 +257,7 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
         for step in range(gen_len):
             tokens = max(lengths) * (2 if policy.echoes else 1) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
-            out = cache.attend(step_of(policy, occupancy, step), 2 * q, k, v, ROTARY, v.flatten(2), sinks)
+            out = cache.attend(step_of(policy, occupancy, step), NewTokens(2 * q, k, v, ROTARY, v.flatten(2), sinks))
             for row in range(rows):
                 computed = [*range(lengths[row] if step == 0 else 1)]
                 if policy.echoes and step == 0:
@@ -286,7 +287,7 @@ def test_what_is_never_filled_is_noted_as_nobody() -> None:
     scores = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, occupancy.capacity))
     x = torch.randn(2, 9, 1, DIM)
     KVCache(torch.zeros(2, 2, 1, occupancy.capacity, DIM), scores).attend(
-        KVStep.of(occupancy.at(0), 6, torch.device("cpu")), x, x, x
+        KVStep.of(occupancy.at(0), 6, torch.device("cpu")), NewTokens(x, x, x)
     )
     assert scores.positions[1, 0].tolist() == [0, 1, NOBODY, NOBODY, NOBODY, NOBODY]
 

@@ -16,6 +16,7 @@ from h2o_flexgen.core.seats import Need
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
@@ -60,7 +61,7 @@ def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Tex
         caches[prefix.group] = cache_of(policy if copies else None, 1, prefix.tokens)
         q, k, v = (each[None] for each in own)
         now = KVStep.of(policy.whole(prefix.tokens), prefix.tokens, CPU)
-        caches[prefix.group].attend(now, q, k, v, ROTARY, v.flatten(2), sinks)
+        caches[prefix.group].attend(now, NewTokens(q, k, v, ROTARY, v.flatten(2), sinks))
     return caches
 
 
@@ -118,7 +119,8 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any
         echo = [tuple(x[length + STEPS :] for x in row) for row, length in zip(rows, own)] if is_echoed else []
         if is_echoed:
             given = [torch.cat(both, dim=1) for both in zip(given, padded(echo))]  # type: ignore[arg-type]
-        out = cache.attend(step_of(occupancies, step, needs, capacity, within), *given, ROTARY, given[2].flatten(2), sinks)
+        tokens = NewTokens(*given, ROTARY, given[2].flatten(2), sinks)
+        out = cache.attend(step_of(occupancies, step, needs, capacity, within), tokens)
         for row, prefix in enumerate(PREFIXES):
             for number, head in enumerate(heads[row]):
                 beginning = shared[prefix] if prefix is not None and step == 0 else None

@@ -23,7 +23,7 @@ from h2o_flexgen.kv.cache import Asked
 from h2o_flexgen.kv.layer_cache import LayerCache, Steps
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens, Rotation
 from h2o_flexgen.schedule.schedule import Schedule
 
 HOST_MEMORY = torch.device("cpu")
@@ -59,26 +59,15 @@ class AskedStore:
 
     # -- before and behind it, where the model computes ------------------------------------------------------------------
 
-    def ask(
-        self,
-        batch: int,
-        cache: LayerCache,
-        now: Steps,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
+    def ask(self, batch: int, cache: LayerCache, now: Steps, tokens: NewTokens) -> Tensor:
         """An `attend` that only asks; what it returns is to be replaced by the answer."""
-        asked = cache.asked(now, q, k, v, rotation, x, sink_scores)
+        asked = cache.asked(now, tokens)
         sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
         places = count(4)
         more = asked.more and asked.more.each(lambda x: self._sent(batch, next(places), x))
         worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)
-        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more, worth), rotation)
-        return q.new_zeros(len(q), 1, self._spec.heads * self._spec.head_dim)
+        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more, worth), tokens.rotation)
+        return tokens.q.new_zeros(len(tokens.q), 1, self._spec.heads * self._spec.head_dim)
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:
         """Puts the answer where it belongs in hidden states (rows, 1, width) that a COMPUTE has handed on."""

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.evaluation.study.reading import Reading
+from h2o_flexgen.evaluation.study.whole import turned
 from h2o_flexgen.kernels.gathering import MAX
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens
 
 
 class LayerRead(NamedTuple):
@@ -42,22 +43,12 @@ class RepeatedText:
     def reading(self) -> Reading:
         return Reading((*self.ids, *self.ids), self.attend)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
-        """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        if rotation is not None:
-            positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
-            q, k = rotation(q, positions), rotation(k, positions)
-        q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, v))
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        q, k, v = turned(tokens)
         nothing = torch.zeros(1, dtype=torch.int64, device=q.device)
-        more = None if sink_scores is None else More.of_sink_scores(sink_scores, 1, q.shape[2])
+        x, sinks = tokens.x, tokens.sink_scores
+        more = None if sinks is None else More.of_sink_scores(sinks, 1, q.shape[2])
         out, highest = prompt_attention(q, k, v, nothing, self._counted.to(q.device), more, MAX)
         assert highest is not None
         self.on_layer(LayerRead(None if x is None else x[0], q[0], k[0], v[0], highest[0, :, : len(self.ids)]))

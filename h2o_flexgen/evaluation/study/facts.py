@@ -22,7 +22,7 @@ from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_pol
 from h2o_flexgen.evaluation.study.whole import attend_whole
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.levels import levels_of
 from h2o_flexgen.policies.policy import KVPolicy
@@ -123,21 +123,13 @@ class FactReader:
     attention: list[Tensor] = field(default_factory=list)  # by layer: (kv_heads, tokens of the fact)
     ranks: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
-        """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        read, fact, context = attend_whole(q, k, v, rotation, sink_scores), [*self.text.fact], slice(self.text.context_len)
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        read, fact, context = attend_whole(tokens), [*self.text.fact], slice(self.text.context_len)
         shares = attention_of(read.q, read.k, *self.text.queries, read.sink_scores).shares  # (kv_heads, group, queries, keys)
         self.attention.append(shares[..., fact].mean((1, 2)))
         for name, judge in self.judges.items():
-            place = ranks(judge, q[:, context], k[:, context], v[:, context], rotation, sink_scores)[:, fact]
+            place = ranks(judge, tokens.part(context))[:, fact]
             self.ranks.setdefault(name, []).append(place / self.text.context_len)
         return read.out
 

@@ -16,7 +16,7 @@ from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
@@ -41,28 +41,21 @@ class Keeper:
     def gone(self) -> Gone:
         return of_layers(self.by_layer)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
-        """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        gone = torch.arange(1, self.tokens + 1, device=q.device).clamp(min=self.prompt_len).repeat(k.shape[2], 1)
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        k, device = tokens.k, tokens.k.device
+        gone = torch.arange(1, self.tokens + 1, device=device).clamp(min=self.prompt_len).repeat(k.shape[2], 1)
         self.by_layer.append(gone)
         if self.policy.keeps_all:
             gone.fill_(self.tokens + 1)
-            return attend_whole(q, k, v, rotation, sink_scores).out
+            return attend_whole(tokens).out
         occupancy, out = self.occupancy, []
         cache, scores = opened(self.policy, occupancy.capacity, self.coding, k)
         for step in range(occupancy.gen_len):
             read = self.prompt_len + step
             new = slice(read - 1 if step else 0, read)
-            now = KVStep.of(occupancy.at(step), occupancy.capacity, q.device)
-            out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotation, sink_scores=sink_scores))
+            now = KVStep.of(occupancy.at(step), occupancy.capacity, device)
+            out.append(cache.attend(now, tokens.part(new)))
             held = scores.positions[0, :, : occupancy.counts(step + 1)[0]].long()
             gone.scatter_(1, held, torch.full_like(held, read + 1))
         return torch.cat(out, dim=1)
@@ -87,41 +80,28 @@ class LevelKeeper:
     def gone(self) -> Gone:
         return of_layers(self.by_layer)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
-        """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        kv_heads = k.shape[2]
-        grouped = q.view(*q.shape[:2], kv_heads, -1, q.shape[3])
-        out = grouped.new_empty(1, self.tokens, kv_heads, grouped.shape[3] * grouped.shape[4])
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        q, kv_heads = tokens.q, tokens.k.shape[2]
+        out = q.new_empty(1, self.tokens, kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         gone = torch.empty(kv_heads, self.tokens, dtype=torch.int64, device=q.device)
         for level, keeper in zip(self.levels, self.keepers):
             heads = [*level.heads[len(self.by_layer)]]
             if heads:
-                own_q, own_k, own_v = grouped[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads]
-                own_sink_scores = None if sink_scores is None else sink_scores.view(kv_heads, -1)[heads].flatten()
-                done = keeper.attend(own_q, own_k, own_v, rotation, x, own_sink_scores)
+                done = keeper.attend(tokens.of_heads(torch.tensor(heads, device=q.device)))
                 out[:, :, heads] = done.view(1, self.tokens, len(heads), -1)
                 gone[heads] = keeper.by_layer[-1]
         self.by_layer.append(gone)
         return out.flatten(2)
 
 
-def ranks(
-    reader: Keeper, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, sink_scores: Tensor | None = None
-) -> Tensor:
+def ranks(reader: Keeper, text: NewTokens) -> Tensor:
     """The place that the reader's policy gives each token of a prompt, 0 for what it would keep longest, whoever is protected.
     (kv_heads, tokens)"""
-    tokens, budget = k.shape[1], reader.occupancy.budgets[0]
+    k, tokens, budget = text.k, text.k.shape[1], reader.occupancy.budgets[0]
     occupancy = Occupancy(Batch((0,), (tokens,), context=tokens), (replace(budget, slots=tokens),), 1)
     cache, scores = opened(reader.policy, occupancy.capacity, reader.coding, k)
-    cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, k.device), q, k, v, rotation, sink_scores=sink_scores)
+    cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, k.device), text)
     return scores.best_first()[0, :, :tokens].argsort(-1)
 
 

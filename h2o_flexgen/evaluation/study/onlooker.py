@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.evaluation.study.attention import attention_in_blocks, captured, negligible_entries, visible_entries
 from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.whole import Whole, attend_whole
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens
 
 ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader who knows it all could
 
@@ -33,17 +33,9 @@ class Onlooker:
     prompt_len: int
     by_layer: list[LayerSeen] = field(default_factory=list)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None = None,
-        x: Tensor | None = None,
-        sink_scores: Tensor | None = None,
-    ) -> Tensor:
-        """Reads all tokens in the next layer; a models.base.Attend for one row."""
-        read = attend_whole(q, k, v, rotation, sink_scores)
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        read = attend_whole(tokens)
         self.by_layer.append(self._seen(read))
         return read.out
 

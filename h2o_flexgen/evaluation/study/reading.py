@@ -15,7 +15,8 @@ from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.models.base import Attend, Given, computed
+from h2o_flexgen.models.attention import Attend
+from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Visit
 from h2o_flexgen.schedule.traffic import Traffic

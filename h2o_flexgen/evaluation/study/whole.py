@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
-from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.models.attention import NewTokens
 
 
 class Whole(NamedTuple):
@@ -18,19 +18,25 @@ class Whole(NamedTuple):
     q: Tensor  # (heads, tokens, dim)
     k: Tensor  # (kv_heads, tokens, dim)
     sums: Tensor  # (kv_heads, tokens), fp32: the attention that each token got
-    out: Tensor  # as models.base.Attend returns it
+    out: Tensor  # as models.attention.Attend returns it
     sink_scores: Tensor | None  # (heads,)
 
 
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, sink_scores: Tensor | None = None) -> Whole:
-    """Takes what a models.base.Attend is given, of one row."""
-    tokens = q.shape[1]
-    if rotation is not None:
-        positions = torch.arange(tokens, device=q.device).unsqueeze(0)
-        q, k = rotation(q, positions), rotation(k, positions)
-    q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, v))
-    nothing, every_query = torch.zeros(1, dtype=torch.int64, device=q.device), torch.ones(1, tokens, device=q.device)
-    more = None if sink_scores is None else More.of_sink_scores(sink_scores, 1, tokens)
+def attend_whole(tokens: NewTokens) -> Whole:
+    """Takes the tokens of one row."""
+    (q, k, v), sink_scores = turned(tokens), tokens.sink_scores
+    nothing, every_query = torch.zeros(1, dtype=torch.int64, device=q.device), torch.ones(1, q.shape[2], device=q.device)
+    more = None if sink_scores is None else More.of_sink_scores(sink_scores, 1, q.shape[2])
     out, sums = prompt_attention(q, k, v, nothing, every_query, more)
     assert sums is not None
     return Whole(q[0], k[0], sums[0], out, sink_scores)
+
+
+def turned(tokens: NewTokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (1, heads, tokens, dim), rotated to their positions in the text."""
+    q, k = tokens.q, tokens.k
+    if tokens.rotation is not None:
+        positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
+        q, k = tokens.rotation(q, positions), tokens.rotation(k, positions)
+    q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, tokens.v))
+    return q, k, v

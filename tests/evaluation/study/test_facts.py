@@ -19,6 +19,7 @@ from h2o_flexgen.evaluation.study.held import held_after
 from h2o_flexgen.evaluation.study.kept import Keeper, LevelKeeper, ranks
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
@@ -106,7 +107,9 @@ def test_heads_of_a_level_keep_as_by_themselves(name: str) -> None:
     policy, (q, k, v) = Plan.create(kv_policy=name, kv_budget=0.3).policy, drawn()
     mixed = LevelKeeper((Level(Full(), ((1,),)), Level(policy, ((0, 2),))), TOKENS, PROMPT, PLAIN)
     alike, whole = (Keeper(one, TOKENS, PROMPT, PLAIN) for one in (policy, Full()))
-    out, of_alike, of_whole = (reader.attend(q, k, v).view(TOKENS, KV_HEADS, -1).numpy() for reader in (mixed, alike, whole))
+    out, of_alike, of_whole = (
+        reader.attend(NewTokens(q, k, v)).view(TOKENS, KV_HEADS, -1).numpy() for reader in (mixed, alike, whole)
+    )
     for head, (expected, keeper) in enumerate([(of_alike, alike), (of_whole, whole), (of_alike, alike)]):
         np.testing.assert_allclose(out[:, head], expected[:, head], atol=1e-6)
         assert np.array_equal(mixed.gone[0, head], keeper.gone[0, head])
@@ -118,9 +121,9 @@ def test_the_best_by_rank_are_those_that_are_kept(name: str) -> None:
     q, k, v = (each[:, :PROMPT] for each in drawn())
     policy = Plan.create(kv_policy=name, kv_budget=0.4).policy
     keeper = Keeper(policy, PROMPT, PROMPT, PLAIN)
-    places = ranks(keeper, q, k, v, None).numpy()
+    places = ranks(keeper, NewTokens(q, k, v)).numpy()
     assert np.array_equal(np.sort(places), np.tile(np.arange(PROMPT), (KV_HEADS, 1))), "every place is taken once"
-    keeper.attend(q, k, v)
+    keeper.attend(NewTokens(q, k, v))
     budget = keeper.occupancy.budgets[0]
     is_protected = np.arange(PROMPT) >= PROMPT - budget.prompt_window
     for head in range(KV_HEADS):

@@ -20,6 +20,7 @@ from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.planning.plan import Plan
 from tests.contract import Checkpoints, distinct_prompts
@@ -41,7 +42,7 @@ def test_kept_are_those_of_the_definition_at_every_step(policy: str, prompt_len:
     generator = torch.Generator().manual_seed(prompt_len)
     q, k, v = (torch.randn(1, TOKENS, heads, DIM, generator=generator) for heads in (kv_heads * group, kv_heads, kv_heads))
     keeper = Keeper(Plan.create(**options).policy, TOKENS, prompt_len, PLAIN)
-    out = keeper.attend(2 * q, k, v)[0].view(TOKENS, kv_heads, group, DIM)
+    out = keeper.attend(NewTokens(2 * q, k, v))[0].view(TOKENS, kv_heads, group, DIM)
     assert keeper.gone.min() >= prompt_len, "nobody goes before the prompt is read"
     for number in range(kv_heads):
         head = Head(options, prompt_len, 0, number, None, TOKENS)

@@ -21,6 +21,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
@@ -92,15 +93,15 @@ def passed_through(
         now = KVStep.of(occupancy.at(step), occupancy.capacity, device)
         heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
         new = [torch.randn(ROWS, max(LENGTHS) if step == 0 else 1, each, DIM, generator=draw) for each in heads]
-        given = [each.to(device, dtype) for each in new]
+        given = NewTokens(*(each.to(device, dtype) for each in new), rotary)
         before = cache.image.clone(), None if scores is None else region.clone()
-        outs.append(cache.attend(now, *given, rotary).cpu())
+        outs.append(cache.attend(now, given).cpu())
         if step == STEPS - 1:  # once more, from the same state: what is the same in all layers is there already
             cache.image.copy_(before[0])
             if before[1] is not None:
                 region.copy_(before[1])
             with counted() as found:
-                cache.attend(now, *given, rotary)
+                cache.attend(now, given)
             names = list(found)
     return outs, scores, names
 

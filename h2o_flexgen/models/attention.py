@@ -1,0 +1,63 @@
+"""What a layer that attends hands over of its new tokens. How many keys are kept, and at which positions they stand, is the
+business of whoever attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.rotate import Turn
+
+
+class Rotation(Protocol):
+    """How a model rotates queries and keys to their positions."""
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        """How far tokens at these positions (rows, tokens) are turned, for values of this type."""
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (rows, tokens, heads, head_dim), turned so."""
+
+
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """The tokens of a pass in one layer."""
+
+    q: Tensor  # (rows, tokens, heads, head_dim), as k unrotated
+    k: Tensor  # (rows, tokens, kv_heads, head_dim)
+    v: Tensor  # alike
+    rotation: Rotation | None = None  # of queries and keys, in rotary models
+    x: Tensor | None = None  # (rows, tokens, width): what all three were made of, which may say what is worth keeping
+    sink_scores: Tensor | None = None  # (heads,): part of the softmax of every query of a head; their shares are let go
+
+    def part(self, tokens: slice) -> NewTokens:
+        """Some of the tokens."""
+        x = None if self.x is None else self.x[:, tokens]
+        return replace(self, q=self.q[:, tokens], k=self.k[:, tokens], v=self.v[:, tokens], x=x)
+
+    def of_heads(self, heads: Tensor) -> NewTokens:
+        """Some KV heads, with the queries of their groups."""
+        kv_heads, sinks = self.k.shape[2], self.sink_scores
+        q, k, v = (picked(each, heads, kv_heads) for each in (self.q, self.k, self.v))
+        own_sinks = None if sinks is None else sinks.view(kv_heads, -1).index_select(0, heads).flatten()
+        return replace(self, q=q, k=k, v=v, sink_scores=own_sinks)
+
+
+# Appends the new keys and values, and attends to them and to all that is held: (rows, tokens, heads * head_dim). Scores are
+# scaled by head_dim ** -0.5.
+Attend: TypeAlias = Callable[[NewTokens], Tensor]
+
+
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """(rows, tokens, heads, ...) as (rows, tokens, kv_heads, group, ...)"""
+    return x.view(*x.shape[:2], kv_heads, -1, *x.shape[3:])
+
+
+def picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
+    """The groups of some KV heads of (rows, tokens, heads, ...)."""
+    return by_kv_head(x, kv_heads).index_select(2, heads).flatten(2, 3)
