@@ -84,9 +84,11 @@ class _Kind(NamedTuple):
         red, green, blue = (white + (1 - white) * value for value in to_rgb(self.data.colour))
         return red, green, blue
 
-    @property
-    def words(self) -> str:
-        return f"{self.data.words}: experts" if self.is_of_experts else self.data.words
+    def words(self, beside: Sequence[_Kind]) -> str:
+        """What it is, in a picture of these kinds: what is no expert is said to be none where there are experts."""
+        if self.is_of_experts:
+            return f"{self.data.words}: experts"
+        return f"{self.data.words}: attention and others" if _Kind(self.data, True) in beside else self.data.words
 
     def place(self) -> tuple[int, bool]:
         return [*Data].index(self.data), self.is_of_experts
@@ -111,17 +113,18 @@ def _draw(axes: Axes, trace: Trace, factor: float, width: float, names: Sequence
 
 
 def _number_blocks(axes: Axes, trace: Trace, factor: float, width: float, names: Sequence[LayerName]) -> None:
-    """Numbers the blocks above the lanes, each where its computation begins, as many as there is room for. Several devices
-    compute several at once, and nothing is numbered."""
+    """Numbers the blocks above the lanes, each where its computation begins, as many as there is room for, and names what
+    belongs to none. Several devices compute several at once, and nothing is numbered."""
     visits = sorted((span for span in trace.spans if span.key.op is Op.COMPUTE), key=lambda span: span.start)
     if not names or len({span.lane for span in visits}) > 1:
         return
     starts = [(-width, "")]
     before: int | None = None
     for span in visits:
-        block = names[span.key.layer].block
-        if block not in (before, None) and span.start * factor >= starts[-1][0] + BLOCK_ROOM * width:
-            starts.append((span.start * factor, f"block {block}"))
+        title, block, _ = names[span.key.layer]
+        is_seen = block is not None or (span.end - span.start) * factor > EDGED * width
+        if block != before and is_seen and span.start * factor >= starts[-1][0] + BLOCK_ROOM * width:
+            starts.append((span.start * factor, title if block is None else f"block {block}"))
         before = block
     if starts[1:]:
         above = axes.secondary_xaxis("top")
@@ -159,7 +162,7 @@ def _joined(bars: Iterable[tuple[float, float]], gap: float) -> Iterable[tuple[f
 def _legend(figure: Figure, kinds: Sequence[_Kind]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=kind.colour, label=kind.words) for kind in kinds]
+    handles = [Patch(facecolor=kind.colour, label=kind.words(kinds)) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize="small")
 
 
