@@ -269,7 +269,7 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
 
 
 def _order(answer: Answer) -> tuple[float, float]:
-    """Of equal answers the one that offloads least is the best: what is left of memory may shorten a wait."""
+    """The fastest answer is the best, and of equal ones the one that offloads least: simulated, fewer transfers wait less."""
     shares = (getattr(answer.plan, kind) for kind in KINDS)
     return answer.seconds, sum(place * one.of(tier) for one in shares for place, tier in enumerate(answer.case.tiers))
 
