@@ -14,6 +14,7 @@ from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.demo.places import file_beside
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.search import SLOTS
 from h2o_flexgen.policies import head_budgets_file
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.head_budgets_file import OWN, read_head_budgets
@@ -80,7 +81,7 @@ def what_is_searched(plan: Plan, options: Mapping[str, object]) -> Asked:
     """The sizes that are searched: those that were given are kept."""
     refuse_to_search_pipelines(plan)
     sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
-    return Asked(plan, sizes, batches)
+    return Asked(plan, sizes, batches, slots=() if "slots" in options else SLOTS)
 
 
 def name_of(what: str, given: object) -> str:

@@ -26,6 +26,7 @@ from h2o_flexgen.profiling import kept
 from tests.commands import Result, called
 from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, Pricing
+from tests.planning.worlds import of_slices, tiny_spec
 from tests.tiny import save_tiny
 
 KEYS = {
@@ -122,6 +123,7 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:
     assert predicted["step_seconds_median"] > 0 and set(predicted["peak_bytes"]) == {"device", "host", "disk"}
     assert all(lane["busy_seconds"] >= 0 for lane in predicted["lanes"].values())
     assert document["machine"] == "slow-cpu" and document["cases"] > 0 and document["front"]
+    assert {one["slots"] for one in (*document["front"], *document["runners_up"])} == {document["plan"]["slots"]} == {2}
 
 
 def test_graphs_are_refused_where_a_run_would_refuse_them(command: Any, machines: dict[str, Path]) -> None:
@@ -326,6 +328,21 @@ def test_two_traces_are_drawn_below_each_other(tmp_path: Path) -> None:
         draw_timelines(shown, tmp_path / f"{number}.svg", "title")
     one, two = ((tmp_path / f"{number}.svg").stat().st_size for number in (1, 2))
     assert two > 1.5 * one
+
+
+@draws
+def test_a_picture_of_a_mixture_tells_experts_from_attention_and_numbers_blocks(tmp_path: Path) -> None:
+    from matplotlib import rc_context
+
+    case = case_of(spec=of_slices(tiny_spec(blocks=3), 4))
+    trace = two_steps(Pricing(case.planned(case.plan.with_percent((0, 0, 0, 100, 0, 100))), case.machine).simulated())
+    words = {}
+    for number, names in enumerate(((), case.spec.layer_names)):
+        with rc_context({"svg.fonttype": "none"}):
+            draw_timelines({"predicted": trace}, tmp_path / f"{number}.svg", "title", names)
+        words[number] = set(re.findall(r">([^<>]+)</text>", (tmp_path / f"{number}.svg").read_text()))
+    assert words[0] >= {"compute", "weights"} and not any("expert" in word or "block" in word for word in words[0])
+    assert words[1] >= {"compute: experts", "compute: attention and others", "weights: experts", "block 0", "block 1"}
 
 
 def test_what_is_drawn_are_two_steps_of_the_decode_without_the_last() -> None:

@@ -370,7 +370,8 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     for flag, option, text in (("--compress-weight", "weight_codec", packed), ("--compress-cache", "kv_codec", kept)):
         kinds = "|".join(map(str, BY_BITS))
         group.value(flag, kinds, text, _codec, argparse.SUPPRESS, dest=option, nargs="?", const="4")
-    group.value("--slots", "N", "layers whose weights may be under way or in use at once", whole(1, MOST_SLOTS), Plan.slots)
+    under_way = f"layers whose weights may be under way or in use at once (default: {Plan.slots}; a search tries more)"
+    group.value("--slots", "N", under_way, whole(1, MOST_SLOTS))
 
 
 def add_compute(group: Group) -> None:

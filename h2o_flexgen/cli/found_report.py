@@ -26,7 +26,7 @@ from h2o_flexgen.planning.search import NEAR, Candidate, Found, NoPlan, Problem,
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 
-HEAD = ("block", "percent", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
+HEAD = ("block", "percent", "slots", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
 BINDS = 0.9  # share of a budget below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
@@ -159,6 +159,7 @@ def _row(one: Candidate) -> list[str]:
     return [
         f"{plan.gpu_batch_size} x {plan.num_gpu_batches}",
         " ".join(f"{share:g}" for share in plan.percent),
+        str(plan.slots),
         kept + products,
         f"{prediction.prefill_seconds:.3f}",
         f"{prediction.step_seconds:.4f}",
@@ -173,6 +174,7 @@ def candidate_json(one: Candidate) -> dict[str, object]:
         "gpu_batch_size": plan.gpu_batch_size,
         "num_gpu_batches": plan.num_gpu_batches,
         "percent": list(plan.percent),
+        "slots": plan.slots,
         "weight_codec": plan.weight_codec,
         "kv_codec": plan.kv_codec,
         "compute": plan.compute,

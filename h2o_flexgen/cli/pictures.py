@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.planning.search import Candidate, Found
 from h2o_flexgen.schedule.ops import Data, Op
 from h2o_flexgen.schedule.trace import Span, Trace
@@ -20,14 +21,17 @@ MOST_VISITS = 120  # with more, single tasks are too narrow to be seen
 WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # inches of the picture
 NARROW = 1 / 1200  # share of the width: no bar is narrower, and bars this narrow that touch are drawn as one
 EDGED = 1 / 200  # share of the width from which bars have an edge
+PALE = 0.55  # share of white in the colour of what is of experts
+BLOCK_ROOM = 0.06  # share of the width that the number of a block takes
 GREY, BLUE, RED = "#7f7f7f", "#0072b2", "#d55e00"  # distinct to colour-blind eyes, too
 LABEL = (0.08, 0.06)  # a label's share of the picture's width and height
 SPREAD = 8  # ratio of the longest to the shortest latency from which the axis is logarithmic
 UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
-def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> None:
-    """Draws each trace under its name ("predicted", "measured")."""
+def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "", names: Sequence[LayerName] = ()) -> None:
+    """Draws each trace under its name ("predicted", "measured"). `names` say what each layer is: experts are paler than all
+    else, and blocks are numbered where they begin."""
     from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
 
     heights = [max(1, len(trace.lanes)) * LANE_HEIGHT + OTHER_HEIGHT for trace in traces.values()]
@@ -36,12 +40,12 @@ def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> 
     unit, factor = next((unit, factor) for least, unit, factor in UNITS if seconds >= least)
     panels = figure.subplots(len(traces), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, trace) in zip(panels, traces.items()):
-        _draw(axes, trace, factor, seconds * factor)
+        _draw(axes, trace, factor, seconds * factor, names)
+        _number_blocks(axes, trace, factor, seconds * factor, names)
         axes.set_title(f"{name}, {trace.makespan * factor:.3g} {unit} of it", loc="left", fontsize="medium")
     panels[-1].set_xlabel(unit)
     panels[-1].set_xlim(0, seconds * factor)
-    drawn = {span.key.op.data for trace in traces.values() for span in trace.spans}
-    _legend(figure, [data for data in Data if data in drawn])
+    _legend(figure, sorted({_Kind.of(span, names) for trace in traces.values() for span in trace.spans}, key=_Kind.place))
     if title:
         figure.suptitle(title)
     figure.savefig(file, dpi=130)
@@ -61,14 +65,44 @@ def two_steps(trace: Trace) -> Trace:
     return trace.between(start, visits[last].end)
 
 
-def _draw(axes: Axes, trace: Trace, factor: float, width: float) -> None:
+class _Kind(NamedTuple):
+    """What is drawn in one colour."""
+
+    data: Data
+    is_of_experts: bool
+
+    @classmethod
+    def of(cls, span: Span, names: Sequence[LayerName]) -> _Kind:
+        is_divided = span.key.op.data in (Data.WEIGHTS, Data.NOTHING)  # other data are those of rows, whoever computes
+        return cls(span.key.op.data, bool(names) and is_divided and names[span.key.layer].is_of_experts)
+
+    @property
+    def colour(self) -> tuple[float, float, float]:
+        from matplotlib.colors import to_rgb
+
+        white = PALE if self.is_of_experts else 0.0
+        red, green, blue = (white + (1 - white) * value for value in to_rgb(self.data.colour))
+        return red, green, blue
+
+    def words(self, beside: Sequence[_Kind]) -> str:
+        """What it is, in a picture of these kinds: what is no expert is said to be none where there are experts."""
+        if self.is_of_experts:
+            return f"{self.data.words}: experts"
+        return f"{self.data.words}: attention and others" if _Kind(self.data, True) in beside else self.data.words
+
+    def place(self) -> tuple[int, bool]:
+        return [*Data].index(self.data), self.is_of_experts
+
+
+def _draw(axes: Axes, trace: Trace, factor: float, width: float, names: Sequence[LayerName]) -> None:
     lanes = trace.lanes
+    kinds = sorted({_Kind.of(span, names) for span in trace.spans}, key=_Kind.place)
     for place, lane in enumerate(lanes):
-        for data in Data:
-            spans = [span for span in trace.spans if span.lane == lane and span.key.op.data is data]
+        for kind in kinds:
+            spans = [span for span in trace.spans if span.lane == lane and _Kind.of(span, names) == kind]
             wide, narrow = _bars(spans, factor, width)
-            axes.broken_barh(wide, (place - 0.36, 0.72), facecolors=data.colour, edgecolors="white", linewidth=0.6)
-            axes.broken_barh(narrow, (place - 0.36, 0.72), facecolors=data.colour, linewidth=0)
+            axes.broken_barh(wide, (place - 0.36, 0.72), facecolors=kind.colour, edgecolors="white", linewidth=0.6)
+            axes.broken_barh(narrow, (place - 0.36, 0.72), facecolors=kind.colour, linewidth=0)
     shares = trace.busy_shares()
     axes.set_yticks(range(len(lanes)), [f"{lane}  {shares[lane]:.0%}" for lane in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -76,6 +110,27 @@ def _draw(axes: Axes, trace: Trace, factor: float, width: float) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+
+
+def _number_blocks(axes: Axes, trace: Trace, factor: float, width: float, names: Sequence[LayerName]) -> None:
+    """Numbers the blocks above the lanes, each where its computation begins, as many as there is room for, and names what
+    belongs to none. Several devices compute several at once, and nothing is numbered."""
+    visits = sorted((span for span in trace.spans if span.key.op is Op.COMPUTE), key=lambda span: span.start)
+    if not names or len({span.lane for span in visits}) > 1:
+        return
+    starts = [(-width, "")]
+    before: int | None = None
+    for span in visits:
+        title, block, _ = names[span.key.layer]
+        is_seen = block is not None or (span.end - span.start) * factor > EDGED * width
+        if block != before and is_seen and span.start * factor >= starts[-1][0] + BLOCK_ROOM * width:
+            starts.append((span.start * factor, title if block is None else f"block {block}"))
+        before = block
+    if starts[1:]:
+        above = axes.secondary_xaxis("top")
+        above.set_xticks(*zip(*starts[1:]), fontsize="x-small", ha="left", color=GREY)
+        above.tick_params(length=3, color=GREY)
+        above.spines["top"].set_visible(False)
 
 
 def _bars(spans: Sequence[Span], factor: float, width: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
@@ -104,10 +159,10 @@ def _joined(bars: Iterable[tuple[float, float]], gap: float) -> Iterable[tuple[f
         yield start, end - start
 
 
-def _legend(figure: Figure, kinds: Sequence[Data]) -> None:
+def _legend(figure: Figure, kinds: Sequence[_Kind]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=data.colour, label=data.words) for data in kinds]
+    handles = [Patch(facecolor=kind.colour, label=kind.words(kinds)) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize="small")
 
 

@@ -59,7 +59,7 @@ def _priced(problem: Problem) -> Found:
     """The given plan, as if a search had found it."""
     problem.largest(problem.plan).refuse_what_does_not_fit(problem.budgets)
     one = Candidate(problem.plan, problem.predict(problem.plan))
-    return Found(best=one, runners_up=(), front=(one,), cases=0, seconds_at_least=one.block_seconds)
+    return Found(best=one, runners_up=(), front=(one,), cases=0)
 
 
 def _draw(report: FoundReport) -> None:
@@ -68,4 +68,4 @@ def _draw(report: FoundReport) -> None:
         draw_front(report.found, request.plot, report.title)
     if request.timeline is not None:
         trace = BlockPrediction.of(report.first, report.problem.machine).trace
-        draw_timelines({"predicted": two_steps(trace)}, request.timeline, report.title)
+        draw_timelines({"predicted": two_steps(trace)}, request.timeline, report.title, report.first.spec.layer_names)

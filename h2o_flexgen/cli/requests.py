@@ -20,7 +20,7 @@ from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.search import THROUGHPUT
+from h2o_flexgen.planning.search import SLOTS, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.quant.codec import BY_BITS
@@ -148,7 +148,7 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
         given |= named_by_files(given, choose_model(flags.model, flags.path, flags.dummy_weights).source)
     plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
     plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
-    if plan.has_own_slots and flags.slots != Plan.slots:
+    if plan.has_own_slots and flags.slots not in (None, Plan.slots):
         raise ValueError(f"--slots {flags.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
     return plan if flags.overlap else plan.without_overlap()
 
@@ -173,6 +173,7 @@ def asked_of(flags: Namespace, plan: Plan) -> Asked:
         batches=() if flags.num_gpu_batches is None else (flags.num_gpu_batches,),
         codecs=four_bits if flags.allow_4bit else (),
         computes=(INT8,) if flags.allow_int8 else (),
+        slots=SLOTS if flags.slots is None else (),
         attend_on=(plan.attend_on,) if plan.attend_on == HOST else (DEVICE, HOST),
         latency_limit=flags.latency_limit,
         prefer=flags.prefer,

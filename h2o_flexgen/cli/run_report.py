@@ -28,6 +28,7 @@ from h2o_flexgen.cli.summary import (
     timing_json,
 )
 from h2o_flexgen.cli.watch import Watch
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import get_num_threads
@@ -81,7 +82,7 @@ class Outcome:
         if files.log is not None:
             append_log(self._log_name() if isinstance(files.log, NamedByPlan) else files.log, summary)
         if files.trace is not None:
-            self.stats.last_block.trace.write_chrome(files.trace, [layer.title for layer in self.job.llm.spec.layers])
+            self.stats.last_block.trace.write_chrome(files.trace, self._layer_names)
         if files.timeline is not None:
             self._draw_timeline(files.timeline)
 
@@ -99,7 +100,11 @@ class Outcome:
         if self.job.stop_at is None:
             last = BlockPrediction.of(self.stats.last_block.planned, self.job.machine).trace
             traces = {"predicted": two_steps(last), **traces}
-        draw_timelines(traces, file, f"{self.job.request.model.name}: decode steps")
+        draw_timelines(traces, file, f"{self.job.request.model.name}: decode steps", self._layer_names)
+
+    @property
+    def _layer_names(self) -> Sequence[LayerName]:
+        return self.stats.last_block.planned.spec.layer_names
 
     @cached_property
     def timing(self) -> Timing:
@@ -128,7 +133,8 @@ class Outcome:
         if self.job.request.breaks_down:
             yield from ("", "the last block without overlap:", *breakdown_lines(trace))
         if self.job.request.verbose >= 2:
-            yield from ("", "the last block, lane by lane:", *trace.text_timeline(self._timeline_width()).split("\n"))
+            drawn = trace.text_timeline(self._timeline_width(), self._layer_names)
+            yield from ("", "the last block, lane by lane:", *drawn.split("\n"))
 
     def _timeline_width(self) -> int:
         """The width of the lanes, between their names and their shares of busy time."""

@@ -152,7 +152,9 @@ class Watch:
             ("layer", task.layer, traffic.layers),
             ("batch", task.batch, traffic.batches),
         )
-        return [*block, *(f"{name} {place + 1}/{total}" for name, place, total in places)]
+        part = self._block.spec.layers[task.layer].part
+        named = {"layer": f" ({part})"} if part else {}
+        return [*block, *(f"{name} {place + 1}/{total}{named.get(name, '')}" for name, place, total in places)]
 
     def _text(self) -> str:
         seconds, done = max(self.seconds, 1e-9), self._done

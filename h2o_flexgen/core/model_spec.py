@@ -13,6 +13,7 @@ from functools import cached_property
 from math import ceil, log1p, prod
 from typing import Any
 
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.quant.codec import CODECS, PLAIN, can_be_parted, matrix_form
 
@@ -90,10 +91,10 @@ class LayerSpec:
     reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
 
     @property
-    def title(self) -> str:
-        """What it is, for people."""
+    def name(self) -> LayerName:
         part = self.part or ", ".join(self.functions)
-        return part if self.block is None else f"{part} of block {self.block}"
+        title = part if self.block is None else f"{part} of block {self.block}"
+        return LayerName(title, self.block, bool(self.experts))
 
     @property
     def takes_tokens(self) -> bool:
@@ -225,6 +226,10 @@ class ModelSpec:
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_kv)
+
+    @cached_property
+    def layer_names(self) -> tuple[LayerName, ...]:
+        return tuple(layer.name for layer in self.layers)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

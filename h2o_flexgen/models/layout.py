@@ -134,7 +134,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
     behind = {name for part in parts[attends + 1 :] for name, _ in part.tensors}.union(*(part.behind for part in parts))
     return replace(
         parts[-1],
-        part=parts[-1].part if len(parts) == 1 else "",
+        part=", ".join(part.part or ", ".join(part.functions) for part in parts) if any(part.part for part in parts) else "",
         experts=parts[-1].experts if len(parts) == 1 else (),  # they are there before the router of this layer has chosen
         halves=next((part.halves for part in parts if part.halves), ()),
         behind=frozenset(behind),

@@ -37,14 +37,8 @@ KINDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
 LACKING = 1e6  # seconds per whole missing budget: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
-FOUND = (
-    "seating",
-    "steps",
-    "weights_of_steps",
-    "base",
-    "more",
-    "whole",
-)  # properties of a case that do not depend on what stays
+BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that slots change nothing of
+FOUND = (*BOUNDS, "whole")  # those that do not depend on what stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -233,7 +227,7 @@ def solve_thoroughly(cases: Sequence[Case]) -> list[Answer]:
     best: dict[int, Answer] = {}
     for answer in solve([case for case, _ in staying]):
         number = numbers[id(answer.case)]
-        if number not in best or answer.seconds < best[number].seconds:
+        if number not in best or _order(answer) < _order(best[number]):
             best[number] = replace(answer, case=cases[number])
     return [best[number] for number in sorted(best)]
 
@@ -242,6 +236,13 @@ def _staying(case: Case, stays: tuple[str, ...]) -> Case:
     """The case with these kinds of data staying, keeping what was already found of it."""
     other = replace(case, stays=stays)
     vars(other).update({name: found for name, found in vars(case).items() if name in FOUND})
+    return other
+
+
+def with_slots(case: Case, slots: int) -> Case:
+    """The case with so many slots, two at least, keeping its bounds: they are those of lanes that are never kept waiting."""
+    other = replace(case, plan=replace(case.plan, slots=slots))
+    vars(other).update({name: found for name, found in vars(case).items() if name in BOUNDS})
     return other
 
 
@@ -256,7 +257,7 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
             anchors[number] = case.anchored(plan, needed)
             if case.budgets.first_exceeded(needed) is None:
                 answer = Answer(case, plan, seconds_at(case, plan))
-                if number not in best or answer.seconds < best[number].seconds:
+                if number not in best or _order(answer) < _order(best[number]):
                     best[number] = answer
     for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
         plan = case.with_shares()
@@ -265,6 +266,12 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
         ):
             best[number] = Answer(case, plan, seconds_at(case, plan))
     return [best[number] for number in sorted(best)]
+
+
+def _order(answer: Answer) -> tuple[float, float]:
+    """The fastest answer is the best, and of equal ones the one that offloads least: simulated, fewer transfers wait less."""
+    shares = (getattr(answer.plan, kind) for kind in KINDS)
+    return answer.seconds, sum(place * one.of(tier) for one in shares for place, tier in enumerate(answer.case.tiers))
 
 
 def _first_anchor(case: Case) -> dict[str, float]:

@@ -23,7 +23,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.budgets import Budgets
-from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
+from h2o_flexgen.planning.linear import Answer, Case, seconds_at, solve, solve_thoroughly, with_slots
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
@@ -43,6 +43,8 @@ HOPELESS = 0.5  # share of the soonest block's seconds below which no plan keeps
 LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit within which the program must promise to end
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
+SLOTS = (3, 4, 6, 8)  # numbers of slots that are tried, one after the other, where nobody has chosen one
+WORTH_SLOTS = 0.02  # share of the speed that more slots must bring, since other things can be done with their memory
 NEAR = 0.05  # plans this near to each other are equal: then the one whose block is over sooner wins
 
 
@@ -60,6 +62,7 @@ class Problem:
     site: Site
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
+    slots: tuple[int, ...] = ()  # numbers of slots that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE,)
     batch_sizes: tuple[int, ...] = ()  # the sizes to choose from, if somebody has chosen
     batches: tuple[int, ...] = ()
@@ -127,7 +130,6 @@ class Found:
     runners_up: tuple[Candidate, ...]
     front: tuple[Candidate, ...]  # fastest block first: none has both more tokens per second and less latency than another
     cases: int  # cases that the program has solved
-    seconds_at_least: float  # the program's bound for the best
 
     @property
     def all(self) -> tuple[Candidate, ...]:
@@ -164,12 +166,12 @@ def _search(problem: Problem) -> Found:
     everything = sorted({one.plan: one for one in (*chosen, *front)}.values(), key=lambda one: _order(problem, one))
     in_time = [one for one in everything if problem.latency_limit is None or one.block_seconds <= problem.latency_limit]
     best = _soonest_of_the_best(problem, in_time)
+    refined = _with_more_slots(problem, _in_larger_parts(problem, best))
     return Found(
-        best=_in_larger_parts(problem, best),
+        best=refined,
         runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
-        front=_front(everything),
+        front=_front([*everything, refined]),
         cases=cases,
-        seconds_at_least=next(answer.seconds for answer in answers if answer.plan == best.plan),
     )
 
 
@@ -215,7 +217,7 @@ def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candid
             candidates.append(simulated(answer))
         if limit is None or any(one.block_seconds <= limit for one in candidates):
             return candidates, [simulated(answer) for answer in _front_answers(problem, answers, chosen)]
-    soonest = simulated(min(answers, key=lambda answer: answer.seconds))
+    soonest = _with_more_slots(problem, simulated(min(answers, key=lambda answer: answer.seconds)))
     if limit is not None and soonest.block_seconds <= limit:
         return [soonest], []
     raise NoPlan(
@@ -250,9 +252,12 @@ def _cases(problem: Problem) -> Iterator[Case]:
     for base in _bases(problem):
         spec = problem.model(base)
         for size, batches in _blocks(problem, base):
-            plan = replace(base, gpu_batch_size=size, num_gpu_batches=batches)
-            block = problem.measured(plan).blocks(size, batches)[0]
-            yield Case(spec, plan, block, problem.machine, problem.budgets, problem.site)
+            yield _case(problem, spec, replace(base, gpu_batch_size=size, num_gpu_batches=batches))
+
+
+def _case(problem: Problem, spec: ModelSpec, plan: Plan) -> Case:
+    block = problem.measured(plan).blocks(plan.gpu_batch_size, plan.num_gpu_batches)[0]
+    return Case(spec, plan, block, problem.machine, problem.budgets, problem.site)
 
 
 def _is_on_grid(case: Case) -> bool:
@@ -360,6 +365,28 @@ def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
     plan = next((plan for tokens in larger if problem.fits(plan := replace(best.plan, prefill_tokens=tokens))), None)
     other = best if plan is None else Candidate(plan, problem.predict(plan))
     return min(best, other, key=partial(_order, problem))
+
+
+def _with_more_slots(problem: Problem, best: Candidate) -> Candidate:
+    """The same block with more visits under way at once, where that is worth it: a disk that has read the few experts of a
+    slice may otherwise wait for an attention to end. Slots take memory, so the shares are found anew. The program knows no
+    waiting: what it promises is the most that slots can bring, and where little is missing of that, none are tried."""
+    if not problem.slots:
+        return best
+    case = _case(problem, problem.model(best.plan), best.plan)
+    most = (1 + WORTH_SLOTS) * seconds_at(case, best.plan)
+    for slots in filter(best.plan.slots.__lt__, problem.slots):
+        if best.block_seconds <= most:
+            break
+        plan = next((answer.plan for answer in solve_thoroughly([with_slots(case, slots)])), None)
+        if plan is None or not problem.fits(plan):
+            break
+        other = Candidate(plan, problem.predict(plan))
+        before, now = (_order(problem, one)[0] for one in (best, other))
+        if before - now < WORTH_SLOTS * abs(before) or other.block_seconds > best.block_seconds:
+            break
+        best = other
+    return best
 
 
 def _front_answers(problem: Problem, answers: Sequence[Answer], known: Sequence[Answer]) -> list[Answer]:

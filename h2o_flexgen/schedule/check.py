@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.schedule.ops import WORKERS, Op
 from h2o_flexgen.schedule.schedule import Schedule
@@ -21,13 +22,30 @@ ORDERED_LANES = tuple(lane for lane, workers in WORKERS.items() if workers == 1)
 
 
 class ScheduleError(ValueError):
-    """A schedule that could use data before it is there, or a buffer that is still in use. The message names the task."""
+    """A schedule that could use data before it is there, or a buffer that is still in use. The message names the task: `reason`
+    has a place for each of the keys, and `names` say what their layers are."""
 
-    def __init__(self, reason: str, tasks: Sequence[Task] = (), at: int = 0) -> None:
-        super().__init__(reason + _excerpt(tasks, at))
+    def __init__(
+        self, reason: str, keys: Sequence[Key], tasks: Sequence[Task], at: int, names: Sequence[LayerName] = ()
+    ) -> None:
+        self._said = reason, keys, tasks, at
+        super().__init__(reason.format(*(key.said(names) for key in keys)) + _excerpt(tasks, at, names))
+
+    def with_names(self, names: Sequence[LayerName]) -> ScheduleError:
+        return ScheduleError(*self._said, names)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: Schedule, names: Sequence[LayerName] = ()) -> None:
+    """Refuses what is not sound. `names` say what each layer is, for whoever reads the message."""
+    try:
+        _prove(schedule)
+    except ScheduleError as error:
+        if not names:
+            raise
+        raise error.with_names(names) from None
+
+
+def _prove(schedule: Schedule) -> None:
     tasks = list(schedule.tasks())
     place = _check_issue(tasks)
     _check_visits(schedule, tasks)
@@ -45,10 +63,10 @@ def _check_issue(tasks: Sequence[Task]) -> dict[Key, int]:
     place: dict[Key, int] = {}
     for at, task in enumerate(tasks):
         if task.key in place:
-            raise ScheduleError(f"{task} is issued twice", tasks, at)
+            raise ScheduleError("{} is issued twice", [task.key], tasks, at)
         for need in task.needs:
             if need not in place:
-                raise ScheduleError(f"{task} needs {need}, which was not issued before it", tasks, at)
+                raise ScheduleError("{} needs {}, which was not issued before it", [task.key, need], tasks, at)
         place[task.key] = at
     return place
 
@@ -60,22 +78,24 @@ def _check_visits(schedule: Schedule, tasks: Sequence[Task]) -> None:
     for number, at in enumerate(computed):
         visit = Visit(*tasks[at].key[1:])
         if schedule.number(*visit) != number or schedule.visit(number) != visit:
-            raise ScheduleError(f"{tasks[at]} is visit {schedule.number(*visit)} but is computed as visit {number}", tasks, at)
+            reason = f"{{}} is visit {schedule.number(*visit)} but is computed as visit {number}"
+            raise ScheduleError(reason, [tasks[at].key], tasks, at)
         reached[visit.batch] += 1
         if visit.step * layers + visit.layer != reached[visit.batch]:
             step, layer = divmod(reached[visit.batch], layers)
-            raise ScheduleError(f"{tasks[at]} is computed before {Key(Op.COMPUTE, step, layer, visit.batch)}", tasks, at)
+            earlier = Key(Op.COMPUTE, step, layer, visit.batch)
+            raise ScheduleError("{} is computed before {}", [tasks[at].key, earlier], tasks, at)
     if len(computed) != schedule.traffic.visits:
-        raise ScheduleError(f"{len(computed)} of {schedule.traffic.visits} visits are computed", tasks, len(tasks) - 1)
+        raise ScheduleError(f"{len(computed)} of {schedule.traffic.visits} visits are computed", [], tasks, len(tasks) - 1)
 
 
 def _check_complete(schedule: Schedule, tasks: Sequence[Task], place: dict[Key, int]) -> None:
     """Everything that the plan moves is moved, and nothing else."""
     expected = set(_expected(schedule))
     if missing := sorted(expected - place.keys(), key=_in_order):
-        raise ScheduleError(f"{missing[0]} is never issued ({len(missing)} tasks are missing)", tasks, len(tasks) - 1)
+        raise ScheduleError(f"{{}} is never issued ({len(missing)} tasks are missing)", missing[:1], tasks, len(tasks) - 1)
     if surplus := sorted(place.keys() - expected, key=_in_order):
-        raise ScheduleError(f"{surplus[0]} would move nothing", tasks, place[surplus[0]])
+        raise ScheduleError("{} would move nothing", surplus[:1], tasks, place[surplus[0]])
 
 
 def _in_order(key: Key) -> tuple[str | int, ...]:
@@ -165,7 +185,7 @@ def _check_data_flow(schedule: Schedule, tasks: Sequence[Task], place: dict[Key,
     for at, task in enumerate(tasks):
         for source in _sources(schedule, task):
             if not ancestors[at] >> place[source] & 1:
-                raise ScheduleError(f"{task} may start before {source} has ended", tasks, at)
+                raise ScheduleError("{} may start before {} has ended", [task.key, source], tasks, at)
 
 
 def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
@@ -246,16 +266,15 @@ def _check_buffers(schedule: Schedule, tasks: Sequence[Task], ancestors: Sequenc
             for at in users[after]:
                 for earlier in users[user]:
                     if not ancestors[at] >> earlier & 1:
-                        raise ScheduleError(
-                            f"{tasks[at]} may start while {tasks[earlier]} still uses buffer {buffer} of {ring}", tasks, at
-                        )
+                        reason = f"{{}} may start while {{}} still uses buffer {buffer} of {ring}"
+                        raise ScheduleError(reason, [tasks[at].key, tasks[earlier].key], tasks, at)
 
 
-def _excerpt(tasks: Sequence[Task], at: int, around: int = 4) -> str:
+def _excerpt(tasks: Sequence[Task], at: int, names: Sequence[LayerName], around: int = 4) -> str:
     """The tasks issued around the one at fault, one a line."""
     lines = []
     for place in range(max(0, at - around), min(len(tasks), at + around + 1)):
         task = tasks[place]
         needs = f" needs {', '.join(map(str, task.needs))}" if task.needs else ""
-        lines.append(f"\n  {place:5d} {task}{needs}" + ("  <-- here" if place == at else ""))
+        lines.append(f"\n  {place:5d} {task.key.said(names)}{needs}" + ("  <-- here" if place == at else ""))
     return "".join(lines)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.schedule.ops import Op
 
 
@@ -23,6 +25,10 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.op} {self.step}.{self.layer}.{self.batch}"
+
+    def said(self, names: Sequence[LayerName]) -> str:
+        """The key, and what its layer is if somebody has named it."""
+        return f"{self} ({names[self.layer].title})" if names else str(self)
 
 
 class Task(NamedTuple):

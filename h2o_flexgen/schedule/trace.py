@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.schedule.lanes import place_of
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Data, Op
 from h2o_flexgen.schedule.task import Key
+
+OF_EXPERTS = "x"  # marks a COMPUTE of experts
 
 
 class Span(NamedTuple):
@@ -23,15 +26,17 @@ class Span(NamedTuple):
     end: float
     bytes: int = 0
 
-    @property
-    def label(self) -> str:
-        """`7.2` is a COMPUTE of layer 7 on batch 2; weights, KV and hidden states carry a letter in front."""
-        return f"{self.key.op.data.letter}{self.key.layer}.{self.key.batch}"
+    def labels(self, names: Sequence[LayerName] = ()) -> tuple[str, ...]:
+        """What is written where it fits, the longest first. `7.2` is a COMPUTE of layer 7 on batch 2; weights, KV and hidden
+        states carry a letter in front."""
+        layer, batch, letter = self.key.layer, self.key.batch, self.key.op.data.letter
+        named = (f"{letter} {names[layer].title}".strip(),) if names else ()
+        return (*named, f"{letter}{layer}.{batch}")
 
-    @property
-    def mark(self) -> str:
-        """One character, used when the label does not fit."""
-        return self.key.op.data.letter or str(self.key.layer % 10)
+    def mark(self, names: Sequence[LayerName] = ()) -> str:
+        """One character, used when no label fits."""
+        of_experts = bool(names) and names[self.key.layer].is_of_experts
+        return self.key.op.data.letter or (OF_EXPERTS if of_experts else str(self.key.layer % 10))
 
 
 @dataclass(frozen=True)
@@ -83,29 +88,38 @@ class Trace:
 
     # -- to be looked at ---------------------------------------------------------------------------------------------
 
-    def text_timeline(self, width: int = 100) -> str:
-        """A line per lane, a character per moment: labels where they fit, else the layer's last digit (compute) or the kind."""
+    def text_timeline(self, width: int = 100, names: Sequence[LayerName] = ()) -> str:
+        """A line per lane, a character per moment: labels where they fit, else the layer's last digit (compute) or the kind.
+        `names` say what each layer is; then experts have a mark of their own, and a line below says what marks mean."""
         title = max(map(len, self.lanes), default=0)
         lines = [" " * title + " |" + _scale(self.makespan, width) + "|"]
         for lane, share in self.busy_shares().items():
-            drawn = _draw([span for span in self.spans if span.lane == lane], self.makespan, width)
+            drawn = _draw([span for span in self.spans if span.lane == lane], self.makespan, width, names)
             lines.append(f"{lane:{title}} |{drawn}| {share:4.0%} busy")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._legend(names)])
 
-    def to_chrome(self, titles: Sequence[str] = ()) -> dict[str, object]:
-        """A trace for chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own. `titles` say
+    def _legend(self, names: Sequence[LayerName]) -> Iterator[str]:
+        """What the marks mean, where some of the layers are slices of experts."""
+        if names and any(names[span.key.layer].is_of_experts for span in self.spans):
+            used = {span.key.op.data for span in self.spans}
+            kinds = [f"{data.letter} {data.words}" for data in Data if data in used and data.letter]
+            computes = [f"{OF_EXPERTS} experts compute", "a digit: any other layer computes, the last digit of its number"]
+            yield "; ".join([*kinds, *computes])
+
+    def to_chrome(self, names: Sequence[LayerName] = ()) -> dict[str, object]:
+        """A trace for chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own. `names` say
         what each layer is."""
         events: list[dict[str, object]] = [_metadata("process_name", 0, "h2o_flexgen")]
         row = 0
         for lane in self.lanes:
             for track, spans in enumerate(_tracks(span for span in self.spans if span.lane == lane)):
                 events.append(_metadata("thread_name", row, lane if track == 0 else f"{lane} {track + 1}"))
-                events += [_event(span, row, titles) for span in spans]
+                events += [_event(span, row, names) for span in spans]
                 row += 1
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
-    def write_chrome(self, path: str | Path, titles: Sequence[str] = ()) -> None:
-        write_text(path, json.dumps(self.to_chrome(titles)))
+    def write_chrome(self, path: str | Path, names: Sequence[LayerName] = ()) -> None:
+        write_text(path, json.dumps(self.to_chrome(names)))
 
 
 def _clip(span: Span, start: float, end: float) -> Span:
@@ -123,7 +137,7 @@ def _scale(seconds: float, width: int, every: int = 20) -> str:
     return (line[: width - len(end) - 1] + " " + end)[-width:].rjust(width)
 
 
-def _draw(spans: Sequence[Span], seconds: float, width: int) -> str:
+def _draw(spans: Sequence[Span], seconds: float, width: int, names: Sequence[LayerName]) -> str:
     """Each column shows the span that has most of its time."""
     seconds = seconds or 1.0
     owners: list[Span | None] = [None] * width
@@ -138,15 +152,16 @@ def _draw(spans: Sequence[Span], seconds: float, width: int) -> str:
     while column < width:
         owner = owners[column]
         end = next((other for other in range(column, width) if owners[other] is not owner), width)
-        line += _fill(owner, end - column)
+        line += _fill(owner, end - column, names)
         column = end
     return line
 
 
-def _fill(span: Span | None, width: int) -> str:
+def _fill(span: Span | None, width: int, names: Sequence[LayerName]) -> str:
     if span is None:
         return " " * width
-    return f"{span.label}".ljust(width, "-") if len(span.label) < width else span.mark * width
+    fitting = next((label for label in span.labels(names) if len(label) < width), None)
+    return span.mark(names) * width if fitting is None else fitting.ljust(width, "-")
 
 
 def _tracks(spans: Iterable[Span]) -> list[list[Span]]:
@@ -164,9 +179,9 @@ def _metadata(name: str, row: int, value: str) -> dict[str, object]:
     return {"ph": "M", "name": name, "pid": 0, "tid": row, "args": {"name": value}}
 
 
-def _event(span: Span, row: int, titles: Sequence[str]) -> dict[str, object]:
+def _event(span: Span, row: int, names: Sequence[LayerName]) -> dict[str, object]:
     key = span.key
-    what = {"what": titles[key.layer]} if titles else {}
+    what = {"what": names[key.layer].title} if names else {}
     return {
         "ph": "X",
         "name": str(key),

@@ -13,8 +13,10 @@ from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.requests import plan_of
 from h2o_flexgen.cli.run_request import DEMO_PROMPTS, MadeUp, RunRequest, parse, request_of
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.options import what_is_searched
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.search import SLOTS
 from h2o_flexgen.sampling.params import SamplingParams
 
 
@@ -177,6 +179,14 @@ def test_sizes_that_are_given_are_all_that_a_search_may_take() -> None:
     search = asked("--model", "m", "--gpu-batch-size", "5").plan
     assert isinstance(search, Asked) and (search.batch_sizes, search.batches) == ((5,), ())
     assert (search.plan.gpu_batch_size, search.plan.num_gpu_batches) == (5, Plan.num_gpu_batches)
+
+
+@pytest.mark.parametrize(("words", "slots", "tried"), [("", 2, SLOTS), ("--slots 2", 2, ()), ("--slots 5", 5, ())])
+def test_slots_are_searched_unless_they_are_given(words: str, slots: int, tried: tuple[int, ...]) -> None:
+    search = asked("--model", "m", *words.split()).plan
+    assert isinstance(search, Asked) and (search.plan.slots, search.slots) == (slots, tried)
+    options = {"slots": slots} if words else {}
+    assert what_is_searched(Plan.create(**options), options).slots == tried
 
 
 def test_help_ends_with_an_example_that_parses() -> None:

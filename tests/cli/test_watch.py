@@ -96,6 +96,21 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
     assert watch.load_seconds >= 0
 
 
+def test_slices_of_experts_are_named_beside_their_number() -> None:
+    from h2o_flexgen.models import create_model
+
+    of_experts = create_model(tiny_config("olmoe"), "float32").spec
+    details: list[str] = []
+    progress = Progress(0, "run", io.StringIO())
+    progress.update = lambda text, done, seen: details.append(seen[2])  # type: ignore[method-assign]
+    watch = Watch(planned(of_experts), progress)
+    for task in planned(of_experts)[0].schedule.tasks():
+        if task.op is Op.COMPUTE:
+            watch.visit(task, tokens=0)
+    layers = len(of_experts.layers)
+    assert details[0] == f"layer 1/{layers}" and details[4] == f"layer 3/{layers} (experts 0-1)"
+
+
 def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:
     one, alike = (BlockPlans.of(spec, PLAN, Workload.uniform(count, 6, 3), Site()) for count in (4, 8))
     assert predicted_bytes(alike) == {op: 2 * nbytes for op, nbytes in predicted_bytes(one).items()}

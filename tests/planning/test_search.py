@@ -19,13 +19,24 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.search import LATENCY, NEAR, Found, NoPlan, Problem, nearest_miss, search
+from h2o_flexgen.planning.search import (
+    LATENCY,
+    NEAR,
+    SLOTS,
+    WORTH_SLOTS,
+    Found,
+    NoPlan,
+    Problem,
+    nearest_miss,
+    search,
+)
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
-from tests.planning.worlds import tiny_spec, with_experts
+from tests.planning.worlds import of_slices, tiny_spec, with_experts
 
 SPEC = tiny_spec(blocks=4, width=64)
 CODECS = (("group4", "plain"), ("plain", "group4"), ("group4", "group4"))
@@ -305,3 +316,55 @@ def test_prompts_of_a_mixture_are_computed_in_parts_in_which_an_expert_meets_man
     needs = [chosen.largest(replace(found.best.plan, prefill_tokens=tokens)).footprint.total(HOST) for tokens in (1024, 8192)]
     little = problem(**of_many, model=of_experts, budgets=Budgets(host=sum(needs) // 2))  # type: ignore[arg-type]
     assert search(little).best.plan.prefill_tokens in (1024, 2048, 4096)
+
+
+# -- slots ---------------------------------------------------------------------------------------------------------------------
+
+LARGE = tiny_spec(blocks=4, width=256)
+WAITING = replace(SLOW, device="cpu", visit_seconds={"attention": 0.15})  # meanwhile several slices are read
+
+
+def streamed(spec: ModelSpec, room_for: int = 8, **changes: Any) -> Problem:
+    """With room for so many slots, and for a tenth of the weights beside them."""
+    asked = problem(model=sized(spec), workload=Workload.uniform(8, 20, 10), machine=WAITING, batch_sizes=(8,), batches=(1,))
+    room = asked.largest(Plan(gpu_batch_size=8, slots=room_for).with_percent((0, 10, 0, 100, 0, 100))).footprint.total(HOST)
+    return replace(asked, budgets=Budgets(host=room), slots=SLOTS, **changes)
+
+
+def test_a_mixture_gets_more_slots_where_its_slices_are_read_while_an_attention_is_computed() -> None:
+    asked = streamed(of_slices(LARGE, 8))
+    two, found = search(replace(asked, slots=())).best, search(asked)
+    assert two.plan.slots == 2 < found.best.plan.slots < 8 and asked.fits(found.best.plan)
+    assert found.best.tokens_per_second > 1.1 * two.tokens_per_second
+    assert found.best.plan.weights.host < two.plan.weights.host, "slots take memory that weights had"
+    assert found.best in found.front
+    one_more = next(slots for slots in SLOTS if slots > found.best.plan.slots)
+    more = search(replace(asked, slots=(), plan=Plan(slots=one_more))).best
+    assert more.tokens_per_second < (1 + WORTH_SLOTS) * found.best.tokens_per_second, "of about equal ones the fewest"
+
+
+def test_a_dense_model_keeps_its_slots_for_its_disk_reads_a_whole_mlp_meanwhile() -> None:
+    shorter = replace(WAITING, visit_seconds={"attention": 0.04})
+    best = search(streamed(LARGE, 3, machine=shorter)).best.plan
+    assert best.slots == 2 and best.weights.disk > 0.5
+
+
+def test_no_slots_are_tried_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "with_slots", lambda *_: pytest.fail("more slots are tried"))
+    assert search(replace(streamed(LARGE), budgets=Budgets())).best.plan.slots == 2
+
+
+def test_slots_are_not_searched_where_somebody_has_chosen_them_or_nobody_can() -> None:
+    chosen = streamed(of_slices(LARGE, 8), plan=Plan(slots=3))
+    assert {one.plan.slots for one in search(replace(chosen, slots=())).all} == {3}
+    for plan, tried in ((Plan(), SLOTS), (Plan(slots=1), ()), (Plan(schedule="flexgen_barrier"), ())):
+        assert Asked(plan, slots=SLOTS).problem(on(SLOW, False), sized(), None, 20, 10, Budgets(), Site()).slots == tried
+
+
+def test_more_slots_keep_a_latency_limit_that_two_do_not() -> None:
+    asked = streamed(of_slices(LARGE, 8))
+    two, more = search(replace(asked, slots=())).best.block_seconds, search(asked).best.block_seconds
+    limit = (two + more) / 2
+    with pytest.raises(NoPlan):
+        search(replace(asked, slots=(), latency_limit=limit))
+    assert search(replace(asked, latency_limit=limit)).best.block_seconds <= limit

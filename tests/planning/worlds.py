@@ -80,6 +80,21 @@ def with_experts(share: float, blocks: int = 2, width: int = 8) -> ModelSpec:
     return replace(spec, layers=tuple(replace(one, products=shared.get(one, one.products)) for one in spec.layers))
 
 
+def of_slices(spec: ModelSpec, slices: int) -> ModelSpec:
+    """The same, with so many experts for each mlp, each a layer of its own and asked for by an even part of the rows."""
+    layers: list[LayerSpec] = []
+    for layer in spec.layers:
+        layers += [_expert(layer, number, slices) for number in range(slices)] if layer.functions == ("mlp",) else [layer]
+    return replace(spec, layers=tuple(layers))
+
+
+def _expert(mlp: LayerSpec, number: int, slices: int) -> LayerSpec:
+    tensors = tuple((name, replace(one, name=f"{one.name}.{number}")) for name, one in mlp.tensors)
+    products = tuple((name, 1 / slices) for name, _ in mlp.products)
+    experts = tuple((name, number) for name, _ in tensors)
+    return replace(mlp, tensors=tensors, products=products, experts=experts, part=f"expert {number}")
+
+
 def block_of(lengths: Sequence[Sequence[int]], gen_len: int = 3) -> Block:
     """A batch for every list of prompt lengths."""
     starts = [sum(map(len, lengths[:index])) for index in range(len(lengths))]

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
@@ -187,3 +188,19 @@ def test_the_error_shows_the_place_in_the_issue_order() -> None:
     assert [line for line in lines if line.endswith("<-- here")] == [lines[-1]]
     assert lines[-1].split()[:3] == [str(len(tasks)), "READ_W", "0.0.0"]
     assert 3 <= len(lines) <= 10
+
+
+def test_with_names_the_message_says_what_layers_are() -> None:
+    schedule = Zigzag(EVERYTHING_ON_DISK)
+    tasks = [task for task in schedule.tasks() if str(task) != "COMPUTE 1.1.0"]
+    names = [LayerName("embed"), LayerName("experts 0-7 of block 0", 0, is_of_experts=True), LayerName("logits")]
+    with pytest.raises(ScheduleError) as plain:
+        check(changed(schedule, tasks))
+    with pytest.raises(ScheduleError) as named:
+        check(changed(schedule, tasks), names)
+    assert "experts" not in str(plain.value) and " (experts 0-7 of block 0)" in str(named.value).splitlines()[0]
+    said = str(named.value)
+    for name in names:
+        said = said.replace(f" ({name.title})", "")
+    assert said.splitlines()[0] == str(plain.value).splitlines()[0]
+    check(schedule, names)

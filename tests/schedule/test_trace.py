@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
 from h2o_flexgen.schedule.trace import Span, Trace
@@ -27,6 +28,11 @@ TWO_STEPS = Trace(
         span(Op.COMPUTE, "compute", 10.0, 20.0, step=1, layer=12),
     )
 )
+
+
+NAMES = [LayerName(f"expert {layer} of block 0", 0, is_of_experts=True) for layer in range(12)] + [
+    LayerName("attention of block 1", 1)
+]
 
 
 def test_the_makespan_is_the_last_end() -> None:
@@ -65,6 +71,16 @@ def test_the_text_timeline_shows_labels_scale_and_shares() -> None:
     assert compute == "compute |" + " " * 8 + "3.0-----" + "33" + "  " + "12.0".ljust(20, "-") + "|  75% busy"
 
 
+def test_with_names_the_text_timeline_says_what_layers_are_where_there_is_room_and_marks_experts() -> None:
+    _, read, compute, legend = TWO_STEPS.text_timeline(100, NAMES).splitlines()
+    assert read.startswith("read    |" + "W3.0".ljust(20, "-") + "K3.1------"), "its name is a letter too long"
+    assert "|" + " " * 20 + "expert 3 of block 0-" + "3.1--" + "     " + "attention of block 1".ljust(50, "-") + "|" in compute
+    assert legend == "W weights; K KV; x experts compute; a digit: any other layer computes, the last digit of its number"
+    assert "xx  " in TWO_STEPS.text_timeline(40, NAMES).splitlines()[2]
+    dense = [LayerName(f"mlp of block {layer}", layer) for layer in range(13)]
+    assert len(TWO_STEPS.text_timeline(40, dense).splitlines()) == 3, "nothing is there that needs a legend"
+
+
 @pytest.mark.parametrize("width", [1, 7, 30, 100, 333])
 def test_every_line_of_the_timeline_has_the_width_asked_for(width: int) -> None:
     bars = [line[line.index("|") : line.rindex("|") + 1] for line in TWO_STEPS.text_timeline(width).splitlines()]
@@ -92,9 +108,9 @@ def test_chrome_events_are_in_microseconds_and_rows_are_named() -> None:
 
 
 def test_chrome_events_say_what_a_layer_is() -> None:
-    events = TWO_STEPS.to_chrome([f"experts {layer}-{layer + 7}" for layer in range(13)])["traceEvents"]
+    events = TWO_STEPS.to_chrome(NAMES)["traceEvents"]
     assert isinstance(events, list)
-    assert next(event for event in events if event["name"] == "READ_KV 0.3.1")["args"]["what"] == "experts 3-10"
+    assert next(event for event in events if event["name"] == "READ_KV 0.3.1")["args"]["what"] == "expert 3 of block 0"
 
 
 def test_rows_of_the_chrome_trace_never_overlap() -> None:
