@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
 Name = str | tuple[str, ...]  # a tuple names what is chosen together: each of its values is a tuple as well
+Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names of what is chosen, have to meet
 
 
-def covering(choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, Any]]:
-    """The random cases that add the most pairs which have not met."""
+def covering(
+    choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 40, needs: Needs = lambda pair: True
+) -> Iterator[dict[str, Any]]:
+    """The random cases that add the most pairs which have not met; all pairs that a test `needs` meet."""
     random, names = Random(seed), list(choices)
     places = {name: range(len(choices[name])) for name in names}  # numbers instead of values, which may be long
     missing = {
         ((one, first), (other, second))
         for one, other in itertools.combinations(names, 2)
         for first, second in itertools.product(places[one], places[other])
+        if needs({one: choices[one][first], other: choices[other][second]})
     }
     in_turn = iter(sorted(missing, key=lambda pair: str([(name, choices[name][place]) for name, place in pair])))
     while missing:
@@ -42,9 +46,9 @@ def each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
     return together | {name: value for name, value in case.items() if isinstance(name, str)}
 
 
-def on_devices(choices: Mapping[Name, Sequence[object]]) -> list[Any]:
+def on_devices(choices: Mapping[Name, Sequence[object]], needs: Needs = lambda pair: True) -> list[Any]:
     """The device is one more choice: the CPU, or the CPU that pretends to have memory of its own."""
-    cases = list(covering({**choices, "device": ("cpu", "pretended")}))
+    cases = list(covering({**choices, "device": ("cpu", "pretended")}, needs=needs))
     return [*cases, *_on_a_gpu(cases)]
 
 

@@ -28,7 +28,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits
 from tests.pairwise import on_devices
 from tests.resident import resident_talk
-from tests.test_contract import MIXES
+from tests.test_contract import MIXES, has_code
 
 STEPS, CONTEXT = 3, 100
 TURNS = distinct_prompts((7, 4, 1, 11))  # more than a piece of prompts has, just as many, a single one
@@ -71,7 +71,7 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
                 assert torch.equal(logits[step, number].cpu(), wanted[step][0].cpu()), f"turn {number}, step {step}: {case}"
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code))
 def test_turns_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

@@ -28,6 +28,7 @@ from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.engine.test_shrink import same as same_but_for_last_bits
 from tests.pairwise import on_devices
+from tests.test_contract import has_code
 
 LENGTHS = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5, 1, 12, 4, 9)
 GROWTH = (4, 1, 9, 3, 12, 2, 7, 1, 5, 11, 3, 8, 2, 6)
@@ -68,7 +69,7 @@ def streamed(llm: LLM, requests: Sequence[Request], **options: Any) -> list[Comp
     return sorted(llm.generate_stream(requests, **options), key=lambda one: one.index)
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code))
 def test_each_row_says_what_the_resident_loop_says_of_it_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
