@@ -64,7 +64,7 @@ class Line:
     contender: Contender
     rows: int
     answers: tuple[Answer, ...]
-    disk_rates: tuple[float, ...]  # bytes per second: the better of before and after each answer
+    disk_rates: tuple[tuple[float, float], ...]  # bytes per second, before and after each answer
 
     @property
     def step_seconds(self) -> float:
@@ -175,13 +175,13 @@ def _once_more(args: argparse.Namespace, file: Path, launcher: Launcher, line: L
     except Failed as error:
         say(f"{line.contender.name}, {line.rows} rows: {error}")
         return line
-    disk = max(before, disk_read_rate([file], seconds=args.disk_seconds))
+    rates = before, disk_read_rate([file], seconds=args.disk_seconds)
     now = replace(line, answers=(answer,))
     rate = f"a step {now.step_seconds:.2f} s, {now.tokens_per_s:.1f} tokens/s"
-    read = f"{format_bytes(answer.read_bytes_per_step)} read in a step, disk {disk / 1e9:.2f} GB/s"
+    read = f"{format_bytes(answer.read_bytes_per_step)} read in a step, disk {rates[0] / 1e9:.2f} and then {rates[1] / 1e9:.2f} GB/s"
     said = f"prompts {now.prefill_seconds:.1f} s, {rate}, {format_bytes(now.peak_bytes)}, {read}"
     say(f"{line.contender.name}, {line.rows} rows: {said}")
-    return replace(line, answers=(*line.answers, answer), disk_rates=(*line.disk_rates, disk))
+    return replace(line, answers=(*line.answers, answer), disk_rates=(*line.disk_rates, rates))
 
 
 def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
@@ -219,7 +219,7 @@ def document(
     cap.close()
 
     def limit(line: Line) -> float:
-        then = replace(machine, disk_read_per_s=median(line.disk_rates))
+        then = replace(machine, disk_read_per_s=median(map(max, line.disk_rates)))
         return line.rows / Ceiling(spec, then, args.memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
 
     return {
