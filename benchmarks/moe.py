@@ -178,7 +178,8 @@ def _once_more(args: argparse.Namespace, file: Path, launcher: Launcher, line: L
     rates = before, disk_read_rate([file], seconds=args.disk_seconds)
     now = replace(line, answers=(answer,))
     rate = f"a step {now.step_seconds:.2f} s, {now.tokens_per_s:.1f} tokens/s"
-    read = f"{format_bytes(answer.read_bytes_per_step)} read in a step, disk {rates[0] / 1e9:.2f} and then {rates[1] / 1e9:.2f} GB/s"
+    disk = " and then ".join(f"{rate / 1e9:.2f}" for rate in rates)
+    read = f"{format_bytes(answer.read_bytes_per_step)} read in a step, disk {disk} GB/s"
     said = f"prompts {now.prefill_seconds:.1f} s, {rate}, {format_bytes(now.peak_bytes)}, {read}"
     say(f"{line.contender.name}, {line.rows} rows: {said}")
     return replace(line, answers=(*line.answers, answer), disk_rates=(*line.disk_rates, rates))
