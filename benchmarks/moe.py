@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -230,7 +231,7 @@ def document(
         f"{args.memory / 2**30:g} GiB",
         "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
         f"{machine.machine['torch']}; {machine}; cap: {cap.words}; {date.today().isoformat()}, commit {commit()}",
-        "command": " ".join(["python benchmarks/moe.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
         "ceiling": "of weights that so many rows ask for: those beyond the cap over the disk's rate, all over the memory's; "
         "or products over the processor's rate, all measured",
         "unit": "tokens/s in steps",
