@@ -10,8 +10,8 @@ keeps a fifth by h2o in 4 bits, llama.cpp all in float16. Prompts are computed w
 half of the text. All take turns; medians count.
 
 The ceiling of a step: the weights beyond the cap over the disk's rate, or the products of so many rows over the processor's,
-both measured before and after, the better. The disk is measured for some seconds around every run: many give more in the first
-seconds than ever after. The last line is one JSON document.
+which is the better of before and after all runs. The disk's is the better of some seconds before and behind every run, in the
+middle of the repeats: many disks give more in the first seconds than ever after. The last line is one JSON document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases in which every two values of any two choices meet: few beside all combinations, and no pair is left out."""
+"""Cases in which every two values of any two choices meet, or those that a test needs to: few beside all combinations."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def covering(
         for first, second in itertools.product(places[one], places[other])
         if needs({one: choices[one][first], other: choices[other][second]})
     }
+    met = {value for pair in missing for value in pair}
+    assert all((name, place) in met for name in names for place in places[name]) or len(names) < 2, "a value is in no case"
     in_turn = iter(sorted(missing, key=lambda pair: str([(name, choices[name][place]) for name, place in pair])))
     while missing:
         wanted = dict(next(pair for pair in in_turn if pair in missing))

@@ -83,7 +83,9 @@ def random_gguf(model: str, folder: Path) -> Path:
     config = known_config(model, **APART)
     if config is None:
         raise ValueError(f"the shapes of {model} are not known; known are those in configs/models")
-    file = folder / f"{model.replace('/', '--')}-{Forms.of(config.model_type).experts.name.lower()}.gguf"
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(f"{model} is of type {config.model_type}; random files are written of {', '.join(ARCHITECTURES)}")
+    file = folder / f"{model.replace('/', '--')}-centred-{Forms.of(config.model_type).experts.name.lower()}.gguf"
     if not file.is_file():
         write_random(config, model, file)
     return file

@@ -176,12 +176,15 @@ def _experts(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     sums_to_one = said.metadata.flag(said.key(NORMED), False) if is_glm else said.model_type in SUMS_TO_ONE
     if said.has(NORMED) and said.metadata.values[said.key(NORMED)] is not sums_to_one:
         raise said.refusal(NORMED, f"which is not how {said.model_type} weighs its experts; give another model")
-    inner = _rows(said, tensors, EXPERT.format(said.whole(DENSE_BLOCKS, 0)), 3)
+    if (dense := said.whole(DENSE_BLOCKS, 0)) >= said.blocks:
+        raise said.refusal(DENSE_BLOCKS, f"and it has {said.blocks} blocks, so none with experts; give another file")
+    inner = _rows(said, tensors, EXPERT.format(dense), 3)
     found: dict[str, Any] = {"num_experts_per_tok": said.whole("expert_used_count"), "norm_topk_prob": sums_to_one}
     if is_glm:
         return {**found, **_experts_of_glm(said, tensors), "moe_intermediate_size": inner}
+    if said.model_type == GPT_OSS:
+        found["experts_apart"] = True  # elsewhere it has gate and up in one matrix
     if said.model_type in ("mixtral", GPT_OSS):
-        found["experts_apart"] = True  # gpt-oss has gate and up in one matrix elsewhere
         return {**found, "num_local_experts": said.experts, "intermediate_size": inner}
     if said.model_type == "olmoe":
         return {**found, "num_experts": said.experts, "intermediate_size": inner, "clip_qkv": said.number(CLIP, 0.0) or None}

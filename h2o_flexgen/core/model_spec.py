@@ -401,6 +401,7 @@ def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:
             products=tuple(pair for pair in layer.products if (pair[0] in layer.behind) == is_behind),
             halves=(),
             behind=frozenset(),
+            part="",  # half of what the whole was called after: functions say which
             **changes,
         )
 

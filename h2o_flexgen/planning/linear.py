@@ -227,7 +227,7 @@ def solve_thoroughly(cases: Sequence[Case]) -> list[Answer]:
     best: dict[int, Answer] = {}
     for answer in solve([case for case, _ in staying]):
         number = numbers[id(answer.case)]
-        if number not in best or _order(answer) < _order(best[number]):
+        if number not in best or order(answer) < order(best[number]):
             best[number] = replace(answer, case=cases[number])
     return [best[number] for number in sorted(best)]
 
@@ -257,7 +257,7 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
             anchors[number] = case.anchored(plan, needed)
             if case.budgets.first_exceeded(needed) is None:
                 answer = Answer(case, plan, seconds_at(case, plan))
-                if number not in best or _order(answer) < _order(best[number]):
+                if number not in best or order(answer) < order(best[number]):
                     best[number] = answer
     for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
         plan = case.with_shares()
@@ -268,7 +268,7 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
     return [best[number] for number in sorted(best)]
 
 
-def _order(answer: Answer) -> tuple[float, float]:
+def order(answer: Answer) -> tuple[float, float]:
     """The fastest answer is the best, and of equal ones the one that offloads least: simulated, fewer transfers wait less."""
     shares = (getattr(answer.plan, kind) for kind in KINDS)
     return answer.seconds, sum(place * one.of(tier) for one in shares for place, tier in enumerate(answer.case.tiers))

@@ -23,7 +23,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.budgets import Budgets
-from h2o_flexgen.planning.linear import Answer, Case, seconds_at, solve, solve_thoroughly, with_slots
+from h2o_flexgen.planning.linear import Answer, Case, order, seconds_at, solve, solve_thoroughly, with_slots
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
@@ -245,7 +245,7 @@ def _answers(problem: Problem) -> tuple[list[Answer], int]:
 
 
 def _faster(one: Answer, other: Answer) -> Answer:
-    return other if other.seconds < one.seconds else one
+    return other if order(other) < order(one) else one
 
 
 def _cases(problem: Problem) -> Iterator[Case]:

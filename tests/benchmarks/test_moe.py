@@ -49,7 +49,7 @@ def test_a_file_of_random_blocks_is_read_as_the_model_that_it_is_named_after(
     config = AutoConfig.for_model(model_type, **sizes, experts_apart=True)
     monkeypatch.setattr(random_gguf, "known_config", lambda model, **_: config)
     file, form = random_gguf.random_gguf("some/model", tmp_path), "mxfp4" if kind == "gpt-oss" else "q4_0"
-    assert [each.name for each in tmp_path.iterdir()] == [f"some--model-{form}.gguf"]
+    assert [each.name for each in tmp_path.iterdir()] == [f"some--model-centred-{form}.gguf"]
     assert moe.spec_in(file).weight_bytes == pytest.approx(file.stat().st_size, rel=0.1)
     packed = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.tensor_type in random_gguf.SCALES]
     drawn = np.concatenate([gguf.dequantize(tensor.data, tensor.tensor_type).flatten() for tensor in packed])
@@ -59,6 +59,11 @@ def test_a_file_of_random_blocks_is_read_as_the_model_that_it_is_named_after(
     with LLM(file, tokenizer="bytes", dtype="float32", device="cpu", offload_dir=tmp_path / "offload") as llm:
         (row,) = llm.generate([[3, 5, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1))
     assert len(row.token_ids) == 4 and all(step.chosen.logprob > -20 for step in row.logprobs or ())
+
+
+def test_types_that_are_not_written_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"GLM-4\.5-Air is of type glm4_moe; random files are written of .*olmoe"):
+        random_gguf.random_gguf("zai-org/GLM-4.5-Air", tmp_path)
 
 
 def test_shapes_that_nobody_knows_are_refused(tmp_path: Path) -> None:

@@ -234,6 +234,7 @@ def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any],
         ("gpt-oss", "gpt-oss.attention.sliding_window_pattern", 4),
         ("gpt-oss", "gpt-oss.expert_weights_scale", 2.5),
         ("glm4-moe", "glm4moe.expert_group_count", 4),
+        ("glm4-moe", "glm4moe.leading_dense_block_count", 9),
         ("glm4-moe", "glm4moe.rope.dimension_sections", [2, 2, 0, 0]),
     ],
 )

@@ -363,3 +363,11 @@ def test_a_misspelt_model_is_told_the_nearest_known_one(name: str, monkeypatch: 
     message = error_of(load_config, name)
     assert repr(name) in message and "did you mean" in message and "facebook/opt-30b" in message
     assert known_config(name) is None
+
+
+def test_halves_of_a_block_with_experts_are_called_after_what_they_do() -> None:
+    spec = create_model(tiny_config("mixtral"), "float32", sep_layer=False, name="tiny").spec
+    assert spec.layer_names[1].title == "attention, experts 0-3 of block 0"
+    asks, answers = (name.title for name in spec.cut_at_attention().layer_names[1:3])
+    assert asks == "before_attended of block 0"
+    assert answers.startswith("behind_attended, routed") and answers.endswith("of block 0")

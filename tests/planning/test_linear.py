@@ -165,6 +165,17 @@ def test_what_fits_is_not_offloaded(accelerator: bool) -> None:
         assert (answer.plan.weights, answer.plan.kv, answer.plan.hidden) == (fastest,) * 3
 
 
+def test_of_equal_promises_the_one_that_offloads_least_is_taken() -> None:
+    """Where products are the limit whatever is read, reading less is promised nothing for, and waits less."""
+    slow = replace(SLOW, flops_per_s={"float32": ((2, 1e5), (4, 1e5))}, disk_read_per_s=1e12, disk_write_per_s=1e12)
+    case = limited(case_of(machine=slow), 0.8)
+    (answer,) = solve([case])
+    as_resident = replace(answer.plan, weights=replace(answer.plan.weights, host=answer.plan.weights.host + 0.05))
+    everything_off = answer.plan.with_percent((0, 0, 0, 0, 0, 0))
+    assert seconds_at(case, everything_off) == pytest.approx(answer.seconds), "nothing depends on what is read"
+    assert answer.plan.weights.host >= 0.5 and not fits(case, as_resident)
+
+
 def test_cases_that_are_solved_together_are_answered_as_if_alone() -> None:
     spec = tiny_spec(blocks=5, width=256)  # all is many pages: else a per cent of it may be none
     places = product((False, True), (UNIFORM, RAGGED))

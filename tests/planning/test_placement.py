@@ -126,4 +126,4 @@ def test_schedules_of_placed_plans_pass_the_check(
     plan = Plan(slots=slots).with_percent((*weights, *kv, *hidden))
     plan = plan.at(Site(accelerator))
     spec = tiny_spec()
-    check(SCHEDULES[schedule](traffic(spec, plan, BLOCK, place(spec, plan, BLOCK), Site(accelerator))))
+    check(SCHEDULES[schedule](traffic(spec, plan, BLOCK, place(spec, plan, BLOCK), Site(accelerator))), spec.layer_names)
