@@ -88,8 +88,8 @@ def of_eviction(decisions: list[Decision], evict: Callable[..., Tensor]) -> Call
         twin = evict_twin(image.clone(), noted, *rest)
         target = evict(image, notes, *rest)
         ranks = weighed(notes.scores, notes.worth)
-        assert ranks is not None
-        decisions.append(Decision("who goes", ranks.clone(), target.clone(), twin))
+        made_of = noted.positions.float() if ranks is None else ranks.clone()  # in layers with a window the oldest goes
+        decisions.append(Decision("who goes", made_of, target.clone(), twin))
         return target
 
     return evicting

@@ -116,7 +116,7 @@ def test_layers_hand_on_hidden_states_of_the_width_that_the_spec_says(kind: str)
     weights = weights_by_layer(model, hf_tensors(kind))
     *layers, head = model.spec.layers
     hidden, widths = torch.tensor([[5, 7]]), []
-    given = Given(torch.tensor([[0, 1]]), lambda q, *others, x=None: q.flatten(2))
+    given = Given(torch.tensor([[0, 1]]), lambda tokens: tokens.q.flatten(2))
     for layer, own in zip(layers, weights):
         before = hidden.clone()
         after = computed(model, layer, hidden, own, given)

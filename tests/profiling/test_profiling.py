@@ -308,7 +308,7 @@ class Counting(Clock):
     def of(self, action: object) -> float:
         assert isinstance(action, attention.Step)
         _, rows, keys, slots = action.cache.image.shape[:4]
-        queries, dim = action.given[0].shape[2:]
+        queries, dim = action.given.q.shape[2:]
         return 4.0 * queries * dim * slots * rows / self.flops_per_s + 2.0 * keys * dim * slots * rows / self.values_per_s
 
 
