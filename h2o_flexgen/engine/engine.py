@@ -487,7 +487,8 @@ class Engine:
             return
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
-        state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state)))
+        may_overwrite = state.hidden.may_be_overwritten(task.batch)
+        state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
 
     def _weights_for(self, visit: Visit) -> WeightStore:
         return self._weights[self._device_of(visit.layer)]
@@ -524,12 +525,14 @@ class Engine:
         is_all = len(state.rows[visit.batch].parts) == 1
         return partial((cache if is_all else _cache_of(part, cache)).attend, part.levels)
 
-    def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:
+    def _layer(
+        self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool
+    ) -> Tensor:
         """Computes all rows at once, or part by part and long prompts piece by piece: what one allocates in passing is free for
-        the next."""
+        the next. What a layer has put in the place of its hidden states stays there."""
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
             only = self._there(visit, rows.parts[0])
-            return self._computed(visit, only, hidden, attend_of(only))
+            return self._computed(visit, only, hidden, attend_of(only), may_overwrite=may_overwrite)
         out: Tensor | None = None
         parts = ((part, None) for part in rows.parts) if hidden is None else rows.split(hidden)
         start = 0
@@ -538,10 +541,14 @@ class Engine:
             attend = attend_of(part)  # the same for all pieces
             for piece in part.pieces:
                 own = None if states is None else states[:, piece]
-                computed = self._computed(visit, part, own, attend, piece).flatten(0, 1)
-                out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
-                out[start : start + len(computed)] = computed
-                start += len(computed)
+                computed = self._computed(visit, part, own, attend, piece, may_overwrite)
+                if out is None:
+                    stays = computed is own and hidden is not None
+                    out = hidden.flatten(0, -2) if stays else computed.new_empty(rows.tokens, computed.shape[-1])
+                place = out[start : start + computed.shape[:-1].numel()]
+                if place.data_ptr() != computed.data_ptr():
+                    place.copy_(computed.flatten(0, 1))
+                start += len(place)
         assert out is not None
         return out if len(rows.parts) > 1 else out.view(*rows.parts[0].tokens.shape, -1)
 
@@ -551,11 +558,17 @@ class Engine:
         return part if device == self._plan.pipeline - 1 else self._parts_of_devices[device].of(visit.batch, part)
 
     def _computed(
-        self, visit: Visit, part: Part, hidden: Tensor | None, attend: Attend | None, piece: slice = slice(None)
+        self,
+        visit: Visit,
+        part: Part,
+        hidden: Tensor | None,
+        attend: Attend | None,
+        piece: slice = slice(None),
+        may_overwrite: bool = False,
     ) -> Tensor:
         """Computes a part, or a piece of it: `hidden` is that of its tokens."""
         positions, chose = part.now.text_positions[:, piece], partial(self._weights_for(visit).wanted.chose, visit)
-        given = base.Given(positions, chosen=chose) if attend is None else base.Given(positions, attend, chosen=chose)
+        given = base.Given(positions, attend or base.nothing_to_attend, chose, may_overwrite)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.int8_rows import Factors, Int8Rows, int8_rows, int8_rows_twin, pointer_to_row
+from h2o_flexgen.kernels.int8_rows import FactorRows, Factors, Int8Rows, int8_rows, int8_rows_twin
 from h2o_flexgen.kernels.native import pointer
 from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.sizes import twin_values
@@ -29,12 +29,10 @@ def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tens
 def int8_products(codec: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     made, shape = x.made(int8_rows), (-(-out.shape[-1] // TILE), codec.tile_bytes(x.values.shape[-1]))
-    asked, kept = list[_Product](), list[Tensor]()
+    given, asked = FactorRows(made, made.sums, out), list[_Product]()
     for first, rows, data, bias in meetings:
-        assert data.shape == shape and (bias is None or bias.shape == out.shape[-1:])
-        kept += [] if bias is None else [bias.float().contiguous()]
-        of_rows = Factors.of(made, first, rows, None if bias is None else kept[-1], out)
-        asked.append(_Product(of_rows, pointer(data), pointer_to_row(made.sums, first)))
+        assert data.shape == shape
+        asked.append(_Product(given.factors(first, rows, bias), pointer(data), given.sums(first)))
     call("int8_product", (_Product * len(asked))(*asked), codec.bits)
 
 

@@ -44,19 +44,37 @@ class Factors(ctypes.Structure):
         ("kind", ctypes.c_int),
     )
 
-    @classmethod
-    def of(cls, x: Int8Rows, first: int, rows: int, bias: Tensor | None, out: Tensor) -> Factors:
-        """What is told of some rows: `bias` (outputs,) is float32, and out (..., outputs) is that of all rows."""
-        assert out.is_contiguous()
-        groups, outputs = x.scales.shape[1], out.shape[-1]
-        codes, scales = pointer_to_row(x.codes, first), pointer_to_row(x.scales, first)
-        to = address_of(out) + first * outputs * out.itemsize
-        return cls(codes, scales, None if bias is None else pointer(bias), to, rows, groups, outputs, KINDS[out.dtype])
+
+class FactorRows:
+    """Says of any rows what C is told of them, as long as it is kept. Addresses are asked for once: experts have few rows."""
+
+    def __init__(self, x: Int8Rows, sums: Tensor, out: Tensor) -> None:
+        """sums (rows, ...), which the kernel wants beside codes and scales; out (..., outputs) of all rows"""
+        self._codes, self._scales, self._sums = (_in_rows(values) for values in (x.codes, x.scales, sums))
+        self._out = _in_rows(out.view(len(x.codes), -1))
+        self._sizes = x.scales.shape[1], out.shape[-1], KINDS[out.dtype]
+        self._kept: list[object] = [x, sums]
+
+    def factors(self, first: int, rows: int, bias: Tensor | None) -> Factors:
+        """Of some rows and a bias (outputs,)."""
+        added = None
+        if bias is not None:
+            assert bias.shape == self._sizes[1:2]
+            self._kept.append(wide := bias.float().contiguous())
+            added = pointer(wide)
+        codes, scales, out = (at + first * stride for at, stride in (self._codes, self._scales, self._out))
+        return Factors(codes, scales, added, out, rows, *self._sizes)
+
+    def sums(self, first: int) -> int:
+        """The address of those of a row and the ones behind it."""
+        at, stride = self._sums
+        return at + first * stride
 
 
-def pointer_to_row(values: Tensor, row: int) -> int:
-    """values (rows, ...)"""
-    return pointer(values).value + row * values.stride(0) * values.itemsize  # type: ignore[operator]
+def _in_rows(values: Tensor) -> tuple[int, int]:
+    """The address of values (rows, ...), and the bytes of a row."""
+    assert values.is_contiguous()
+    return address_of(values), values.stride(0) * values.itemsize
 
 
 def int8_rows(values: Tensor) -> Int8Rows:

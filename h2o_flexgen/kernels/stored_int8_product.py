@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.int8_rows import Factors, Int8Parts, int8_parts, int8_parts_twin, pointer_to_row
+from h2o_flexgen.kernels.int8_rows import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.kernels.stored_matrix import StoredMatrix, form_of, order_of
@@ -33,17 +33,23 @@ def stored_int8_product(codec: Whole, x: Factor, data: Tensor, outputs: int, bia
 
 def stored_int8_products(codec: Whole, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    sizes, parts = (out.shape[-1], x.values.shape[-1]), int8_parts(part_of(codec))
-    asked, kept = list[_Product](), list[object]()
+    sizes, form, parts = (out.shape[-1], x.values.shape[-1]), form_of(codec), int8_parts(part_of(codec))
+    asked, kept, of_all = list[_Product](), list[FactorRows](), None
     for first, rows, data, bias in meetings:
-        order, added = order_of(codec, data, *sizes), None if bias is None else bias.float().contiguous()
-        at = first if order is None else 0  # rows in an order of their own are made for this matrix alone
-        made = x.made(parts) if order is None else parts(x.values.reshape(-1, sizes[1])[first : first + rows, order])
-        kept += made, added
-        of_rows = Factors.of(made.rows, at, rows, added, out.view(-1, sizes[0])[first - at :])
-        matrix = StoredMatrix.of(codec, data, *sizes)
-        asked.append(_Product(of_rows, pointer_to_row(made.wholes, at), matrix, form_of(codec)))
+        order = order_of(codec, data, *sizes)
+        if order is None:
+            given = of_all = of_all or _told(x.made(parts), out)
+        else:  # rows in an order of their own are made for this matrix alone
+            own = slice(first, first + rows)
+            given = _told(parts(x.values.reshape(-1, sizes[1])[own, order]), out.view(-1, sizes[0])[own])
+            kept.append(given)
+            first = 0
+        asked.append(_Product(given.factors(first, rows, bias), given.sums(first), StoredMatrix.of(codec, data, *sizes), form))
     call("stored_int8_product", (_Product * len(asked))(*asked))
+
+
+def _told(made: Int8Parts, out: Tensor) -> FactorRows:
+    return FactorRows(made.rows, made.wholes, out)
 
 
 def part_of(codec: Whole) -> int:

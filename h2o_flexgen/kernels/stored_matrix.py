@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import pointer
+from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.sizes import DTYPES
 from h2o_flexgen.kernels.stored_parts import sections_of
 from h2o_flexgen.quant.blocked import BLOCKED, Blocked
@@ -30,17 +31,25 @@ class StoredMatrix(ctypes.Structure):
     @classmethod
     def of(cls, codec: Stored, data: Tensor, outputs: int, inputs: int) -> StoredMatrix:
         """data (rows, bytes of a row), or (1, bytes) of sections"""
-        assert data.numel() == codec.nbytes((outputs, inputs), 0), (codec, data.shape, outputs, inputs)
-        at = pointer(data).value or 0
-        if isinstance(codec, Blocked):
-            return cls(at, None, None, codec.nbytes((1, inputs), 0), 0, 0, 1, outputs, inputs)
-        starts, (rows, columns) = section_starts(codec, (outputs, inputs)), _sharing(codec, outputs)
-        kind = codec.scale if isinstance(codec, (Fp8, Int4)) else E8M0
-        code_row, groups = inputs if isinstance(codec, Fp8) else inputs // 2, -(-inputs // (columns or inputs))
-        zeros = at + starts[2] if isinstance(codec, Int4) and codec.zeros else None
-        sizes = (code_row, groups * SCALE_BYTES[kind], groups, rows, outputs, inputs)
-        shift = columns.bit_length() - 1 if columns else EVERY_INPUT
-        return cls(at, at + starts[1], zeros, *sizes, shift, (*DTYPES, E8M0).index(kind))
+        nbytes, scales, zeros, sizes = _shape(codec, outputs, inputs)
+        assert data.numel() == nbytes and data.is_contiguous(), (codec, data.shape, outputs, inputs)
+        at = address_of(data)
+        return cls(at, None if scales is None else at + scales, None if zeros is None else at + zeros, *sizes)
+
+
+@lru_cache
+def _shape(codec: Stored, outputs: int, inputs: int) -> tuple[int, int | None, int | None, tuple[int, ...]]:
+    """What all matrices of a form and size have in common: their bytes, where scales and zeros lie, and what else C is told."""
+    nbytes = codec.nbytes((outputs, inputs), 0)
+    if isinstance(codec, Blocked):
+        return nbytes, None, None, (codec.nbytes((1, inputs), 0), 0, 0, 1, outputs, inputs)
+    starts, (rows, columns) = section_starts(codec, (outputs, inputs)), _sharing(codec, outputs)
+    kind = codec.scale if isinstance(codec, (Fp8, Int4)) else E8M0
+    code_row, groups = inputs if isinstance(codec, Fp8) else inputs // 2, -(-inputs // (columns or inputs))
+    zeros = starts[2] if isinstance(codec, Int4) and codec.zeros else None
+    shift = columns.bit_length() - 1 if columns else EVERY_INPUT
+    sizes = (code_row, groups * SCALE_BYTES[kind], groups, rows, outputs, inputs, shift, (*DTYPES, E8M0).index(kind))
+    return nbytes, starts[1], zeros, sizes
 
 
 def form_of(codec: Stored) -> int:

@@ -28,7 +28,7 @@ class Matrix(Protocol):
 Weights = Mapping[str, Tensor | Matrix]  # what is no plain tensor is for `ops.linear` alone
 
 
-def _nothing_to_attend(tokens: NewTokens) -> Tensor:
+def nothing_to_attend(tokens: NewTokens) -> Tensor:
     raise AssertionError("a layer that has no KV attends to nothing")
 
 
@@ -40,8 +40,9 @@ class Given:
     """What a layer may use beside its weights and what the layer before hands on."""
 
     positions: Tensor  # (rows, tokens), from 0
-    attend: Attend = _nothing_to_attend
+    attend: Attend = nothing_to_attend
     chosen: Callable[[Tensor], None] = _nobody_listens  # told of the experts (..., chosen) that tokens are given to
+    may_overwrite: bool = False  # the hidden states are nobody else's: a function may change them and hand them on
 
 
 class Model(Protocol):

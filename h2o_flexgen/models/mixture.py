@@ -197,7 +197,8 @@ class MixtureOfExperts(Llama):
 
     def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         """Adds what these experts make of the tokens that they were given."""
-        chosen, out = self._mixture.chosen, joined.clone()
+        overwrites = given.may_overwrite and joined.is_contiguous()
+        chosen, out = self._mixture.chosen, joined if overwrites else joined.clone(memory_format=torch.contiguous_format)
         state = Routed.of(out.flatten(0, -2), self.spec.width, chosen)
         own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
         shares = state.weights.flatten()

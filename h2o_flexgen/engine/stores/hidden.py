@@ -87,6 +87,10 @@ class HiddenStore:
     def take(self, batch: int) -> Tensor:
         return self._now[batch]
 
+    def may_be_overwritten(self, batch: int) -> bool:
+        """Whether what a layer makes of a batch's states may take their place. Those in a buffer are its next reader's."""
+        return not self._schedule.traffic.moves_hidden(batch)
+
     def put(self, task: Task, hidden: Tensor) -> None:
         """Keeps hidden states. Those that go home from a device are first copied to their buffer: the layer's own memory is
         then free when the layer is done, not only after the copy, which the launching of layers may run far ahead of. So are
