@@ -6,16 +6,17 @@ kernels is in kernels/sizes.py, beside the header that they share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import NamedTuple
 
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
@@ -48,9 +49,33 @@ class Arena(NamedTuple):
         """Tensors of these sizes, one behind the other: large ones start at a page, the others at a cache line."""
         starts, end = [], 0
         for nbytes in sizes:
-            starts.append(aligned(end, ALIGNMENT if nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT))
+            starts.append(_start_behind(end, nbytes))
             end = starts[-1] + nbytes
         return cls(tuple(starts), aligned(end))
+
+
+def _start_behind(end: int, nbytes: int) -> int:
+    return aligned(end, ALIGNMENT if nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT)
+
+
+def keeps_its_place(tensor: TensorSpec) -> bool:
+    """Whether a tensor that is read from a file may begin anywhere in a page. Blocks may, which lie at any place in GGUF files,
+    and which only kernels read that do not mind."""
+    return isinstance(CODECS[tensor.codec], Blocked) and tensor.nbytes >= PAGE_ALIGNED_FROM
+
+
+def read_arena(tensors: Iterable[TensorSpec], within: Mapping[str, int] | None = None) -> Arena:
+    """Tensors that are read from files, one behind the other. Those that keep their place begin `within` a page where they do
+    in their file, and have their pages for themselves: so whole pages of the file are read to where they belong."""
+    starts, end = [], 0
+    for tensor in tensors:
+        if keeps_its_place(tensor):
+            starts.append(aligned(end) + (within or {}).get(tensor.name, 0))
+            end = aligned(end) + aligned(tensor.nbytes) + ALIGNMENT
+        else:
+            starts.append(_start_behind(end, tensor.nbytes))
+            end = starts[-1] + tensor.nbytes
+    return Arena(tuple(starts), aligned(end))
 
 
 def decoded_arena(layer: LayerSpec) -> Arena:

@@ -525,9 +525,7 @@ class Engine:
         is_all = len(state.rows[visit.batch].parts) == 1
         return partial((cache if is_all else _cache_of(part, cache)).attend, part.levels)
 
-    def _layer(
-        self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool
-    ) -> Tensor:
+    def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool) -> Tensor:
         """Computes all rows at once, or part by part and long prompts piece by piece: what one allocates in passing is free for
         the next. What a layer has put in the place of its hidden states stays there."""
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:

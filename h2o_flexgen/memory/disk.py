@@ -1,9 +1,9 @@
 """Disk: direct reads and writes past the page cache, with several aligned ranges in flight from a small pool of threads.
 
 It serves checkpoint files, read where they lie (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
-range that lies in its file as in memory is read straight to its place; any other (of another dtype, or at an odd address) goes
-through a buffer of the reading thread. The pool's threads live as long as the `Files` object and do nothing but reads, writes
-and the copies that belong to them.
+range of whole pages, or one that has its pages in memory for itself, is read straight to its place if it lies there as in its
+file; any other (of another dtype, or at an odd address) goes through a buffer of the reading thread. The pool's threads live
+as long as the `Files` object and do nothing but reads, writes and the copies that belong to them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,7 @@ class Piece:
     out: Tensor  # (values,), contiguous
     dtype: torch.dtype  # as stored
     check: Check | None = None  # of the bytes as stored, in the chunks that the piece is cut into
+    pages: Tensor | None = None  # bytes: the whole pages around `out`, where nobody else has anything
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +65,15 @@ class Piece:
         """True if the bytes can be read to their place: same dtype, and place and offset agree modulo the alignment."""
         return self.out.dtype == self.dtype and (self.out.data_ptr() - self.offset) % ALIGNMENT == 0
 
+    def within(self, pages: Tensor) -> Piece:
+        """The same piece, which has these pages for itself."""
+        assert self.is_direct and self.check is None and self.dtype == torch.uint8
+        assert pages.data_ptr() == self.out.data_ptr() - self.offset % ALIGNMENT and len(pages) % ALIGNMENT == 0
+        return replace(self, pages=pages)
+
     def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
+        if self.pages is not None:
+            return list(self._cut_by_pages(self.pages, chunk_bytes))
         values = chunk_bytes // self.dtype.itemsize
         if 0 < self.out.numel() <= values:
             return [self]
@@ -72,6 +81,13 @@ class Piece:
             replace(self, offset=self.offset + start * self.dtype.itemsize, out=self.out[start : start + values])
             for start in range(0, self.out.numel(), values)
         ]
+
+    def _cut_by_pages(self, pages: Tensor, chunk_bytes: int) -> Iterator[Piece]:
+        begin, end = self.offset // ALIGNMENT * ALIGNMENT, self.offset + self.nbytes
+        for at in range(0, len(pages), chunk_bytes):
+            first, behind = max(self.offset, begin + at), min(end, begin + at + chunk_bytes)
+            own = self.out[first - self.offset : behind - self.offset]
+            yield replace(self, offset=first, out=own, pages=pages[at : at + chunk_bytes])
 
 
 class Files:
@@ -134,8 +150,11 @@ class Files:
             return self._open[file]
 
     def _read_chunk(self, piece: Piece) -> None:
+        pages = piece.pages
         if piece.is_direct and piece.offset % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
-            self._read_checked(piece, bytes_of(piece.out, writes=True))
+            pages = piece.out
+        if pages is not None:
+            self._read_checked(piece, bytes_of(pages, writes=True))
             return
         source = torch.frombuffer(self._read_to_buffer(piece), dtype=torch.uint8)
         if source.data_ptr() % piece.dtype.itemsize:

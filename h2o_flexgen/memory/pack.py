@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import ALIGNMENT, Arena
+from h2o_flexgen.core.layout import ALIGNMENT, Arena, aligned
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode_rows
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -39,8 +39,12 @@ class Layout:
     @classmethod
     def pack(cls, tensors: Mapping[str, Entry]) -> Layout:
         """One tensor behind the other, wherever the entries said that they lie."""
-        arena = Arena.of(entry.nbytes for entry in tensors.values())
-        placed = zip(tensors.items(), arena.starts)
+        return cls.placed(tensors, Arena.of(entry.nbytes for entry in tensors.values()))
+
+    @classmethod
+    def placed(cls, tensors: Mapping[str, Entry], arena: Arena) -> Layout:
+        """The same at the places of an arena."""
+        placed = zip(tensors.items(), arena.starts, strict=True)
         return cls({name: replace(entry, offset=start) for (name, entry), start in placed}, arena.nbytes)
 
 
@@ -78,6 +82,11 @@ class Pack:
         """What is read, loaded and encoded into."""
         entry = self.layout.entries[name]
         return self.buffer[entry.offset : entry.offset + entry.nbytes]
+
+    def pages(self, name: str) -> Tensor:
+        """The whole pages that a tensor lies in."""
+        entry = self.layout.entries[name]
+        return self.buffer[entry.offset // ALIGNMENT * ALIGNMENT : aligned(entry.offset + entry.nbytes)]
 
     def range(self, part: Range) -> Tensor:
         return self.bytes(part.name)[part.start : part.stop]

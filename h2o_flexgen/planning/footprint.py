@@ -6,7 +6,7 @@ Sizes come from the functions by which allocators and stores lay data out (core/
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from h2o_flexgen.core.layout import (
@@ -20,9 +20,10 @@ from h2o_flexgen.core.layout import (
     disk_buffer_bytes,
     hidden_bytes,
     probe_bytes,
+    read_arena,
     region_bytes,
 )
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
@@ -105,7 +106,8 @@ def _add_weights(parts: Parts, planned: BlockPlan, compute: str, written: bool) 
     if written:
         parts[DISK][WEIGHTS] += _worked_out(_written_weights, planned, DISK)
     if schedule.traffic.weights_on_disk:
-        parts[HOST]["weight slots"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK)
+        largest = _largest_layer if schedule.traffic.accelerator else _largest_read
+        parts[HOST]["weight slots"] += schedule.weight_buffers * _worked_out(largest, planned, DISK)
     if schedule.traffic.accelerator:
         parts[DEVICE]["weight slots"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK, HOST)
 
@@ -130,10 +132,17 @@ def _written_weights(spec: ModelSpec, placement: Placement, tier: str) -> int:
 
 def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
     """Bytes of the layer that has most on these tiers."""
-    return max(
-        Arena.of(tensor.nbytes for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers).nbytes
-        for layer in spec.layers
-    )
+    return max(Arena.of(tensor.nbytes for tensor in own).nbytes for own in _of_layers(spec, placement, tiers))
+
+
+def _largest_read(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
+    """The same where it is computed with as it was read."""
+    return max(read_arena(own).nbytes for own in _of_layers(spec, placement, tiers))
+
+
+def _of_layers(spec: ModelSpec, placement: Placement, tiers: tuple[str, ...]) -> Iterator[list[TensorSpec]]:
+    """The tensors of each layer that are on these tiers."""
+    return ([tensor for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers] for layer in spec.layers)
 
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:

@@ -18,9 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.stored import StoredMatrix
+from h2o_flexgen.core import layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 from h2o_flexgen.evaluation.model_identity import folder_digest
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.memory.disk import Files, Piece
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
@@ -83,6 +85,40 @@ def test_every_relative_gives_the_tokens_and_logits_of_transformers(kind: str, t
     found_tokens, found_logprobs = generated(part, (50, 0, 50, 50, 100, 0), tmp_path / "offload")
     assert found_tokens == tokens
     np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+def _experts(tensor: gguf.ReaderTensor) -> int:
+    return int(tensor.shape[2]) if len(tensor.shape) > 2 else 1
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
+    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever place that is; what small tensors share pages for goes through a buffer."""
+    model = save_gguf("qwen3-moe", file := tmp_path / "tiny.gguf", "q4_0", decoder_sparse_step=1)
+    monkeypatch.setattr(layout, "PAGE_ALIGNED_FROM", 256)
+    straight, whole, within = set[int](), Files._read_checked, set[int]()
+
+    def watched(self: Files, wanted: Piece, pages: memoryview) -> memoryview:
+        if isinstance(wanted, Piece) and wanted.pages is not None:
+            straight.add(wanted.offset)
+            within.add(wanted.out.data_ptr() % layout.ALIGNMENT)
+        return whole(self, wanted, pages)
+
+    monkeypatch.setattr(Files, "_read_checked", watched)
+    made = generated(file, ON_DISK, tmp_path / "offload", slots=slots)
+    matrices = [one for one in GGUFReader(file).tensors if one.tensor_type == gguf.GGMLQuantizationType.Q4_0]
+    places = {
+        one.data_offset + number * one.n_bytes // count
+        for one in matrices
+        for count in [_experts(one)]
+        for number in range(count)
+    }
+    assert straight == places and len(within) > 1
+    tokens, logprobs = expected(model)
+    assert made[0] == tokens
+    np.testing.assert_allclose(made[1], logprobs, atol=1e-4, rtol=0)
 
 
 MEANT = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

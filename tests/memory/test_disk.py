@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
+from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES, aligned
 from h2o_flexgen.memory.disk import Checked, DiskRegion, DiskTier, Files, OffloadFolder, Piece
 from h2o_flexgen.memory.host import HostTier
 
@@ -140,6 +140,30 @@ def test_an_aligned_range_goes_straight_to_its_place_and_any_other_through_a_buf
     inside = [out.data_ptr() <= place < out.data_ptr() + out.nbytes for place in places]
     assert places and all(inside) == is_straight == any(inside)
     assert torch.equal(out, values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    before=draw.integers(1, 9000),
+    count=draw.integers(1, 60_000),
+    behind=draw.sampled_from([0, 1, 5000]),
+    chunk=draw.sampled_from([4096, 12288, CHUNK_BYTES]),
+)
+def test_a_range_with_pages_for_itself_goes_straight_to_its_place(
+    tmp_path_factory: pytest.TempPathFactory, before: int, count: int, behind: int, chunk: int
+) -> None:
+    """Whatever page of the file it begins and ends in; nothing outside its own pages is written."""
+    values = torch.randint(0, 255, (count,), dtype=torch.uint8)
+    file, skip = written(tmp_path_factory.mktemp("range"), values, before, behind), before % ALIGNMENT
+    memory = arena(3 * ALIGNMENT + aligned(skip + count), torch.uint8).fill_(255)
+    out = memory[ALIGNMENT + skip : ALIGNMENT + skip + count]
+    pages = memory[ALIGNMENT : ALIGNMENT + aligned(skip + count)]
+    with Files(readers=2) as files:
+        assert files.read(chunks := Piece(file, before, out, torch.uint8).within(pages).cut(chunk)) == count
+        files.each(lambda _: None, [0, 1])  # the pool has ended what it was given
+        assert not hasattr(files._buffers, "pages") and all(piece.pages is not None for piece in chunks)
+    assert torch.equal(out, values)
+    assert (memory[:ALIGNMENT] == 255).all() and (memory[ALIGNMENT + len(pages) :] == 255).all()
 
 
 def test_short_reads_are_gone_on_with(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.checkpoints.stored import Located, Segment
-from h2o_flexgen.core.layout import decoded_bytes, part_starts
+from h2o_flexgen.core.layout import ALIGNMENT, decoded_bytes, keeps_its_place, part_starts, read_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.engine.stores.wanted import NOTHING, Wanted
@@ -73,7 +73,10 @@ class WeightStore:
         return torch.float32 if tensor.itemsize == FLOAT_BYTES else self._dtype
 
     def _layout(self, tensors: Iterable[TensorSpec]) -> Layout:
-        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._type_of(tensor), tensor.codec) for tensor in tensors})
+        return Layout.pack(self._entries(tensors))
+
+    def _entries(self, tensors: Iterable[TensorSpec]) -> dict[str, Entry]:
+        return {tensor.name: Entry(0, tensor.shape, self._type_of(tensor), tensor.codec) for tensor in tensors}
 
     def _check_stored(self) -> None:
         """Checks what every step reads, once and before anything is computed: a step reads parts of tensors, and if damage were
@@ -145,7 +148,18 @@ class WeightStore:
 
     @cached_property
     def _disk_layouts(self) -> list[Layout]:
-        return [self._layout(self._of(layer, DISK)) for layer in self._spec.layers]
+        if self._memories.device.accelerator:
+            return [self._layout(self._of(layer, DISK)) for layer in self._spec.layers]
+        each = (self._of(layer, DISK) for layer in self._spec.layers)
+        return [Layout.placed(self._entries(tensors), read_arena(tensors, self._within)) for tensors in each]
+
+    @cached_property
+    def _within(self) -> Mapping[str, int]:
+        """Where tensors begin within a page of their file that are computed with at such a place, as they were read."""
+        if self._memories.device.accelerator:
+            return {}
+        kept = {name: one.segments for name, one in self._stored.items() if keeps_its_place(self._spec.tensors[name])}
+        return {name: own[0].stored.offset % ALIGNMENT for name, own in kept.items() if len(own) == 1}
 
     @cached_property
     def _moved_layouts(self) -> list[Layout]:
@@ -165,7 +179,7 @@ class WeightStore:
         place = self._place(task)
         if place not in self._pieces:
             target = self._read_pack(place)
-            self._pieces[place] = [(cut.name, self._pieces_of(cut, target.range(cut))) for cut in self._slice(place, DISK)]
+            self._pieces[place] = [(cut.name, self._pieces_of(cut, target)) for cut in self._slice(place, DISK)]
         left_out = self.wanted.left_out(task.visit)
         for name, pieces in self._pieces[place]:
             self.skipped_bytes[task.lane] += sum(piece.nbytes for piece in pieces) if name in left_out else 0
@@ -173,10 +187,12 @@ class WeightStore:
             [piece for name, pieces in self._pieces[place] if name not in left_out for piece in pieces]
         )
 
-    def _pieces_of(self, cut: Range, out: Tensor) -> list[Piece]:
+    def _pieces_of(self, cut: Range, target: Pack) -> list[Piece]:
         """The pieces of a part of a tensor, as reading would cut them every time."""
-        segments = self._stored[cut.name].segments
-        pieces = (self._piece(self._spec.tensors[cut.name], segment, out, cut.start) for segment in segments)
+        tensor, out = self._spec.tensors[cut.name], target.range(cut)
+        pieces = [self._piece(tensor, segment, out, cut.start) for segment in self._stored[cut.name].segments]
+        if cut.name in self._within and cut.stop - cut.start == tensor.nbytes:
+            pieces = [piece and piece.within(target.pages(cut.name)) for piece in pieces]
         return [chunk for piece in pieces if piece is not None for chunk in piece.cut()]
 
     def load(self, task: Task) -> int:
