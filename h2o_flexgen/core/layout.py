@@ -102,8 +102,17 @@ def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     """Bytes of the hidden states of a batch between two layers, at their widest."""
+    return _hidden_tokens(batch) * spec.widest * spec.itemsize
+
+
+def next_hidden_bytes(spec: ModelSpec, batch: Batch, moves: bool) -> int:
+    """Bytes beside them for those that a layer makes of them. Where they move, none takes the place of what it was made of."""
+    return _hidden_tokens(batch) * (spec.widest if moves else spec.beside_widest) * spec.itemsize
+
+
+def _hidden_tokens(batch: Batch) -> int:
     shared = 0 if batch.seats is None else batch.seats.prefixes.of_batch  # prefixes are computed beside their first rows
-    return (batch.readings * batch.size * batch.prompt_len + shared) * spec.widest * spec.itemsize
+    return batch.readings * batch.size * batch.prompt_len + shared
 
 
 def asked_arena(spec: ModelSpec, rows: int, shares: bool, judged: bool) -> Arena:

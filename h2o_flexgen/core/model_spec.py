@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import ceil, log1p, prod
 from typing import Any
 
@@ -89,6 +90,7 @@ class LayerSpec:
     experts: tuple[tuple[str, int], ...] = ()
     part: str = ""  # what it is of its block, for people, where its functions do not say so
     reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
+    overwrites: bool = False  # what it makes takes the place of the hidden states that it is handed, where it may
 
     @property
     def name(self) -> LayerName:
@@ -311,6 +313,13 @@ class ModelSpec:
     def widest(self) -> int:
         """Values per token of the widest hidden state between two layers."""
         return max(layer.out_width for layer in self.layers[:-1])
+
+    @cached_property
+    def beside_widest(self) -> int:
+        """Values per token that are held beside a hidden state as wide as that, while a layer makes the next one of it."""
+        pairs = ((before.out_width, layer) for before, layer in pairwise(self.layers[:-1]))
+        held = (layer.out_width if layer.overwrites else width + layer.out_width for width, layer in pairs)
+        return max(0, max(held, default=0) - self.widest)
 
     def flops(self, layer: int, rows: int, tokens: int, context: float) -> float:
         """Flops of `rows` sequences with `tokens` new tokens each, which attend `context` keys on average."""

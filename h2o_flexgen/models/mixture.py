@@ -150,7 +150,8 @@ class MixtureOfExperts(Llama):
         part = f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}"
         visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
         belongs = tuple((name, number) for number, its in experts.items() for name in its)
-        return replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing, reads_back=True)
+        made = replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing)
+        return replace(made, reads_back=True, overwrites=not (is_first or is_last))
 
     @staticmethod
     def has_experts(config: Config, block: int) -> bool:

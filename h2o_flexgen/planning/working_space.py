@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from h2o_flexgen.core.layout import hidden_bytes
+from h2o_flexgen.core.layout import next_hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
@@ -53,10 +53,12 @@ class Heads(NamedTuple):
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
     spec, plan, batches = planned.spec, planned.plan, planned.block.batches
     slots = ([level.capacity for level in levels] for levels in zip(*planned.kv.occupancies))
+    moves = [planned.schedule.traffic.moves_hidden(at) for at in range(len(batches))]
     kinds = {
-        (batch.lengths, batch.seen, tuple(own), batch.longest_prefix): at for at, (batch, own) in enumerate(zip(batches, slots))
+        (batch.lengths, batch.seen, tuple(own), batch.longest_prefix, moves[at]): at
+        for at, (batch, own) in enumerate(zip(batches, slots))
     }  # most batches are alike
-    most = max(working_bytes(planned.kv, at, plan, site, scored_at_once) for at in kinds.values())
+    most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
     if site.accelerator and plan.may_capture:
         most += max(_decode_bytes(spec, plan, Heads.of(planned.kv, at), site) for at in kinds.values())
         most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.slots)
@@ -74,14 +76,14 @@ def _values_at_once(site: Site) -> int:
     return twin_values(site.processor.device if site.processor.build == TORCH else CPU)
 
 
-def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0) -> int:
+def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0, moves_hidden: bool = False) -> int:
     """Bytes for one batch."""
     spec, batch, levels = kv.spec, kv.block.batches[number], Heads.of(kv, number)
     prefill = max(_prefill_bytes(spec, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
     decode = _decode_bytes(spec, plan, levels, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
-    return max(prefill, decode, head) + hidden_bytes(spec, batch)
+    return max(prefill, decode, head) + next_hidden_bytes(spec, batch, moves_hidden)
 
 
 def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[Heads], site: Site) -> int:

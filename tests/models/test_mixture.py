@@ -16,6 +16,7 @@ from tests.kernels.variants import VARIANTS, used
 from tests.tiny import tiny_config
 
 TOKENS, CHOSEN = 40, 3
+OVERWRITES = Given(torch.zeros(TOKENS, 1, dtype=torch.long), may_overwrite=True)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
@@ -57,12 +58,13 @@ def routed(model: MixtureOfExperts, dtype: torch.dtype) -> Tensor:
     return Routed(hidden, hidden.clone(), torch.zeros_like(hidden, dtype=torch.float32), weights, experts.int()).joined
 
 
-def total(model: MixtureOfExperts, joined: Tensor, layers: list[Weights]) -> Tensor:
-    given = Given(torch.zeros(len(joined), 1, dtype=torch.long))
+def total(model: MixtureOfExperts, joined: Tensor, layers: list[Weights], may_overwrite: bool = False) -> Tensor:
+    given = Given(torch.zeros(len(joined), 1, dtype=torch.long), may_overwrite=may_overwrite)
     for weights in layers:
         before = joined.clone()
         made = model.given_to_experts(joined, weights, given)
-        assert torch.equal(joined.view(torch.uint8), before.view(torch.uint8))  # nothing is written into what is given
+        is_as_before = torch.equal(joined.view(torch.uint8), before.view(torch.uint8))
+        assert made is joined if may_overwrite else is_as_before
         joined = made
     return Routed.of(joined, model.spec.width, CHOSEN).total
 
@@ -76,11 +78,23 @@ def test_company_and_cuts_change_no_token(kind: str, dtype: torch.dtype, monkeyp
     for most in (0.1, 0.5, 9.0):
         monkeypatch.setattr(mixture, "MOST_TOGETHER", most)
         assert torch.equal(total(model, joined, layers), whole), most
+    assert torch.equal(total(model, joined.clone(), layers, may_overwrite=True), whole)
+    between = torch.stack((joined, joined), dim=1)[:, 0]  # others' states lie between these
+    assert torch.equal(total(model, model.given_to_experts(between, layers[0], OVERWRITES), layers[1:]), whole)
     together = {name: value for weights in layers for name, value in weights.items()}
     assert torch.equal(total(model_of(dtype, False, kind), joined, [together]), whole)
     if dtype == torch.float32:  # kernels are chosen by the number of rows, and those for bfloat16 differ by more
         alone = total(model, joined[7:8], layers)
         assert (alone - whole[7:8]).abs().max() <= 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "gpt-oss", "glm4-moe", "qwen2-moe"])
+def test_layers_that_overwrite_are_those_that_memory_is_saved_for(kind: str, dtype: torch.dtype) -> None:
+    model = model_of(dtype, kind=kind)
+    spec, wide = model.spec, Routed.width(model.spec.width, model._mixture.chosen, str(dtype).removeprefix("torch."))
+    between = [layer for layer in spec.layers if layer.functions == ("given_to_experts",)]
+    assert [layer for layer in spec.layers if layer.overwrites] == between and between
+    assert (spec.widest, spec.beside_widest) == (wide, spec.width)  # the first and the last slice have a narrow one beside
 
 
 def test_a_sum_is_that_of_one_expert_after_the_other(dtype: torch.dtype) -> None:
