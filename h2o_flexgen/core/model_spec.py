@@ -259,6 +259,12 @@ class ModelSpec:
         return sizes
 
     @cached_property
+    def outsized(self) -> tuple[str, ...]:
+        """Tensors that are larger than any layer of a block: tables of a large vocabulary beside small layers."""
+        largest = max((layer.nbytes for layer in self.layers if layer.block is not None), default=0)
+        return tuple(name for name, size in self.weight_sizes.items() if size > largest)
+
+    @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
         """A number for each layer; layers that compute the same on hidden states of the same sizes share one."""
         return numbered(zip([layer.computes for layer in self.layers], [0, *(layer.out_width for layer in self.layers)]))

@@ -1,7 +1,8 @@
 """Placement: the exact tier of every tensor, of the KV of every (layer, batch) and of every batch's activations.
 
 Nothing is ever split over two tiers. What a tier got too much or too little is carried over to the next item, so that over the
-first layers, however many, and so over all, each tier is within one item of what the plan asks.
+first layers, however many, and so over all, each tier is within one item of what the plan asks. Only tables that are larger
+than any layer of a block come first: on its way a buffer of every slot would have to hold them.
 """
 
 from __future__ import annotations
@@ -49,11 +50,26 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
 
 def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
     """The tiers of the weights, which stay for all blocks of a workload."""
-    key, sizes = (place_weights, plan.weights), spec.weight_sizes
+    key = place_weights, plan.weights
     if key not in spec.worked_out:
-        spec.worked_out[key] = dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
+        spec.worked_out[key] = _placed_weights(spec.weight_sizes, plan.weights, spec.outsized)
     found: dict[str, str] = spec.worked_out[key]
     return found
+
+
+def _placed_weights(sizes: Mapping[str, int], shares: Shares, outsized: Sequence[str]) -> dict[str, str]:
+    """Outsized tensors on the fastest tier that is to have any, as far as its share goes; the others where shares lack then."""
+    total, fastest = sum(sizes.values()), next(tier for tier in TIERS if shares.of(tier) > 0)
+    room, first = shares.of(fastest) * total, list[str]()
+    for name in outsized:
+        if sizes[name] <= room:
+            room -= sizes[name]
+            first.append(name)
+    rest = {name: size for name, size in sizes.items() if name not in first}
+    wanted = {tier: room if tier == fastest else shares.of(tier) * total for tier in (DEVICE, HOST)}
+    of_rest = Shares(*(nbytes / (sum(rest.values()) or 1) for nbytes in wanted.values())) if first else shares
+    placed = dict.fromkeys(first, fastest) | dict(zip(rest, spread(list(rest.values()), of_rest)))
+    return {name: placed[name] for name in sizes}
 
 
 def place(

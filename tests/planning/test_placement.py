@@ -61,6 +61,22 @@ def test_every_tensor_is_placed_once_and_a_tied_head_with_the_embedding() -> Non
     assert "head" not in placement.weights
 
 
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(PERCENTS, st.booleans(), st.sampled_from([2, 300]))
+def test_tables_larger_than_any_layer_rest_where_they_need_no_buffer(percents: tuple[int, int], tied: bool, vocab: int) -> None:
+    spec, shares = tiny_spec(blocks=9, tied=tied, vocab=vocab), Shares(percents[0] / 100, percents[1] / 100)
+    sizes, placed = spec.weight_sizes, place(spec, Plan(weights=shares), BLOCK).weights
+    total, fastest = sum(sizes.values()), next(tier for tier in TIERS if shares.of(tier))
+    assert spec.outsized == (tuple(name for name in ("embed", "head") if name in sizes) if vocab > 2 else ())
+    if sum(sizes[name] for name in spec.outsized) <= shares.of(fastest) * total:
+        assert {placed[name] for name in spec.outsized} <= {fastest}
+    largest = max(sizes.values())
+    for tier in TIERS:
+        on_tier = sum(size for name, size in sizes.items() if placed[name] == tier)
+        assert abs(on_tier - shares.of(tier) * total) <= largest + 1e-6
+        assert shares.of(tier) or not on_tier
+
+
 def test_kv_is_placed_by_layer_and_batch_for_layers_that_have_any() -> None:
     placement = place(tiny_spec(blocks=2), Plan(kv=Shares(0.5, 0.5)), BLOCK)
     assert list(placement.kv) == [(layer, batch) for layer in (1, 3) for batch in range(4)]
