@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -12,3 +13,14 @@ def bytes_read() -> int:
         return 0
     lines = (line.partition(":") for line in counts.read_text(encoding="ascii").splitlines())
     return next((int(value) for name, _, value in lines if name == "read_bytes"), 0)
+
+
+def disk_seconds(file: Path) -> float | None:
+    """Seconds, from some time on, in which the disk of a file had anything to do; None if the system does not count them. As
+    all its users are counted, it tells how busy the disk was beside a run."""
+    device, counts = os.stat(file).st_dev, Path("/proc/diskstats")
+    if not counts.exists():
+        return None
+    numbers = [str(os.major(device)), str(os.minor(device))]
+    lines = (line.split() for line in counts.read_text(encoding="ascii").splitlines())
+    return next((int(line[12]) / 1e3 for line in lines if line[:2] == numbers), None)

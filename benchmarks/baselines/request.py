@@ -57,6 +57,7 @@ class Answer:
     peak_host_bytes: int  # most resident memory of the process, files that are mapped included
     read_bytes_per_step: float  # from the disk in decode, as the system counts them for the process
     notes: str = ""
+    disk_busy: float | None = None  # the share of these steps in which the disk had anything to do, as the system counts it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

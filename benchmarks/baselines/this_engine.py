@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.baselines.installed import versions_of
-from benchmarks.baselines.process import bytes_read
+from benchmarks.baselines.process import bytes_read, disk_seconds
 from benchmarks.baselines.request import Answer, Ready, Request
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.core.fit import largest
@@ -66,6 +66,7 @@ class System:
                 peak_host_bytes=llm.stats.peak_bytes["host"],
                 read_bytes_per_step=steps.read_bytes / max(1, len(steps.step_seconds)),
                 notes=notes,
+                disk_busy=steps.disk_busy,
             )
 
 
@@ -74,16 +75,17 @@ class _Run:
     prefill_seconds: float
     step_seconds: tuple[float, ...]
     read_bytes: int  # in all steps
+    disk_busy: float | None  # a share of their time
 
     @classmethod
     def of(cls, llm: LLM, request: Request, prompt_len: int, gen_len: int) -> _Run:
         prompts = _prompts(llm, request.rows, prompt_len)
         wanted = gen_len - 1 if request.steps is None else 1 + request.steps  # the first is not timed, as for the peers
-        read_before: list[int] = []
+        begun: list[_Counts] = []
 
         def note(task: Task, _: int) -> None:
-            if task.step == (1 if request.steps is None else 2) and not read_before:
-                read_before.append(bytes_read())
+            if task.step == (1 if request.steps is None else 2) and not begun:
+                begun.append(_Counts.now(request))
 
         def is_behind(task: Task) -> bool:
             return task.op is Op.COMPUTE and task.step > wanted
@@ -91,9 +93,26 @@ class _Run:
         stop_at = None if wanted == gen_len - 1 else is_behind
         llm.generate(prompts, _all(gen_len), on_visit=note, stop_at=stop_at, may_shrink=False)
         assert llm.stats is not None
-        read = bytes_read() - read_before[0] if read_before else 0
+        read, busy = _Counts.now(request).since(begun[0]) if begun else (0, None)
         untimed = 0 if request.steps is None else 1
-        return cls(llm.stats.prefill_seconds, llm.stats.step_seconds[untimed:wanted], read)
+        return cls(llm.stats.prefill_seconds, llm.stats.step_seconds[untimed:wanted], read, busy)
+
+
+class _Counts(NamedTuple):
+    at: float
+    read_bytes: int
+    disk_seconds: float | None
+
+    @classmethod
+    def now(cls, request: Request) -> _Counts:
+        return cls(time.perf_counter(), bytes_read(), disk_seconds(Path(request.checkpoint)))
+
+    def since(self, begun: _Counts) -> tuple[int, float | None]:
+        """The bytes that were read, and the share of the time in which the disk was busy."""
+        read = self.read_bytes - begun.read_bytes
+        if self.disk_seconds is None or begun.disk_seconds is None:
+            return read, None
+        return read, (self.disk_seconds - begun.disk_seconds) / (self.at - begun.at)
 
 
 def _prompts(llm: LLM, rows: int, length: int) -> list[list[int]]:

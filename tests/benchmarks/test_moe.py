@@ -103,7 +103,7 @@ def test_systems_take_turns_and_medians_count(
     def answer(self: Launcher, request: Request, loads_within_cap: bool) -> Answer:
         told.append(request)
         seconds = 2.0 if request.system == "llama.cpp" else 4.0 + len(told) // 5
-        return Answer({}, "on disk", 1.0, 9.0, (seconds, seconds, 99.0), 10**9, 0.0)
+        return Answer({}, "on disk", 1.0, 9.0, (seconds, seconds, 99.0), 10**9, 6e9, disk_busy=0.9)
 
     monkeypatch.setattr(Launcher, "run", answer)
     asked = ("--rows", "64", "512", "--their-rows", "8", "--repeats", "2", "--systems", "h2o_flexgen", "llama.cpp")
@@ -116,6 +116,7 @@ def test_systems_take_turns_and_medians_count(
     assert result["times_their_best"] == pytest.approx(512 / 4.5 / 4)
     assert first["disk_read_per_s"] == [[3e9, 2e9]] * 2
     assert first["ceiling"] == pytest.approx(64 / ((3.89e9 - (2 << 30)) / 3e9), rel=0.04)  # what the disk bounds
+    assert (first["lane"], first["disk_busy"], theirs["lane"]) == (64 / (6e9 / 3e9), 0.9, None)
     written = readme_results.read_result(tmp_path / "results" / "moe-olmoe-1b-7b-0924.json")
     assert [row.name.partition(",")[0] for row in written.rows] == ["h2o_flexgen", "h2o_flexgen", "llama.cpp"]
 
