@@ -527,7 +527,7 @@ class Engine:
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool) -> Tensor:
         """Computes all rows at once, or part by part and long prompts piece by piece: what one allocates in passing is free for
-        the next. What a layer has put in the place of its hidden states stays there."""
+        the next. A layer may put what it makes in the place of its hidden states: of all tokens, or of none."""
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
             only = self._there(visit, rows.parts[0])
             return self._computed(visit, only, hidden, attend_of(only), may_overwrite=may_overwrite)
@@ -540,14 +540,16 @@ class Engine:
             for piece in part.pieces:
                 own = None if states is None else states[:, piece]
                 computed = self._computed(visit, part, own, attend, piece, may_overwrite)
-                if out is None:
-                    stays = computed is own and hidden is not None
-                    out = hidden.flatten(0, -2) if stays else computed.new_empty(rows.tokens, computed.shape[-1])
-                place = out[start : start + computed.shape[:-1].numel()]
-                if place.data_ptr() != computed.data_ptr():
-                    place.copy_(computed.flatten(0, 1))
-                start += len(place)
-        assert out is not None
+                if computed is own:
+                    continue
+                computed = computed.flatten(0, 1)
+                out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
+                out[start : start + len(computed)] = computed
+                start += len(computed)
+        if out is None:
+            assert hidden is not None
+            return hidden
+        assert start == rows.tokens, "some tokens stayed where they were, and others did not"
         return out if len(rows.parts) > 1 else out.view(*rows.parts[0].tokens.shape, -1)
 
     def _there(self, visit: Visit, part: Part) -> Part:

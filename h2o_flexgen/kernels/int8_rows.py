@@ -51,7 +51,7 @@ class FactorRows:
     def __init__(self, x: Int8Rows, sums: Tensor, out: Tensor) -> None:
         """sums (rows, ...), which the kernel wants beside codes and scales; out (..., outputs) of all rows"""
         self._codes, self._scales, self._sums = (_in_rows(values) for values in (x.codes, x.scales, sums))
-        self._out = _in_rows(out.view(len(x.codes), -1))
+        self._out = _in_rows(out.view(len(x.codes), out.shape[-1]))
         self._sizes = x.scales.shape[1], out.shape[-1], KINDS[out.dtype]
         self._kept: list[object] = [x, sums]
 
