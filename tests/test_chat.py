@@ -25,6 +25,7 @@ from h2o_flexgen.cli import chat_request, chat_work, run_request
 from h2o_flexgen.cli.page import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
+from tests.commands import called
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import save_tiny
@@ -37,6 +38,13 @@ ROLLING = ("--kv-policy", "h2o", "--heavy", "20", "--recent", "20", "--positions
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     save_tiny("llama-gqa", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
+    save_tiny("mixtral", folder)
     return folder
 
 
@@ -125,6 +133,19 @@ def test_commands_between_the_turns(talk: Any) -> None:
     assert "all that was said is forgotten" in out
 
 
+@pytest.mark.parametrize(("on_host", "context", "lines"), [(0, 60, 1), (0, 1, 1), (100, 60, 0)])
+def test_a_talk_whose_experts_are_read_in_every_step_is_told_to_keep_them(
+    on_host: int, context: int, lines: int, mixtral: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "turns.txt").write_text("a")
+    flags = ("--style", "plain", "--dtype", "float32", "--gen-len", 1, "--context-len", context, *BYTES)
+    where = ("--percent", 0, on_host, 0, 100, 0, 100, "--offload-dir", offload, "--input", tmp_path / "turns.txt")
+    result = called(chat.main, capfd, "--model", mixtral, *flags, *where)
+    found = [line for line in result.err if "of the experts of a layer" in line]
+    assert result.status == 0 and len(found) == lines
+    assert all(line.endswith("a talk has no other rows, so keep all in memory") for line in found)
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
@@ -132,6 +153,7 @@ def test_commands_between_the_turns(talk: Any) -> None:
         (("--context-len", "500"), "context is 500, but"),
         (("--style", "template"), "this model has no chat template"),
         (("--kv-policy", "h20"), "kv_policy 'h20' is unknown"),
+        (("--percent", "auto"), "takes six whole numbers; got 'auto'"),
         (("--input", "/nowhere/turns.jsonl"), "input /nowhere/turns.jsonl cannot be read"),
         (("--cpu-mem", "200MB"), "plan needs"),
     ],

@@ -124,6 +124,21 @@ def test_why_requests_share_nothing_is_said(flags: Any, room: int | None, said: 
         assert list(serve_work.Preparing(request, llm)._unshared(llm.arrivals(80, 9, prefix_room=room))) == said
 
 
+@pytest.mark.parametrize(("on_host", "rows", "lines"), [(0, 3, 1), (0, 6, 0), (100, 3, 0)])
+def test_seats_for_which_experts_are_brought_in_vain_are_named_with_those_that_would_ask_for_them(
+    on_host: int, rows: int, lines: int, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny("mixtral", tmp_path / "tiny-mixtral")
+    placed = ("--percent", 0, on_host, 0, 100, 0, 100, "--gpu-batch-size", rows, "--prompt-len", 8, "--gen-len", 4)
+    flags = ("--model", tmp_path / "tiny-mixtral", *PLAIN, "--offload-dir", offload, *placed)
+    request = request_of(parse([*map(str, flags)]))
+    with open_llm(request.model, request.site, request.first_plan) as llm:
+        serve_work.Preparing(request, llm).server()
+    found = [line for line in capfd.readouterr().err.splitlines() if "of the experts of a layer" in line]
+    assert len(found) == lines
+    assert all(line.startswith("slow: 3 rows ask for 88% of") and "take 6 rows at once" in line for line in found)
+
+
 def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, closing, forever = threading.Event(), threading.Event(), threading.Event()
     tick, close = Counts.tick, Desk.close

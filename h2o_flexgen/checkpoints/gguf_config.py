@@ -35,6 +35,7 @@ CLIP, NORMED, GATING, WEIGHTS_SCALE = "attention.clamp_kqv", "expert_weights_nor
 DENSE_BLOCKS, MORE_TOKENS, ROTATED = "leading_dense_block_count", "nextn_predict_layers", "rope.dimension_count"
 SCALING, WINDOW = "rope.scaling", "attention.sliding_window"
 LINEAR, YARN = "linear", "yarn"
+MIX = f"{SCALING}.yarn_ext_factor"
 PARTLY_ROTATED = (GLM,)
 
 # what would change a layer's arithmetic -> the values with which it does not
@@ -55,7 +56,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[float, ...]] = {
     "logit_scale": (0, 1),
     f"{SCALING}.attn_factor": (0, 1),
     f"{SCALING}.yarn_attn_factor": (0, 1),
-    f"{SCALING}.yarn_ext_factor": (-1, 1),
     f"{SCALING}.yarn_log_multiplier": (0,),
     "rope.freq_base_swa": (),
 }
@@ -233,6 +233,7 @@ def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, A
         raise said.refusal(f"{SCALING}.type", f"a scaling of positions that is not read; none, {LINEAR} and {YARN} are")
     factor = 0.0 if kind == "none" else said.number(f"{SCALING}.factor", said.number("rope.scale_linear", 0.0))
     if factor not in (0.0, 1.0):
+        _refuse_other_mix(said, kind)
         if divisors is not None:
             raise said.refusal(f"{SCALING}.factor", f"and {ROPE_DIVISORS} too; positions that are scaled twice are not read")
         return {**found, "rope_scaling": {"rope_type": kind, "factor": factor, **(_yarn(said) if kind == YARN else {})}}
@@ -240,6 +241,17 @@ def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, A
         return found
     count = min(head_dim, MOST_HEAD_DIM) // 2  # wider heads are refused later, and this many are read at once
     return {**found, "rope_divisors": _divisors(divisors, count)}
+
+
+def _refuse_other_mix(said: Said, kind: str) -> None:
+    """Refuses to scale positions otherwise than both the kind and the share of YaRN's mix say. In ggml the share alone decides:
+    with 0 scaling is linear, whatever it is called, and with 1 it is YaRN. llama.cpp takes the share from the kind, and from
+    files of a few architectures only, which are not read here. So what is meant by two that differ nobody knows. Below 0 the
+    kind decides; and where nothing is scaled a mix of the same with the same is harmless."""
+    of_kind = 1.0 if kind == YARN else 0.0
+    share = said.number(MIX, of_kind)
+    if share >= 0 and share != of_kind:
+        raise said.refusal(MIX, f"but {kind} as {said.key(SCALING)}.type, which goes with {of_kind:g}; give another file")
 
 
 def _yarn(said: Said) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, Cha
 from h2o_flexgen.cli.errors import Ended, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import printable, say
-from h2o_flexgen.cli.slow import kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.hints import did_you_mean
@@ -45,6 +45,7 @@ def work(request: ChatRequest) -> None:
         style = choose_style(request.style, llm.tokenizer, request.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:
+            say_slow(experts_reason(talk.planned_reply, is_talk=True))
             chat = Chat(talk, style, params, is_typed)
             say(chat.greeting(llm))
             chat.run(turns)

@@ -327,11 +327,12 @@ def add_pipeline(group: Group) -> None:
 
 
 class Percent(argparse.Action):
-    """Takes six numbers; with a true `const` also the word that asks for a plan to be found."""
+    """Takes six numbers. `const`: AUTO, where this word asks for a plan to be found; otherwise advice to whoever gives it."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
         given = [str(value) for value in values or ()]
-        if self.const and given == [AUTO]:
+        is_auto = given == [AUTO]
+        if is_auto and self.const == AUTO:
             setattr(namespace, self.dest, AUTO)
             return
         try:
@@ -339,19 +340,21 @@ class Percent(argparse.Action):
         except ValueError:
             shares = []
         if len(shares) != 6:
-            what = f"six whole numbers{', or ' + AUTO if self.const else ''}"
-            raise argparse.ArgumentError(self, f"takes {what}; got {shown(' '.join(given))}")
+            what = f"six whole numbers{', or ' + AUTO if self.const == AUTO else ''}"
+            advice = f"; {self.const}" if is_auto and self.const else ""
+            raise argparse.ArgumentError(self, f"takes {what}; got {shown(' '.join(given))}{advice}")
         setattr(namespace, self.dest, shares)
 
 
-def add_placement(group: Group, may_be_found: bool = False) -> None:
-    """Adds where data lies. `may_be_found`: --percent also takes `auto`, which is then the default."""
+def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str = "") -> None:
+    """Adds where data lies. `may_be_found`: --percent also takes `auto`, which is then the default. `instead_of_auto` advises
+    whoever gives it all the same."""
     found = f"; {AUTO}: the plan is found for this machine" if may_be_found else ""
     group.add(
         "--percent",
         action=Percent,
         nargs="+",
-        const=may_be_found,
+        const=AUTO if may_be_found else instead_of_auto,
         default=AUTO if may_be_found else [int(share) for share in Plan().percent],
         metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
         help=f"per cent of weights, KV and activations on GPU and in CPU memory; the rest of each is on disk{found}",

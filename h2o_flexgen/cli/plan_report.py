@@ -143,10 +143,11 @@ class PlanReport:
 
     def _devices(self) -> Iterator[str]:
         """What each device of a pipeline computes, and what it needs at most."""
-        device_of = self.first.schedule.traffic.device_of
+        device_of, names = self.first.schedule.traffic.device_of, self.first.spec.layer_names
         for device, parts in enumerate(self.planned.footprint.devices):
-            layers = layers_of(device_of, device)
-            yield f"GPU {device}     layers {layers[0]} to {layers[-1]}, needs at most {format_bytes(sum(parts.values()))}"
+            own = layers_of(device_of, device)
+            ends = dict.fromkeys(names[layer].title for layer in (own[0], own[-1]))  # which may be one layer
+            yield f"GPU {device}     {' to '.join(ends)}, needs at most {format_bytes(sum(parts.values()))}"
 
     def _work(self) -> Iterator[str]:
         """What there is to do, and in which blocks."""

@@ -23,7 +23,7 @@ from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
-from h2o_flexgen.cli.slow import kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Workload
@@ -132,6 +132,7 @@ class Preparing:
     def _announce(self, report: PlanReport, arrivals: Arrivals) -> None:
         self._tell([*report.lines(), *self._unshared(arrivals)])
         say_slow(kernel_reasons(report.arithmetic))
+        say_slow(experts_reason(report.first))
         say_threads(self.request.others, self.request.site.threads)
 
     def _unshared(self, arrivals: Arrivals) -> Iterator[str]:

@@ -60,8 +60,9 @@ def int8_reason(first: BlockPlan, machine: Machine) -> Iterator[str]:
         yield f"products are exact; {gain}; it rounds activations to 8 bits"
 
 
-def experts_reason(first: BlockPlan) -> Iterator[str]:
-    """The reason that a step brings many experts for which no row asks: what is brought must be shared by enough rows."""
+def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:
+    """The reason that a step brings many experts for which no row asks: what is brought must be shared by enough rows, which a
+    talk never has."""
     schedule, batches = first.schedule, first.block.batches
     brought = [
         layer
@@ -73,9 +74,10 @@ def experts_reason(first: BlockPlan) -> Iterator[str]:
     rows = sum(batch.size for batch in batches[:together])
     if first.block.gen_len > 1 and asked_for(share, rows) < NEARLY_ALL:
         asks, least = "rows ask" if rows > 1 else "row asks", rows_asking(share)
+        more = f"take {least} rows at once, which ask for {NEARLY_ALL:.0%}, or better several times as many, or"
         yield (
             f"{rows} {asks} for {asked_for(share, rows):.0%} of the experts of a layer, and a step brings these and others; "
-            f"take {least} rows at once, which ask for {NEARLY_ALL:.0%}, or better several times as many, or keep all in memory"
+            f"{'a talk has no other rows, so' if is_talk else more} keep all in memory"
         )
 
 

@@ -152,8 +152,8 @@ class Watch:
             ("layer", task.layer, traffic.layers),
             ("batch", task.batch, traffic.batches),
         )
-        part = self._block.spec.layers[task.layer].part
-        named = {"layer": f" ({part})"} if part else {}
+        name = self._block.spec.layer_names[task.layer]
+        named = {"layer": f" ({name.title})"} if name.is_of_experts else {}  # of other layers the number is enough
         return [*block, *(f"{name} {place + 1}/{total}{named.get(name, '')}" for name, place, total in places)]
 
     def _text(self) -> str:

@@ -18,6 +18,7 @@ from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.engine import BlockRun, Engine
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import longest_text
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -151,6 +152,11 @@ class Conversation:
     def kv_bytes(self) -> int:
         """Bytes of the slots in use, over all layers."""
         return self.extent.slots_in_use(self.seen) * self._spec.kv_bytes_per_head
+
+    @property
+    def planned_reply(self) -> BlockPlan:
+        """The plan of a short reply, to which that of any other is alike but for its length."""
+        return self._planned.planned(self.extent.block(0, 1, 2))
 
     # -- turns -----------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ known is refused; what has no bearing on it is let pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -68,12 +68,13 @@ class Options:
         return {name: value for name, usual in DEFAULTS.items() if (value := getattr(self.params, name)) != usual}
 
 
-def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options) -> Options:
-    """The options of a line; `defaults` are taken for what it leaves open. A field that is null is left open."""
+def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options, beside: Iterable[str] = ()) -> Options:
+    """The options of a line; `defaults` are taken for what it leaves open. A field that is null is left open. `beside` are the
+    other fields of a line, which an unknown one may be meant for."""
     known = OF_CHATS if is_chat else OF_PROMPTS
     found = {name: value for name, value in given.items() if value is not None}
     if not known.issuperset(found):
-        refuse_unknown("field", found, sorted(known), ELSEWHERE)
+        refuse_unknown("field", found, sorted({*known, *beside}), ELSEWHERE)
     for name in found.keys() & NEUTRAL.keys():
         is_neutral, otherwise = NEUTRAL[name]
         if not is_neutral(found[name]):

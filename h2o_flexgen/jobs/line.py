@@ -136,7 +136,8 @@ def read_body(body: Mapping[str, object], is_chat: bool, defaults: Options) -> l
     given = body.get(wanted)
     if body.get(other) is not None:
         raise ValueError(f"{other} stands beside {wanted}" if given is not None else f"{other} is for the other url")
-    options = read_options({name: value for name, value in body.items() if name not in (wanted, other)}, is_chat, defaults)
+    rest = {name: value for name, value in body.items() if name not in (wanted, other)}
+    options = read_options(rest, is_chat, defaults, beside=(wanted, other))
     if given is None:
         raise ValueError(f"{wanted} is missing; {BODIES}")
     prompts = [read_chat(MESSAGES, given)] if is_chat else _prompts(given)

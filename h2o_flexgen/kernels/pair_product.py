@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import native_library, pointer
-from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, in_c, panel_products
+from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, Together, in_c, panel_products
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 from h2o_flexgen.quant.plain import Plain
@@ -45,8 +45,8 @@ def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: in
 def paired(values: Tensor, runs: Runs) -> Arranged:
     """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
-    rows, pairs = values.reshape(-1, inputs).contiguous(), groups_of(inputs) * GROUP // 2
+    (rows, own, places), pairs = Together.of(values, runs), groups_of(inputs) * GROUP // 2
     out = torch.empty(len(rows), 2 * pairs, dtype=values.dtype)
-    sizes = (*in_c(runs), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
+    sizes = (*in_c(own), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
     native.arrange_row_pairs(pointer(rows), pointer(out), *sizes)
-    return Arranged(out, pairs)
+    return Arranged(out, pairs, places)

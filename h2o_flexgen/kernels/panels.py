@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,31 @@ from h2o_flexgen.quant.grouped import GROUP, groups_of
 PLAIN_BITS = 0  # of a matrix without codes
 
 
+class Together(NamedTuple):
+    """The rows of some runs, one run behind the other. A kernel may get few of all rows: those of the others need no room."""
+
+    rows: Tensor  # (rows, inputs)
+    runs: Runs  # of these
+    places: Mapping[int, int]  # where each run begins among all rows -> among these
+
+    @classmethod
+    def of(cls, values: Tensor, runs: Runs) -> Together:
+        """Rows (..., inputs), copied only where others stand between them."""
+        rows, firsts = values.reshape(-1, values.shape[-1]), [first for first, _ in runs]
+        *begins, end = accumulate((count for _, count in runs), initial=0)
+        first = min(firsts, default=0)
+        if firsts == [first + begin for begin in begins]:
+            rows = rows[first : first + end]
+        else:
+            rows = torch.cat([rows[first : first + count] for first, count in runs])
+        own = tuple((begin, count) for begin, (_, count) in zip(begins, runs))
+        return cls(rows.contiguous(), own, dict(zip(firsts, begins)))
+
+
 class Arranged(NamedTuple):
     values: Tensor  # (rows, columns and what else there is of a row)
     columns: int  # of a row: inputs, or pairs of them, filled up
+    places: Mapping[int, int]  # where each run begins among all rows -> here
 
 
 Arrange = Callable[[Tensor, Runs], Arranged]
@@ -55,7 +77,7 @@ def products(x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tens
     asked = [
         Product(
             None,
-            from_rows + meeting.first * of_row,
+            from_rows + arranged.places[meeting.first] * of_row,
             None if bias is None else pointer(bias),
             to + meeting.first * of_outcome,
             *(meeting.rows, outputs, inputs, arranged.columns, kind),
@@ -72,12 +94,12 @@ def in_c(runs: Runs) -> tuple[ctypes.Array[ctypes.c_long], ctypes.c_long]:
 def _arranged(values: Tensor, runs: Runs, bits: int) -> Arranged:
     """Rows (..., inputs) as float32, block by block, and for codes the sums of their groups behind them: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
-    rows = values.reshape(-1, inputs).contiguous()
+    rows, own, places = Together.of(values, runs)
     columns = groups_of(inputs) * GROUP
     out = torch.empty(len(rows), columns + (columns // GROUP if bits else 0))
-    sizes = (*in_c(runs), ctypes.c_long(inputs), ctypes.c_int(KINDS[rows.dtype]), ctypes.c_int(bits))
+    sizes = (*in_c(own), ctypes.c_long(inputs), ctypes.c_int(KINDS[rows.dtype]), ctypes.c_int(bits))
     native.arrange_rows(pointer(rows), pointer(out), *sizes, ctypes.c_int(torch.get_num_threads()))
-    return Arranged(out, columns)
+    return Arranged(out, columns, places)
 
 
 ARRANGED: Mapping[int, Arrange] = {bits: partial(_arranged, bits=bits) for bits in (PLAIN_BITS, 4, 8)}

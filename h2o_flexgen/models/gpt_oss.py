@@ -15,7 +15,7 @@ from torch.nn import functional
 from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.layout import MLP_STATES, Config, Parameters
+from h2o_flexgen.models.layout import Config, Parameters
 from h2o_flexgen.models.llama import Traits, windows_of
 from h2o_flexgen.models.mixture import Asked, Mixture, MixtureOfExperts
 
@@ -28,8 +28,6 @@ class GptOss(MixtureOfExperts):
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._are_apart = bool(getattr(config, "experts_apart", False))  # of a GGUF file: transformers has no such key
-        if not self._are_apart:
-            self.states_of_expert = MLP_STATES + 2  # both products as they come, and parted
         super().__init__(config, dtype, sep_layer, name)
         self._limit = float(getattr(config, "swiglu_limit", LIMIT))
         self._alpha = float(getattr(config, "swiglu_alpha", ALPHA))

@@ -28,6 +28,8 @@ from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, windows_of
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
 MOST_TOGETHER = 1.5  # so many times as many rows as there are tokens are computed at once by the experts of a slice
+# Of the inner width of experts, at once: beside those of an mlp rows that a kernel has arranged, or both ways in, parted.
+EXPERT_STATES = MLP_STATES + 1
 VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
 ROUTER, SHARED_GATE = "mlp.gate", "mlp.shared_expert_gate"
 SHARED = GatedMlp.of("mlp.shared_expert")
@@ -104,7 +106,6 @@ class Routed(NamedTuple):
 class MixtureOfExperts(Llama):
     """LLaMA's relatives with experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
-    states_of_expert = MLP_STATES  # of its inner width, at once
     expert_bias = False
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
@@ -144,7 +145,7 @@ class MixtureOfExperts(Llama):
         functions += [MixtureOfExperts.with_total] * is_last
         made = layout.layer(functions[0], parameters, width if is_last else handed_on, origin)
         floats = FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
-        passing = ceil(MOST_TOGETHER * self.states_of_expert * max(mixture.inner, mixture.shared))
+        passing = ceil(MOST_TOGETHER * EXPERT_STATES * max(mixture.inner, mixture.shared))
         passing += handed_on + 3 * width * floats
         names = tuple(function.__name__ for function in functions)
         part = f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}"

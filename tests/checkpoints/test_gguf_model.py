@@ -229,6 +229,33 @@ def test_an_edited_file_is_opened_where_nothing_is_wrong_with_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("kind", "factor", "share", "is_read"),
+    [
+        ("linear", 4.0, 1.0, False),
+        (None, 4.0, 1.0, False),  # linear is meant where no kind is said
+        ("linear", 4.0, 0.0, True),
+        ("linear", 4.0, -1.0, True),
+        ("linear", 1.0, 1.0, True),  # nothing is scaled
+        ("none", 4.0, 1.0, True),
+        ("yarn", 4.0, 1.0, True),
+        ("yarn", 4.0, 0.0, False),
+        ("yarn", 4.0, 0.5, False),
+    ],
+)
+def test_positions_are_scaled_only_as_kind_and_mix_both_say(
+    kind: str | None, factor: float, share: float, is_read: bool, tmp_path: Path
+) -> None:
+    said = {"llama.rope.scaling.factor": factor, "llama.rope.scaling.yarn_ext_factor": share}
+    file = edited(tmp_path, said | ({} if kind is None else {"llama.rope.scaling.type": kind}))
+    if is_read:
+        found = load_config(str(file)).rope_parameters["rope_type"]
+        assert found == (kind if factor != 1.0 and kind != "none" else "default")
+    else:
+        message = one_line(lambda: opened(file))
+        assert f"{share} as 'llama.rope.scaling.yarn_ext_factor', but {kind or 'linear'} as llama.rope.scaling.type" in message
+
+
+@pytest.mark.parametrize(
     ("values", "word"),
     [
         ({"general.architecture": "gemma3"}, "'gemma3'"),

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.page import table
+from h2o_flexgen.cli.plan_report import PlanReport
 from h2o_flexgen.cli.summary import FIRST, INDENT, completion_lines, log_name
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Task
+from tests.planning.worlds import tiny_spec
 
 
 def completion(index: int, text: str = "text", **changes: object) -> Completion:
@@ -66,6 +74,26 @@ def test_the_name_of_a_log_tells_the_plan() -> None:
     plan = Plan(gpu_batch_size=48, num_gpu_batches=3).with_percent((20, 80, 0, 100, 0, 100))
     name = log_name("facebook/opt-30b", plan, 512, 32)
     assert name == "fo-opt-30b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100.log"
+
+
+def test_what_each_device_of_a_pipeline_computes_is_said_by_name() -> None:
+    spec, joined = tiny_spec(3), tiny_spec(3)
+    joined = replace(joined, layers=tuple(layer for layer in joined.layers if layer.functions != ("mlp",)))
+    assert devices_of(spec) == [
+        "embed to mlp of block 0",
+        "attention of block 1 to mlp of block 1",
+        "attention of block 2 to head",
+    ]
+    assert devices_of(joined) == ["embed to attention of block 0", "attention of block 1", "attention of block 2 to head"]
+
+
+def devices_of(spec: ModelSpec) -> list[str]:
+    """What a report says of a pipeline of three devices."""
+    plan, site = Plan(2, 3, pipeline=3), Site(accelerator=True)
+    planned = WorkloadPlan(spec, plan, Workload((4,) * 6, 3), site)
+    lines = PlanReport("tiny", False, plan, planned, Budgets(), None).lines()
+    said = [line.split(", needs at most ")[0] for line in lines if ", needs at most " in line]
+    return [line.removeprefix(f"GPU {device}     ") for device, line in enumerate(said)]
 
 
 def test_columns_of_a_table_stand_below_each_other() -> None:

@@ -113,12 +113,14 @@ def test_otherwise_nothing_is_said_of_products(planned: BlockPlan, known: Machin
     assert list(int8_reason(planned, known)) == []
 
 
-def experts(rows: int, percent: int = 0, gen_len: int = 3, batches: int = 1, schedule: str = "zigzag") -> list[str]:
+def experts(
+    rows: int, percent: int = 0, gen_len: int = 3, batches: int = 1, schedule: str = "zigzag", is_talk: bool = False
+) -> list[str]:
     plan = Plan.create(schedule=schedule, gpu_batch_size=rows, num_gpu_batches=batches).with_percent(
         (percent, 0, 100, 0, 100, 0)
     )
     block = block_of([[4] * rows] * batches, gen_len)
-    return list(experts_reason(BlockPlan.of(with_experts(1 / 8), plan.at(Site()), block, Site())))
+    return list(experts_reason(BlockPlan.of(with_experts(1 / 8), plan.at(Site()), block, Site()), is_talk))
 
 
 def test_experts_that_are_brought_for_few_rows_are_named_with_the_rows_that_would_ask_for_them() -> None:
@@ -128,6 +130,13 @@ def test_experts_that_are_brought_for_few_rows_are_named_with_the_rows_that_woul
     ]
     assert "1 row asks for 12% of the experts" in experts(1)[0]
     assert "15 rows ask" in experts(15, batches=2, schedule="row_by_row")[0]  # weights come anew for each batch
+
+
+def test_a_talk_is_not_told_to_take_rows_that_it_cannot_have() -> None:
+    assert experts(1, is_talk=True) == [
+        "1 row asks for 12% of the experts of a layer, and a step brings these and others; a talk has no other rows, so "
+        "keep all in memory"
+    ]
 
 
 @pytest.mark.parametrize("changes", [{"percent": 100}, {"gen_len": 1}, {"rows": 30}, {"rows": 15, "batches": 2}], ids=str)

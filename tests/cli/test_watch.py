@@ -108,7 +108,9 @@ def test_slices_of_experts_are_named_beside_their_number() -> None:
         if task.op is Op.COMPUTE:
             watch.visit(task, tokens=0)
     layers = len(of_experts.layers)
-    assert details[0] == f"layer 1/{layers}" and details[4] == f"layer 3/{layers} (experts 0-1)"
+    assert details[0] == f"layer 1/{layers}" and details[4] == f"layer 3/{layers} (experts 0-1 of block 0)"
+    last = of_experts.layer_names[layers - 2]
+    assert details[-4] == f"layer {layers - 1}/{layers} ({last.title})" and last.title == "expert 8 of block 2"
 
 
 def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:

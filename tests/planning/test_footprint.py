@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.layout import aligned, decoded_arena
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
@@ -43,6 +43,7 @@ from h2o_flexgen.memory.pack import Entry, Layout, Pack
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
+from h2o_flexgen.models.mixture import Asked, MixtureOfExperts
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.held_kv import HeldKV
@@ -52,11 +53,15 @@ from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, 
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.sectioned import Fp4
+from h2o_flexgen.quant.tiled import Tiled
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import WEIGHTS, Case, Checkpoints, encoded_with
+from tests.kernels.stored import random_matrix
 from tests.kernels.variants import used
 from tests.pairwise import covering
 from tests.planning.allocations import peak_allocated
@@ -284,6 +289,51 @@ def test_an_mlp_far_wider_than_its_model_allocates_no_more_in_passing_than_is_es
         most = passing_bytes(model, plan, batch, 4, 0)
         estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 4)), 0, plan, site_of("cpu", False))
     assert 0.4 * estimate < most <= estimate
+
+
+EXPERTS = {
+    "kind": ("gpt-oss-far", "gpt-oss-far apart", "olmoe"),
+    "counts": ((512,), (384, 384), (1, 511, 256), (8, 496, 8, 240, 16), (100, 200, 300, 50, 118)),  # of 512 tokens, by expert
+    "computed": tuple(product(("float32", "bfloat16"), (*variants()[:1], TORCH))),
+    "form": (PLAIN, "tiles4", "tiles8", "fp4-32", "q8_0"),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(EXPERTS)))
+def test_experts_allocate_no_more_in_passing_than_their_slice_says(values: dict[str, Any]) -> None:
+    """Without any slack, and hardly less than they say, where a matrix has both ways in."""
+    kind, counts, (dtype, variant) = values["kind"], values["counts"], values["computed"]
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 2, "intermediate_size": 1024}
+    model = create_model(tiny_config(kind.partition(" ")[0], **sizes, experts_apart=kind.endswith("apart")), dtype)
+    assert isinstance(model, MixtureOfExperts)
+    slices = [layer for layer in model.spec.layers if layer.experts]
+    pairs = [pair for layer in slices if layer.block == 0 for pair in layer.tensors if ".experts." in pair[0]]
+    weights = {name: in_form(values["form"], tensor, getattr(torch, dtype)) for name, tensor in pairs}
+    x = torch.randn(sum(counts), model.spec.width, dtype=getattr(torch, dtype))
+    there = [x, *(one for weight in weights.values() for one in tensors_of(weight))]
+    asked = Asked([*range(len(counts))], [*counts], torch.arange(sum(counts)))
+    with used(variant):
+        most = peak_allocated(lambda: model.made_by(asked, x, weights), there)
+    said = 512 * slices[0].passing_width * x.itemsize
+    assert most <= said
+    assert kind != "gpt-oss-far" or len(counts) == 1 or most > 0.8 * said
+
+
+def in_form(form: str, tensor: TensorSpec, dtype: torch.dtype) -> Tensor | PackedMatrix:
+    values = torch.randn(tensor.shape, dtype=dtype)
+    if form == PLAIN or len(tensor.shape) == 1:
+        return values
+    codec = CODECS[form]
+    if isinstance(codec, Tiled):
+        data = encoded_with(form, values).view(-1, codec.tile_bytes(values.shape[1]))
+    else:
+        assert isinstance(codec, (Blocked, Fp4))
+        data = random_matrix(codec, *tensor.shape)
+    return PackedMatrix(data, form, len(values), DecodeBuffer(values))
+
+
+def tensors_of(weight: Tensor | PackedMatrix) -> Sequence[Tensor]:
+    return (weight,) if isinstance(weight, Tensor) else (weight.data, weight.values())
 
 
 def passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: int) -> int:
