@@ -23,6 +23,7 @@ VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
 READERS = 6  # threads that read and write files
 SLOT_NUMBER_BYTES = 8
+PICKED_VALUES = 1 << 20  # logits that tokens are picked from at once: temporaries in float64 have 8 MiB, whatever the batch
 CHUNK_BYTES = 4 << 20  # bytes of a file that one reader takes at a time
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from h2o_flexgen.core.layout import next_hidden_bytes
+from h2o_flexgen.core.layout import PICKED_VALUES, next_hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
@@ -28,6 +28,7 @@ ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: thre
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
 WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
 COMPARED_BYTES = 24  # per value of a row's keys whose tokens are compared: keys and values as they are, and results in fp32
+PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
@@ -82,8 +83,15 @@ def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_onc
     prefill = max(_prefill_bytes(spec, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
     decode = _decode_bytes(spec, plan, levels, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
-    head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
-    return max(prefill, decode, head) + next_hidden_bytes(spec, batch, moves_hidden)
+    scoring = scored * (spec.vocab * (3 * FLOAT_BYTES + spec.itemsize) + _normed_bytes(spec))
+    return max(prefill, decode, scoring, picking_bytes(spec, batch.size)) + next_hidden_bytes(spec, batch, moves_hidden)
+
+
+def picking_bytes(spec: ModelSpec, rows: int) -> int:
+    """Bytes for logits, for their parts until they are joined or scores in fp32, and for picking tokens from some of them."""
+    logits = rows * spec.vocab
+    made = spec.itemsize + max(spec.itemsize, FLOAT_BYTES)
+    return logits * made + min(logits, max(spec.vocab, PICKED_VALUES)) * PICKING_BYTES
 
 
 def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[Heads], site: Site) -> int:

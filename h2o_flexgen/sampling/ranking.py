@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import PICKED_VALUES
 from h2o_flexgen.sampling.output import StepLogprobs, TokenLogprob
 
 Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
-VALUES_AT_ONCE = 2**20  # per temporary in float64: 8 MiB, whatever the batch and the vocabulary
 
 
 def portions(places: Sequence[int], vocab: int) -> Iterator[Sequence[int]]:
     """Splits the rows into portions small enough for small temporaries."""
-    at_once = max(1, VALUES_AT_ONCE // vocab)
+    at_once = max(1, PICKED_VALUES // vocab)
     return (places[start : start + at_once] for start in range(0, len(places), at_once))
 
 

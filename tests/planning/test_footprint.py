@@ -49,7 +49,7 @@ from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
-from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, working_bytes
+from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, picking_bytes, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
@@ -57,7 +57,9 @@ from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.quant.sectioned import Fp4
 from h2o_flexgen.quant.tiled import Tiled
+from h2o_flexgen.sampling.adjusting import History
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import WEIGHTS, Case, Checkpoints, encoded_with
@@ -489,6 +491,27 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     most = max(peak_allocated(look_up, there), peak_allocated(lambda: logits(model, head, hidden, parts), there))
     plan = Plan.create(prefill_tokens=rows * tokens)
     assert len(parts) == 16 and most <= SLACK * working_bytes(HeldKV.of(spec, plan, Block((batch,), 2)), 0, plan, Site())
+
+
+PICKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "logprobs": 5},
+    "plain": {"temperature": 1.0},
+    "nucleus": {"temperature": 30.0, "top_p": 0.99, "top_k": 40, "logprobs": 20},
+    "penalised": {"temperature": 0.9, "top_p": 0.9, "min_p": 0.001, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "vocab"), [(3, 500), (64, 4000), (600, 4000), (40, 50_000)])
+def test_picking_tokens_allocates_no_more_than_is_estimated_and_half_of_it_at_least(rows: int, vocab: int, dtype: str) -> None:
+    spec = create_model(tiny_config("opt", vocab_size=vocab), dtype).spec
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    histories, estimate = [History([1, 2, 3], 2)] * rows, picking_bytes(spec, rows)
+    sample = partial(Sampler(3).sample, logits)
+    asked = ([SamplingParams(**options)] * rows for options in PICKED.values())
+    calls = [partial(sample, params, range(rows), 1, histories) for params in asked]
+    most = logits.nbytes + max(peak_allocated(call, [logits]) for call in calls)
+    assert 0.5 * estimate < most <= estimate
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
