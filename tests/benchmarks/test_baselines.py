@@ -64,7 +64,7 @@ def answer_of(request: Any) -> Any:
 
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_peer_that_is_installed_answers(peer: str, checkpoint: str, tmp_path: Path) -> None:
-    """Every peer with every layout, each whole or shortened: every two of the three meet. One answers from a process of its own."""
+    """Every peer with every layout, each whole or shortened: every two of the three meet. One has a process of its own."""
     places = PEERS.index(peer) if peer in PEERS else 0, LAYOUTS.index(Path(checkpoint).name.rstrip("0123456789"))
     steps = None if sum(places) % 2 else 2
     request = asked(checkpoint, tmp_path, system=peer, steps=steps)
