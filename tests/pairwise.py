@@ -34,7 +34,8 @@ def covering(
 def _drawn(
     places: Mapping[Name, Sequence[int]], lacking: Mapping[Value, set[Value]], random: Random
 ) -> Iterator[dict[Name, int]]:
-    """Each case is built value by value around a pair that has not met, each value one that meets most for the first time."""
+    """Each case is built value by value around a pair that has not met, each value one that meets most for the first time. Who
+    meets nobody new is the first of his choice, which is to be the plainest."""
     missing = {value: set(others) for value, others in lacking.items()}
     while any(missing.values()):
         first = max(missing, key=lambda value: (len(missing[value]), random.random()))
@@ -44,6 +45,7 @@ def _drawn(
             if name not in taken:
                 values = [(name, place) for place in places[name]]
                 case.add(max(values, key=lambda one: (len(missing[one] & case), len(missing[one]), random.random())))
+        case = {value if missing[value] & case else (value[0], 0) for value in case}
         for value in case:
             missing[value] -= case
         yield dict(case)
