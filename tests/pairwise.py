@@ -10,30 +10,45 @@ from typing import Any
 import pytest
 
 Name = str | tuple[str, ...]  # a tuple names what is chosen together: each of its values is a tuple as well
+Value = tuple[Name, int]  # what is chosen, and the number of a value of it
 Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names of what is chosen, have to meet
 
 
 def covering(
-    choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 40, needs: Needs = lambda pair: True
-) -> Iterator[dict[str, Any]]:
-    """The random cases that add the most pairs which have not met; all pairs that a test `needs` meet."""
-    random, names = Random(seed), list(choices)
+    choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 24, needs: Needs = lambda pair: True
+) -> list[dict[str, Any]]:
+    """Few cases in which all pairs meet that a test `needs`: the fewest of some ways to draw them."""
+    names = list(choices)
     places = {name: range(len(choices[name])) for name in names}  # numbers instead of values, which may be long
-    missing = {
-        ((one, first), (other, second))
-        for one, other in itertools.combinations(names, 2)
-        for first, second in itertools.product(places[one], places[other])
-        if needs({one: choices[one][first], other: choices[other][second]})
-    }
-    met = {value for pair in missing for value in pair}
-    assert all((name, place) in met for name in names for place in places[name]) or len(names) < 2, "a value is in no case"
-    in_turn = iter(sorted(missing, key=lambda pair: str([(name, choices[name][place]) for name, place in pair])))
-    while missing:
-        wanted = dict(next(pair for pair in in_turn if pair in missing))
-        drawn = [{name: wanted.get(name, random.choice(places[name])) for name in names} for _ in range(tries)]
-        best = max(drawn, key=lambda case: len(missing & _pairs(case)))
-        missing -= _pairs(best)
-        yield each_apart({name: choices[name][place] for name, place in best.items()})
+    lacking: dict[Value, set[Value]] = {(name, place): set() for name in names for place in places[name]}
+    for one, other in itertools.combinations(names, 2):
+        for first, second in itertools.product(places[one], places[other]):
+            if needs({one: choices[one][first], other: choices[other][second]}):
+                lacking[one, first].add((other, second))
+                lacking[other, second].add((one, first))
+    assert all(lacking.values()) or len(names) < 2, "a value is in no case"
+    drawn = (list(_drawn(places, lacking, Random(f"{seed} {number}"))) for number in range(tries))
+    return [each_apart({name: choices[name][case[name]] for name in names}) for case in min(drawn, key=len)]
+
+
+def _drawn(
+    places: Mapping[Name, Sequence[int]], lacking: Mapping[Value, set[Value]], random: Random
+) -> Iterator[dict[Name, int]]:
+    """Each case is built value by value around a pair that has not met, each value one that meets most for the first time. Who
+    meets nobody new is the first of his choice, which is to be the plainest."""
+    missing = {value: set(others) for value, others in lacking.items()}
+    while any(missing.values()):
+        first = max(missing, key=lambda value: (len(missing[value]), random.random()))
+        case = {first, random.choice(sorted(missing[first], key=str))}
+        taken = {name for name, _ in case}
+        for name in random.sample(list(places), len(places)):
+            if name not in taken:
+                values = [(name, place) for place in places[name]]
+                case.add(max(values, key=lambda one: (len(missing[one] & case), len(missing[one]), random.random())))
+        case = {value if missing[value] & case else (value[0], 0) for value in case}
+        for value in case:
+            missing[value] -= case
+        yield dict(case)
 
 
 def pairs_first(choices: Mapping[Name, Sequence[object]]) -> list[Any]:
@@ -50,7 +65,7 @@ def each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
 
 def on_devices(choices: Mapping[Name, Sequence[object]], needs: Needs = lambda pair: True) -> list[Any]:
     """The device is one more choice: the CPU, or the CPU that pretends to have memory of its own."""
-    cases = list(covering({**choices, "device": ("cpu", "pretended")}, needs=needs))
+    cases = covering({**choices, "device": ("cpu", "pretended")}, needs=needs)
     return [*cases, *_on_a_gpu(cases)]
 
 
@@ -64,7 +79,3 @@ def in_turn(choices: Mapping[str, Sequence[object]]) -> list[Any]:
 def _on_a_gpu(cases: list[dict[str, Any]]) -> list[Any]:
     """Runs every case on a GPU too, if there is one."""
     return [pytest.param({**case, "device": "cuda"}, marks=pytest.mark.cuda) for case in cases]
-
-
-def _pairs(case: Mapping[Name, Any]) -> set[object]:
-    return set(itertools.combinations(case.items(), 2))

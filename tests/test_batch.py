@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -518,15 +518,6 @@ def demo_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return made_demo_job(tmp_path_factory.mktemp("demo"), 40)
 
 
-def kill(out: Path, moments: Sequence[Callable[[], bool]], *flags: object) -> None:
-    """Kills a job at each of these moments, and has it go on after that."""
-    for is_now in moments:
-        process = started(*flags, "-o", out, *DEMO, "--resume")
-        when(process, is_now)
-        process.kill()
-        has_ended(process)
-
-
 def goes_on(out: Path, whole: dict[str, Any], *flags: object) -> None:
     """Lets a job come to its end: its records are those of one that nothing happened to."""
     assert batch.main([*map(str, flags), "-o", str(out), *DEMO, "--resume"]) == 0
@@ -537,7 +528,10 @@ def goes_on(out: Path, whole: dict[str, Any], *flags: object) -> None:
 
 def test_what_is_killed_loses_nothing(demo_job: Any, out: Path) -> None:
     file, whole = demo_job
-    kill(out, [partial(has_lines, out, 5), partial(has_lines, out, 20)], "-i", file)
+    process = started("-i", file, "-o", out, *DEMO)
+    when(process, partial(has_lines, out, 20))
+    process.kill()
+    has_ended(process)
     assert 20 <= out.read_bytes().count(b"\n") < 40
     goes_on(out, whole, "-i", file)
 

@@ -67,12 +67,15 @@ CHOICES = {
     "kv_codec": (PLAIN, "group4", "group8"),
     "attend_on": (DEVICE, HOST),
 }
-ATTENDING = "opt", "llama-gqa", "neox-parallel", "gpt-oss", "gemma3"  # the other kinds attend as one of these does
+ATTENDING = "opt", "llama-gqa", "neox-parallel", "gpt-oss", "gpt-oss-far", "gemma3"  # others attend as one of these does
 
 
 def has_code(pair: Mapping[Name, Any]) -> bool:
-    """Whether two choices meet anywhere in the code. Policies know no model, but the ways in which models attend; and neither
-    they nor models know more of a mix of tiers than where their own data lies, which the first mixes have all of."""
+    """Whether two choices meet anywhere in the code. Policies know no model, but the ways in which models attend, and not what
+    matrices are written in; and neither they nor models know more of a mix of tiers than where their own data lies, which the
+    first mixes have all of."""
+    if pair.keys() == {"policy", ("weight_codec", "compute")}:
+        return pair["policy"] in POLICIES[:2]
     if "percent" in pair and ("kind" in pair or "policy" in pair):
         return pair["percent"] in MIXES[:4]
     return pair.keys() != {"kind", "policy"} or pair["kind"] in ATTENDING or pair["policy"] in POLICIES[:2]
@@ -97,7 +100,7 @@ def test_every_tier_for_each_kind_of_data(
     hold_contract(Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, **where), checkpoints, offload)
 
 
-@pytest.mark.parametrize("values", in_turn({"slots": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 4)}))
+@pytest.mark.parametrize("values", on_devices({"slots": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 4)}))
 def test_every_number_of_slots_batches_and_steps_with_all_on_disk(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -236,7 +239,12 @@ def test_the_resident_loop_equals_the_reference_that_shares_no_code_with_the_cac
     torch.testing.assert_close(torch.stack(resident), torch.stack(logits), atol=1e-4, rtol=0)
 
 
-PIECES = [*product(("llama-gqa", "gemma2", "gpt-oss"), POLICIES), ("mixtral", POLICIES[1])]  # which attends as the first does
+PIECES = [  # each policy with two kinds; the last one attends as the first does
+    *product(("llama-gqa",), POLICIES),
+    *product(("gemma2",), (POLICIES[0], *POLICIES[1::2])),
+    *product(("gpt-oss",), POLICIES[::2]),
+    ("mixtral", POLICIES[1]),
+]
 
 
 @pytest.mark.parametrize(("kind", "policy"), PIECES)

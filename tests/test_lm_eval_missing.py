@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 
-HIDE = "import sys; sys.modules['lm_eval'] = None; "
+from h2o_flexgen.lm_eval import main
+
+SAID = "lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'"
 
 
-@pytest.mark.parametrize("code", ["from h2o_flexgen.lm_eval import main; sys.exit(main())", "import h2o_flexgen.lm_eval_model"])
-def test_one_line_names_the_extra(code: str) -> None:
-    command = [sys.executable, "-c", HIDE + code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
-    last = done.stderr.splitlines()[-1]
-    assert last.endswith("lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'")
-    assert done.returncode != 0
-    if "main" in code:
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
+@pytest.fixture(autouse=True)
+def the_harness_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in [name for name in sys.modules if name.startswith("lm_eval.") or name == "h2o_flexgen.lm_eval_model"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_one_line_names_the_extra() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        import_module("h2o_flexgen.lm_eval_model")
+    assert str(caught.value) == SAID
+
+
+def test_so_does_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main() == 2
+    assert capfd.readouterr().err == f"error: {SAID}\n"

@@ -36,7 +36,7 @@ from tests.planning.test_pricing import MACHINE
 from tests.planning.test_pricing import on as on_machine
 from tests.planning.worlds import tiny_spec
 from tests.pretended import pretend
-from tests.test_contract import EQUAL, MANY, MIXES, RAGGED
+from tests.test_contract import EQUAL, MANY, MIXES, RAGGED, has_code
 from tests.tiny import BLOCKS
 
 CHOICES = {
@@ -59,7 +59,7 @@ def on(devices: int, **values: Any) -> Case:
     return Case(policy=policy, device="pretended", **values)
 
 
-@pytest.mark.parametrize("values", list(covering(CHOICES)))
+@pytest.mark.parametrize("values", covering(CHOICES, needs=has_code))
 def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

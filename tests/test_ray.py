@@ -264,6 +264,7 @@ with ray_environment(), connected(RayRequest("local", 1, None, False), 1):
 """
 
 
+@pytest.mark.slow
 def test_the_guides_example_runs(short_folder: Path) -> None:
     """In a process of its own: one that has begun and ended Ray several times was seen to be aborted by it."""
     (example,) = re.findall(

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-HIDE = "import sys; sys.modules['ray'] = None; "
-COMMAND = "from h2o_flexgen.batch import main; sys.exit(main(['-i', 'in.jsonl', '-o', 'out.jsonl', '--ray', 'local']))"
+from h2o_flexgen.batch import main
+from tests.commands import called
+
+SAID = "Ray is not installed; it comes with the extra [ray]: pip install -e '.[ray]'"
 
 
-@pytest.mark.parametrize("code", ["import h2o_flexgen.ray", COMMAND])
-def test_one_line_names_the_extra(code: str) -> None:
-    command = [sys.executable, "-c", HIDE + code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1].endswith("Ray is not installed; it comes with the extra [ray]: pip install -e '.[ray]'")
-    if code == COMMAND:
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
+@pytest.fixture(autouse=True)
+def ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [name for name in sys.modules if name.startswith("ray.") or name == "h2o_flexgen.ray"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_one_line_names_the_extra() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        import_module("h2o_flexgen.ray")
+    assert str(caught.value) == SAID
+
+
+def test_so_does_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text("{}\n", encoding="utf-8")
+    asked = called(main, capfd, "-i", file, "-o", tmp_path / "out.jsonl", "--ray", "local")
+    assert asked.error == f"error: {SAID}" and len(asked.err) == 1

@@ -26,6 +26,7 @@ from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints
 from tests.kernels.variants import used
 from tests.pairwise import on_devices
 from tests.resident import resident_behind
+from tests.test_contract import has_code
 from tests.test_stream import MIXES, apart, same, streamed
 
 HEADS = (11, 7, 19)  # tokens of what prompts begin with; the second one begins with a part of the first
@@ -89,7 +90,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code))
 def test_each_row_says_what_it_says_alone_behind_its_prefix(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

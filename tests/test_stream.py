@@ -180,8 +180,9 @@ def test_whoever_wants_no_more_closes_the_iterator(checkpoints: Checkpoints, off
         assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("place", [Op.COMPUTE, Op.READ_KV, Op.WRITE_KV])
-@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1]])
+@pytest.mark.parametrize(
+    ("place", "policy"), [(Op.COMPUTE, POLICIES[1]), (Op.READ_KV, POLICIES[0]), (Op.WRITE_KV, POLICIES[1])]
+)
 def test_where_memory_runs_out_the_rest_goes_on_in_smaller_blocks(
     place: Op, policy: tuple[Any, ...], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from benchmarks.comparison.cap import Cap, NoCap, open_cap
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES_KEPT = 30  # of what a process says before it fails
+HEARD_WITHIN = 5.0  # seconds in which all that an ended process has said is there
 ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|DoesNotFit)\b")
 
 
@@ -106,7 +107,7 @@ class _Watched:
         self._timer.cancel()
         self._kill()
         self._process.wait()
-        self._listener.join(timeout=5)
+        self._listener.join(timeout=HEARD_WITHIN)
         heard_all = not self._listener.is_alive()  # else somebody still holds the pipe, and closing it would wait for him
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr if heard_all else None):
             if pipe is not None:
@@ -136,7 +137,7 @@ class _Watched:
         if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
             raise Failed("killed, most likely because it went beyond its memory")
         if status:
-            self._listener.join(timeout=5)
+            self._listener.join(timeout=HEARD_WITHIN)
             raise Failed(reason_in(self._said) or f"ended with status {status}")
         return [line for line in self._lines if line]
 

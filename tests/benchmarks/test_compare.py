@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.baselines.__main__ import make_device_smaller
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.baselines.systems import system_named
-from benchmarks.comparison import command, suites
+from benchmarks.comparison import command, launch, suites
 from benchmarks.comparison.by_rows import ReportByRows
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import Ballast, ControlGroup, NoCap, SystemdScope, open_cap
@@ -373,7 +373,8 @@ def test_what_is_killed_says_that_it_was_memory() -> None:
         watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 
 
-def test_who_leaves_the_group_and_holds_the_pipe_does_not_hold_us() -> None:
+def test_who_leaves_the_group_and_holds_the_pipe_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "HEARD_WITHIN", 0.1)
     sleeps = f"[sys.executable, '-c', 'import time; time.sleep({2 * PATIENCE_SECONDS})']"
     started = f"subprocess.Popen({sleeps}, start_new_session=True, stdout=subprocess.DEVNULL)"
     begun = time.perf_counter()

@@ -23,6 +23,7 @@ MAKES_ROOM = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::em
 MOVES = ("aten::copy_", "aten::_to_copy")
 MAY_MOVE = ("aten::to", "aten::type_as")  # made of the moves
 INDEXES = ("aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put")
+OF_TWO_DEVICES = (*MOVES, *INDEXES)
 ANSWERS = (  # the host needs values, or the size of the outcome depends on them
     "aten::item",
     "aten::_local_scalar_dense",
@@ -61,7 +62,7 @@ class ClockedTensor(torch.Tensor):
         cls, func: Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name in MAY_MOVE:
+        if facts(func).name in MAY_MOVE:
             return func.decompose(*args, **kwargs)
         return dispatched(func, args, kwargs, tensors_in(*args, *kwargs.values()))
 
@@ -83,7 +84,7 @@ class Watched(TorchDispatchMode):
         kwargs = kwargs or {}
         given = tensors_in(*args, *kwargs.values())
         if any(isinstance(one, ClockedTensor) for one in given) or _is_for_us(args, kwargs):
-            if func._schema.name not in MAY_MOVE:
+            if facts(func).name not in MAY_MOVE:
                 return dispatched(func, args, kwargs, given)
             with self:  # its moves are seen here again
                 return func.decompose(*args, **kwargs)
@@ -209,7 +210,7 @@ class _Call:
         return all(_storage(one) in storages for one in tensors_in(outcome))
 
     def _refuse_two_devices(self) -> None:
-        if self.name in (*MOVES, *INDEXES) or (not self.ours and not self.changed):
+        if self.name in OF_TWO_DEVICES or (not self.ours and not self.changed):
             return
         strange = [one for one in self.given if not isinstance(one, ClockedTensor) and one.dim()]
         if self.ours and strange:

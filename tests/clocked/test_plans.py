@@ -5,7 +5,6 @@ Every two values of any two choices meet, in blocks those that have code togethe
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +42,17 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(PLANS, needs=has_code)))
+@pytest.mark.parametrize("values", covering(PLANS, needs=has_code))
 def test_blocks(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
 
 
-@pytest.mark.parametrize(("weights", "kv", "hidden"), list(product(TIERS, TIERS, TIERS)))
+@pytest.mark.parametrize("values", covering({"weights": TIERS, "kv": TIERS, "hidden": TIERS}))
 def test_every_tier_for_each_kind_of_data(
-    weights: tuple[int, int],
-    kv: tuple[int, int],
-    hidden: tuple[int, int],
-    by_twins: Checkpoints,
-    offload: Path,
-    checker: Checker,
+    values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker
 ) -> None:
-    hold_contract(Case("opt", (*weights, *kv, *hidden), FEW, 3, policy=POLICIES[1], device=NAME), by_twins, offload)
+    percent = (*values["weights"], *values["kv"], *values["hidden"])
+    hold_contract(Case("opt", percent, FEW, 3, policy=POLICIES[1], device=NAME), by_twins, offload)
 
 
 RUNNING = {
@@ -73,7 +68,7 @@ RUNNING = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(RUNNING)))
+@pytest.mark.parametrize("values", covering(RUNNING))
 def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     case = Case(lengths=stream.LENGTHS[:5], device=NAME, **values)
     stream.hold_contract(case, (3, 1, 4, 2, 5), by_twins, offload)
@@ -88,7 +83,7 @@ SHARING = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(SHARING)))
+@pytest.mark.parametrize("values", covering(SHARING))
 def test_shared_prefixes(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     case = prefixes.SharedCase(own=prefixes.OWN[:8], growth=(2, 1, 3, 1, 4, 2, 1, 3), device=NAME, **values)
     prefixes.hold_contract(case, by_twins, offload)
@@ -102,7 +97,7 @@ ARRIVING = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(ARRIVING)))
+@pytest.mark.parametrize("values", covering(ARRIVING))
 def test_prefixes_that_arrive(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     policy = POLICIES[0] if values["prefix_policy"] == PINNED else POLICIES[2]
     case = arriving.ArrivingCase("llama-gqa", growth=(2, 1, 3, 1, 4, 2, 1, 3, 2, 1), policy=policy, device=NAME, **values)
@@ -120,7 +115,7 @@ TALKS = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(TALKS)))
+@pytest.mark.parametrize("values", covering(TALKS))
 def test_conversations(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     if values["policy"] == talks.ROLLING:
         values = {**values, "kind": "llama-gqa", "prefill_tokens": 6}
@@ -138,7 +133,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(PIPELINES))[:12])
+@pytest.mark.parametrize("values", covering(PIPELINES)[:12])
 def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     values = {**values, "policy": (*values["policy"], ("pipeline", 2))}
     hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **values), by_twins, offload)
@@ -155,7 +150,7 @@ BESIDE_THE_KV = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(BESIDE_THE_KV)))
+@pytest.mark.parametrize("values", covering(BESIDE_THE_KV))
 def test_attention_on_the_host(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
     assert any(task.startswith("ATTEND") for task in checker.tasks)

@@ -137,7 +137,7 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(SHORT)))
+@pytest.mark.parametrize("values", covering(SHORT))
 def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Task
 from tests.contract import POLICIES, Case, Checkpoints
+from tests.pairwise import in_turn, on_devices
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
 ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 0, 100, 0, 100, 0)
@@ -45,12 +47,14 @@ def assert_moved_as_predicted(case: Case, checkpoints: Checkpoints, offload: Pat
     return moved
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK])
+RUNS = {"schedule": tuple(SCHEDULES), "percent": (ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK)}
+
+
+@pytest.mark.parametrize("values", on_devices(RUNS))
 def test_a_run_moves_the_bytes_that_are_predicted_lane_by_lane(
-    schedule: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, device=any_device, schedule=schedule)
+    case = Case("llama-gqa", lengths=RAGGED, num_gpu_batches=3, **values)
     moved = assert_moved_as_predicted(case, checkpoints, offload)
     assert moved["read"] > 0
 
@@ -109,12 +113,11 @@ def test_the_bytes_really_go_over_the_disk(checkpoints: Checkpoints, offload: Pa
     assert went["write"] >= moved["write"] + moved["store"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("values", in_turn({"policy": POLICIES}))
 def test_the_budget_of_a_policy_is_what_is_moved(
-    policy: tuple[tuple[str, object], ...], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case("llama-gqa", ALL_ON_DISK, (12, 9, 2), gen_len=6, device=any_device, policy=policy)
-    assert_moved_as_predicted(case, checkpoints, offload)
+    assert_moved_as_predicted(Case("llama-gqa", ALL_ON_DISK, (12, 9, 2), gen_len=6, **values), checkpoints, offload)
 
 
 def test_nothing_is_moved_when_all_rests_where_it_is_computed_with(checkpoints: Checkpoints, offload: Path) -> None:

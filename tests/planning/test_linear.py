@@ -132,7 +132,7 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(GRID)))
+@pytest.mark.parametrize("values", covering(GRID))
 def test_no_plan_of_a_grid_that_fits_is_better(values: dict[str, Any]) -> None:
     lengths, spec = [list(batch) for batch in values["lengths"]], tiny_spec(blocks=8, width=32)
     case = limited(case_of(values["accelerator"], lengths, spec, slots=values["slots"]), values["share"], 0.6)

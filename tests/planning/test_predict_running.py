@@ -54,7 +54,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(PLANS)))
+@pytest.mark.parametrize("values", covering(PLANS))
 def test_a_few_passes_say_about_how_long_all_of_them_take(values: dict[str, Any]) -> None:
     accelerator = values["accelerator"]
     plan = {"schedule": values["schedule"], **dict(values["policy"])}

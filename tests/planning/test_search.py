@@ -69,8 +69,13 @@ def scarce(accelerator: bool, share: float, **changes: object) -> Problem:
     return replace(asked, budgets=Budgets(device=budget) if accelerator else Budgets(host=budget))
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
+@cache
+def freely(accelerator: bool, **changes: object) -> Found:
+    """What is found without a limit, asked by several tests."""
+    return search(scarce(accelerator, 0.3, **changes))
+
+
+@pytest.mark.parametrize(("accelerator", "share"), [(False, 0.1), (True, 0.4), (False, 0.8)])
 def test_what_is_found_fits_and_is_the_best_of_what_was_simulated(accelerator: bool, share: float) -> None:
     asked = scarce(accelerator, share)
     found = search(asked)
@@ -92,13 +97,14 @@ def test_what_fits_is_not_offloaded(accelerator: bool) -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
-    rates = [search(scarce(False, share)).best.tokens_per_second for share in (0.05, 0.3, 0.9)]
+    found = search(scarce(False, 0.05)), freely(False), search(scarce(False, 0.9))
+    rates = [one.best.tokens_per_second for one in found]
     assert all(more >= 0.98 * less for less, more in pairwise(rates)), rates
     assert rates[-1] > rates[0]
 
 
 def test_a_front_has_nothing_that_another_point_beats() -> None:
-    front = search(scarce(False, 0.3)).front
+    front = freely(False).front
     assert len(front) > 1
     for one, other in pairwise(front):
         assert one.block_seconds < other.block_seconds and one.tokens_per_second < other.tokens_per_second
@@ -168,14 +174,7 @@ def test_rounded_products_are_taken_where_they_are_faster(rates: dict[str, float
 # -- latency -------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def freely(accelerator: bool) -> Found:
-    """Without a limit."""
-    return search(scarce(accelerator, 0.3))
-
-
-@pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize(("accelerator", "part"), [(False, 0.1), (True, 0.4), (False, 0.8)])
 def test_a_latency_limit_is_kept(accelerator: bool, part: float) -> None:
     free = freely(accelerator)
     soonest, best = free.front[0].block_seconds, free.best.block_seconds
@@ -186,13 +185,13 @@ def test_a_latency_limit_is_kept(accelerator: bool, part: float) -> None:
 
 
 def test_whoever_prefers_latency_gets_the_soonest_end() -> None:
-    by_rate, by_latency = freely(False), search(scarce(False, 0.3, prefer=LATENCY))
+    by_rate, by_latency = freely(False), freely(False, prefer=LATENCY)
     assert by_latency.best.block_seconds < by_rate.best.block_seconds
     assert by_latency.best.block_seconds <= 1.02 * by_rate.front[0].block_seconds
 
 
 def test_a_limit_that_nothing_keeps_is_answered_with_the_fastest_there_is() -> None:
-    soonest = search(scarce(False, 0.3, prefer=LATENCY)).front[0].block_seconds
+    soonest = freely(False, prefer=LATENCY).front[0].block_seconds
     with pytest.raises(NoPlan, match=r"no plan ends a block within .* s; the fastest needs .* s: give more time"):
         search(scarce(False, 0.3, latency_limit=0.6 * soonest))
 

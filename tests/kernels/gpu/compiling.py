@@ -1,6 +1,7 @@
 """Compiles launches for a GPU that is not here, and says what their machine code takes: a program of its own.
 
     python -m tests.kernels.gpu.compiling 75 tests.kernels.gpu.launches.decode_attention [more files of launches]
+    python -m tests.kernels.gpu.compiling oldest tests.kernels.gpu.launches.prompts
 
 It must not interpret (no TRITON_INTERPRET). It prints what each kernel takes and ends with 1 where one breaks its limits.
 """
@@ -23,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.gpu.launch import MOST_BEHIND, Compiled, Launch
+from tests.kernels.gpu.launch import MOST_BEHIND, OLDEST, Compiled, Launch
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -74,10 +75,11 @@ def measured(kernel: Any, capability: int) -> Compiled:
     return Compiled.of(kernel.metadata.name, capability, usage, kernel.metadata.shared, kernel.asm["ptx"])
 
 
-def report(launches: Sequence[Launch], capability: int) -> int:
+def report(launches: Sequence[Launch], gpu: str) -> int:
     """Prints what every launch takes; gives the number of limits that were broken."""
     broken = 0
     for launch in launches:
+        capability = launch.since if gpu == OLDEST else int(gpu)
         if launch.since <= capability:
             kernels = compiled(launch, capability)
             assert kernels, f"{launch.name} launches nothing"
@@ -89,5 +91,5 @@ def report(launches: Sequence[Launch], capability: int) -> int:
 
 
 if __name__ == "__main__":
-    capability, *modules = sys.argv[1:]
-    sys.exit(min(1, sum(report(import_module(module).LAUNCHES, int(capability)) for module in modules)))
+    gpu, *modules = sys.argv[1:]
+    sys.exit(min(1, sum(report(import_module(module).LAUNCHES, gpu) for module in modules)))

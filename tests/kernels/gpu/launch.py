@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 CAPABILITIES = 75, 80, 90, 100  # T4; A100; H100; B200
+OLDEST = "oldest"  # instead of one of them: for each launch the oldest that makes it
 SHARED_BYTES = 64 << 10  # per block on the smallest of them
 MOST_BEHIND = 65535  # programs in each dimension of a grid but the first
 LOADS = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[bufs](\d+)\s")

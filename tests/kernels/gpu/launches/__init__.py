@@ -6,5 +6,5 @@
 
     LAUNCHES = (Launch("group4, float16", decoded, registers=64, loads={"group_decode_kernel": 16}),)
 
-The test runs one process for each kind of GPU, and compiles every launch in it: few, well-chosen ones keep it short.
+The test compiles every launch in one process, and slow ones do so for each GPU: few, well-chosen launches keep it short.
 """
