@@ -25,7 +25,7 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.quant.codec import PLAIN
 from tests.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.kernels.variants import used
-from tests.pairwise import Name, in_turn, on_devices
+from tests.pairwise import Name, covering, in_turn, on_devices
 from tests.reference import reference_generate
 from tests.resident import resident_generate
 
@@ -89,6 +89,25 @@ def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
 
 
 TIERS = ((100, 0), (0, 100), (0, 0))
+
+
+FROM_PAGES = {
+    ("kind", "stored", "weight_codec", "compute"): [one for one in STORED if one[1].startswith("gguf-") and one[2] == PLAIN],
+    "percent": ((0, 0, 0, 100, 0, 100), (0, 30, 0, 100, 0, 100)),
+    "num_gpu_batches": (1, 3),  # of several, each reads a part of a layer
+    "slots": (2, 3),
+    "schedule": ("zigzag", "row_by_row"),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(FROM_PAGES)))
+def test_blocks_keep_their_place_in_a_page(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "h2o_flexgen.core.layout.PAGE_ALIGNED_FROM", 256
+    )  # tensors of a tiny model are smaller than those that do
+    hold_contract(Case(lengths=RAGGED[:4], gen_len=3, gpu_batch_size=2, **values), checkpoints, offload)
 
 
 @pytest.mark.parametrize("values", in_turn({"weights": TIERS, "kv": TIERS, "hidden": TIERS, "attend_on": (DEVICE, HOST)}))

@@ -244,14 +244,14 @@ def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, A
 
 
 def _refuse_other_mix(said: Said, kind: str) -> None:
-    """Refuses to scale positions otherwise than both the kind and the share of YaRN's mix say. In ggml the share alone decides:
+    """Refuses a file whose kind of scaling and share of YaRN's mix ask for different things. In ggml the share alone decides:
     with 0 scaling is linear, whatever it is called, and with 1 it is YaRN. llama.cpp takes the share from the kind, and from
     files of a few architectures only, which are not read here. So what is meant by two that differ nobody knows. Below 0 the
     kind decides; and where nothing is scaled a mix of the same with the same is harmless."""
     of_kind = 1.0 if kind == YARN else 0.0
     share = said.number(MIX, of_kind)
     if share >= 0 and share != of_kind:
-        raise said.refusal(MIX, f"but {kind} as {said.key(SCALING)}.type, which goes with {of_kind:g}; give another file")
+        raise said.refusal(MIX, f"but positions are scaled by the kind {kind}, which goes with {of_kind:g}; give another file")
 
 
 def _yarn(said: Said) -> dict[str, Any]:

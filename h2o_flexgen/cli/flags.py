@@ -327,12 +327,14 @@ def add_pipeline(group: Group) -> None:
 
 
 class Percent(argparse.Action):
-    """Takes six numbers. `const`: AUTO, where this word asks for a plan to be found; otherwise advice to whoever gives it."""
+    """Takes six numbers. `const`: whether the word AUTO asks for a plan to be found, and otherwise advice to whoever gives it."""
+
+    const: tuple[bool, str]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
         given = [str(value) for value in values or ()]
-        is_auto = given == [AUTO]
-        if is_auto and self.const == AUTO:
+        is_auto, (may_be_found, advice) = given == [AUTO], self.const
+        if is_auto and may_be_found:
             setattr(namespace, self.dest, AUTO)
             return
         try:
@@ -340,9 +342,9 @@ class Percent(argparse.Action):
         except ValueError:
             shares = []
         if len(shares) != 6:
-            what = f"six whole numbers{', or ' + AUTO if self.const == AUTO else ''}"
-            advice = f"; {self.const}" if is_auto and self.const else ""
-            raise argparse.ArgumentError(self, f"takes {what}; got {shown(' '.join(given))}{advice}")
+            what = f"six whole numbers{', or ' + AUTO if may_be_found else ''}"
+            advised = f"; {advice}" if is_auto and advice else ""
+            raise argparse.ArgumentError(self, f"takes {what}; got {shown(' '.join(given))}{advised}")
         setattr(namespace, self.dest, shares)
 
 
@@ -354,7 +356,7 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
         "--percent",
         action=Percent,
         nargs="+",
-        const=AUTO if may_be_found else instead_of_auto,
+        const=(may_be_found, instead_of_auto),
         default=AUTO if may_be_found else [int(share) for share in Plan().percent],
         metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
         help=f"per cent of weights, KV and activations on GPU and in CPU memory; the rest of each is on disk{found}",

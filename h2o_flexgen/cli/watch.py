@@ -152,8 +152,8 @@ class Watch:
             ("layer", task.layer, traffic.layers),
             ("batch", task.batch, traffic.batches),
         )
-        name = self._block.spec.layer_names[task.layer]
-        named = {"layer": f" ({name.title})"} if name.is_of_experts else {}  # of other layers the number is enough
+        layer = self._block.spec.layer_names[task.layer]
+        named = {"layer": f" ({layer.title})"} if layer.is_of_experts else {}  # of other layers the number is enough
         return [*block, *(f"{name} {place + 1}/{total}{named.get(name, '')}" for name, place, total in places)]
 
     def _text(self) -> str:

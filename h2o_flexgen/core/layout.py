@@ -19,8 +19,8 @@ from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
-VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
-PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
+VIEW_ALIGNMENT = 64  # of plain values: with less, the same product may come out with other last bits (measured with one row)
+PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, or keep their place in one: reads go straight there
 READERS = 6  # threads that read and write files
 SLOT_NUMBER_BYTES = 8
 PICKED_VALUES = 1 << 20  # logits that tokens are picked from at once: temporaries in float64 have 8 MiB, whatever the batch
@@ -60,18 +60,19 @@ def _start_behind(end: int, nbytes: int) -> int:
 
 
 def keeps_its_place(tensor: TensorSpec) -> bool:
-    """Whether a tensor that is read from a file may begin anywhere in a page. Blocks may, which lie at any place in GGUF files,
-    and which only kernels read that do not mind."""
+    """Whether a tensor that is read from a file may begin anywhere in a page. Blocks may, which lie at any place in GGUF files:
+    whoever reads them, in C and in torch, takes bytes from any address."""
     return isinstance(CODECS[tensor.codec], Blocked) and tensor.nbytes >= PAGE_ALIGNED_FROM
 
 
-def read_arena(tensors: Iterable[TensorSpec], within: Mapping[str, int] | None = None) -> Arena:
-    """Tensors that are read from files, one behind the other. Those that keep their place begin `within` a page where they do
-    in their file, and have their pages for themselves: so whole pages of the file are read to where they belong."""
+def read_arena(tensors: Iterable[TensorSpec], accelerator: bool, places: Mapping[str, int] | None = None) -> Arena:
+    """Tensors that are read from files, one behind the other. Where they are computed with as they were read, and not copied to
+    an accelerator first, those that keep their place begin in a page where they do in their file (`places`, by name), and have
+    their pages for themselves: so whole pages of the file are read to where they belong."""
     starts, end = [], 0
     for tensor in tensors:
-        if keeps_its_place(tensor):
-            starts.append(aligned(end) + (within or {}).get(tensor.name, 0))
+        if not accelerator and keeps_its_place(tensor):
+            starts.append(aligned(end) + (places or {}).get(tensor.name, 0))
             end = aligned(end) + aligned(tensor.nbytes) + ALIGNMENT
         else:
             starts.append(_start_behind(end, tensor.nbytes))

@@ -528,9 +528,12 @@ class Engine:
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool) -> Tensor:
         """Computes all rows at once, or part by part and long prompts piece by piece: what one allocates in passing is free for
         the next. A layer may put what it makes in the place of its hidden states: of all tokens, or of none."""
+        overwrites = may_overwrite and self._spec.layers[visit.layer].overwrites  # no memory is promised for anything else
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
             only = self._there(visit, rows.parts[0])
-            return self._computed(visit, only, hidden, attend_of(only), may_overwrite=may_overwrite)
+            computed = self._computed(visit, only, hidden, attend_of(only), may_overwrite=may_overwrite)
+            assert computed is hidden or not overwrites
+            return computed
         out: Tensor | None = None
         parts = ((part, None) for part in rows.parts) if hidden is None else rows.split(hidden)
         start = 0
@@ -540,6 +543,7 @@ class Engine:
             for piece in part.pieces:
                 own = None if states is None else states[:, piece]
                 computed = self._computed(visit, part, own, attend, piece, may_overwrite)
+                assert computed is own or not overwrites
                 if computed is own:
                     continue
                 computed = computed.flatten(0, 1)

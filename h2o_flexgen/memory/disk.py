@@ -65,7 +65,7 @@ class Piece:
         """True if the bytes can be read to their place: same dtype, and place and offset agree modulo the alignment."""
         return self.out.dtype == self.dtype and (self.out.data_ptr() - self.offset) % ALIGNMENT == 0
 
-    def within(self, pages: Tensor) -> Piece:
+    def alone_in(self, pages: Tensor) -> Piece:
         """The same piece, which has these pages for itself."""
         assert self.is_direct and self.check is None and self.dtype == torch.uint8
         assert pages.data_ptr() == self.out.data_ptr() - self.offset % ALIGNMENT and len(pages) % ALIGNMENT == 0

@@ -28,7 +28,8 @@ from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, windows_of
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
 MOST_TOGETHER = 1.5  # so many times as many rows as there are tokens are computed at once by the experts of a slice
-# Of the inner width of experts, at once: beside those of an mlp rows that a kernel has arranged, or both ways in, parted.
+# States of an expert's inner width that are held at once, as measured: those of an mlp, and one more for the rows as a kernel
+# arranges them, or for a product of gate and up before it is parted.
 EXPERT_STATES = MLP_STATES + 1
 VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
 ROUTER, SHARED_GATE = "mlp.gate", "mlp.shared_expert_gate"

@@ -106,8 +106,8 @@ def _add_weights(parts: Parts, planned: BlockPlan, compute: str, written: bool) 
     if written:
         parts[DISK][WEIGHTS] += _worked_out(_written_weights, planned, DISK)
     if schedule.traffic.weights_on_disk:
-        largest = _largest_layer if schedule.traffic.accelerator else _largest_read
-        parts[HOST]["weight slots"] += schedule.weight_buffers * _worked_out(largest, planned, DISK)
+        largest_read = _largest_read_and_copied if schedule.traffic.accelerator else _largest_read
+        parts[HOST]["weight slots"] += schedule.weight_buffers * _worked_out(largest_read, planned, DISK)
     if schedule.traffic.accelerator:
         parts[DEVICE]["weight slots"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK, HOST)
 
@@ -136,8 +136,12 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 
 
 def _largest_read(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
-    """The same where it is computed with as it was read."""
-    return max(read_arena(own).nbytes for own in _of_layers(spec, placement, tiers))
+    """The same where layers are computed with as they were read."""
+    return max(read_arena(own, accelerator=False).nbytes for own in _of_layers(spec, placement, tiers))
+
+
+def _largest_read_and_copied(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
+    return max(read_arena(own, accelerator=True).nbytes for own in _of_layers(spec, placement, tiers))
 
 
 def _of_layers(spec: ModelSpec, placement: Placement, tiers: tuple[str, ...]) -> Iterator[list[TensorSpec]]:

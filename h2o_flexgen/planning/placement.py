@@ -2,7 +2,7 @@
 
 Nothing is ever split over two tiers. What a tier got too much or too little is carried over to the next item, so that over the
 first layers, however many, and so over all, each tier is within one item of what the plan asks. Only tables that are larger
-than any layer of a block come first: on its way a buffer of every slot would have to hold them.
+than any layer of a block come first: each buffer of weights is as large as the largest layer that comes through it.
 """
 
 from __future__ import annotations
@@ -58,17 +58,18 @@ def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
 
 
 def _placed_weights(sizes: Mapping[str, int], shares: Shares, outsized: Sequence[str]) -> dict[str, str]:
-    """Outsized tensors on the fastest tier that is to have any, as far as its share goes; the others where shares lack then."""
-    total, fastest = sum(sizes.values()), next(tier for tier in TIERS if shares.of(tier) > 0)
-    room, first = shares.of(fastest) * total, list[str]()
+    """Outsized tensors on the fastest tier in memory whose share has room for them. The others are spread by what is then left of
+    each share, so that each tier still ends within one tensor of what was asked."""
+    total, first = sum(sizes.values()), dict[str, str]()
+    left = {tier: shares.of(tier) * total for tier in (DEVICE, HOST)}
     for name in outsized:
-        if sizes[name] <= room:
-            room -= sizes[name]
-            first.append(name)
+        tier = next((tier for tier, room in left.items() if sizes[name] <= room), None)
+        if tier is not None:
+            first[name] = tier
+            left[tier] -= sizes[name]
     rest = {name: size for name, size in sizes.items() if name not in first}
-    wanted = {tier: room if tier == fastest else shares.of(tier) * total for tier in (DEVICE, HOST)}
-    of_rest = Shares(*(nbytes / (sum(rest.values()) or 1) for nbytes in wanted.values())) if first else shares
-    placed = dict.fromkeys(first, fastest) | dict(zip(rest, spread(list(rest.values()), of_rest)))
+    of_rest = Shares(*(room / (sum(rest.values()) or 1) for room in left.values())) if first else shares
+    placed = first | dict(zip(rest, spread(list(rest.values()), of_rest)))
     return {name: placed[name] for name in sizes}
 
 

@@ -77,8 +77,8 @@ def _values_at_once(site: Site) -> int:
     return twin_values(site.processor.device if site.processor.build == TORCH else CPU)
 
 
-def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0, moves_hidden: bool = False) -> int:
-    """Bytes for one batch."""
+def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0, moves_hidden: bool = True) -> int:
+    """Bytes for one batch, most where its hidden states move."""
     spec, batch, levels = kv.spec, kv.block.batches[number], Heads.of(kv, number)
     prefill = max(_prefill_bytes(spec, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
     decode = _decode_bytes(spec, plan, levels, site)

@@ -252,7 +252,10 @@ def test_positions_are_scaled_only_as_kind_and_mix_both_say(
         assert found == (kind if factor != 1.0 and kind != "none" else "default")
     else:
         message = one_line(lambda: opened(file))
-        assert f"{share} as 'llama.rope.scaling.yarn_ext_factor', but {kind or 'linear'} as llama.rope.scaling.type" in message
+        assert (
+            f"{share} as 'llama.rope.scaling.yarn_ext_factor', but positions are scaled by the kind {kind or 'linear'}"
+            in message
+        )
 
 
 @pytest.mark.parametrize(

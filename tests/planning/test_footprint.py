@@ -82,7 +82,7 @@ def random_case(random: Random) -> Case:
 
     weight_codec, compute = random.choice(WEIGHTS)
     return Case(
-        kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2", "qwen2-wordy"]),
+        kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2", "qwen2-wordy", "olmoe", "gpt-oss"]),
         percent=(*pair(), *pair(), *pair()),
         lengths=tuple(random.randint(1, 60) for _ in range(random.randint(1, 14))),
         gen_len=random.randint(1, 5),
@@ -127,6 +127,30 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
         predicted = sum(arena_parts(footprint, tier, accelerator).values())
         assert peak <= predicted, f"{tier}: {footprint.parts[tier]}, {case}"
         assert predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "pretended"])
+def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
+    device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "h2o_flexgen.core.layout.PAGE_ALIGNED_FROM", 256
+    )  # tensors of a tiny model are smaller than those that do
+    case = Case("olmoe", (0, 0, 0, 100, 0, 100), stored="gguf-q4_0", slots=3, device=device)
+    with case.open(checkpoints, offload) as llm:
+        predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight slots"]
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        assert llm._engine is not None
+        (weights,) = llm._engine._weights
+        rings = weights._host_ring
+        assert len(rings) >= 3 and sum(rings[at].nbytes for at in range(len(rings))) == predicted
+
+
+def test_where_hidden_states_move_slices_of_experts_are_promised_two_wide_ones() -> None:
+    spec, batch = create_model(tiny_config("olmoe"), "bfloat16").spec, Batch((0, 1, 2), (9, 9, 9))
+    held, plan, site = HeldKV.of(spec, Plan(), Block((batch,), 4)), Plan(), site_of("cpu", False)
+    moving, resting = (working_bytes(held, 0, plan, site, moves_hidden=moves) for moves in (True, False))
+    assert moving - resting == 27 * (spec.widest - spec.width) * spec.itemsize > 0
 
 
 @pytest.mark.parametrize(("seed", "device"), SEEDS)

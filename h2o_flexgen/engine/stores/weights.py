@@ -148,16 +148,13 @@ class WeightStore:
 
     @cached_property
     def _disk_layouts(self) -> list[Layout]:
-        if self._memories.device.accelerator:
-            return [self._layout(self._of(layer, DISK)) for layer in self._spec.layers]
-        each = (self._of(layer, DISK) for layer in self._spec.layers)
-        return [Layout.placed(self._entries(tensors), read_arena(tensors, self._within)) for tensors in each]
+        accelerator, each = self._memories.device.accelerator, (self._of(layer, DISK) for layer in self._spec.layers)
+        arenas = ((tensors, read_arena(tensors, accelerator, self._places_in_page)) for tensors in each)
+        return [Layout.placed(self._entries(tensors), arena) for tensors, arena in arenas]
 
     @cached_property
-    def _within(self) -> Mapping[str, int]:
-        """Where tensors begin within a page of their file that are computed with at such a place, as they were read."""
-        if self._memories.device.accelerator:
-            return {}
+    def _places_in_page(self) -> Mapping[str, int]:
+        """Where in a page of its file a tensor begins that keeps its place and lies there as a whole."""
         kept = {name: one.segments for name, one in self._stored.items() if keeps_its_place(self._spec.tensors[name])}
         return {name: own[0].stored.offset % ALIGNMENT for name, own in kept.items() if len(own) == 1}
 
@@ -190,10 +187,12 @@ class WeightStore:
     def _pieces_of(self, cut: Range, target: Pack) -> list[Piece]:
         """The pieces of a part of a tensor, as reading would cut them every time."""
         tensor, out = self._spec.tensors[cut.name], target.range(cut)
-        pieces = [self._piece(tensor, segment, out, cut.start) for segment in self._stored[cut.name].segments]
-        if cut.name in self._within and cut.stop - cut.start == tensor.nbytes:
-            pieces = [piece and piece.within(target.pages(cut.name)) for piece in pieces]
-        return [chunk for piece in pieces if piece is not None for chunk in piece.cut()]
+        found = (self._piece(tensor, segment, out, cut.start) for segment in self._stored[cut.name].segments)
+        pieces = [piece for piece in found if piece is not None]
+        is_whole = cut.stop - cut.start == tensor.nbytes
+        if is_whole and not self._memories.device.accelerator and cut.name in self._places_in_page:
+            pieces = [piece.alone_in(target.pages(cut.name)) for piece in pieces]
+        return [chunk for piece in pieces for chunk in piece.cut()]
 
     def load(self, task: Task) -> int:
         """Host -> device: weights at rest in host memory, and those that the read of the same slice has brought there."""

@@ -1,0 +1,42 @@
+"""Blocks of GGUF files lie at any address, since whole pages of a file are read to where they belong: whoever reads blocks gets
+the same from there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.operations import decode, packed_product
+from h2o_flexgen.kernels.table import INT8_PRODUCT, PRODUCT, TORCH
+from h2o_flexgen.quant.blocked import BLOCKED, LARGE, Blocked
+from tests.all_of import all_of
+from tests.kernels.stored import random_matrix
+from tests.kernels.variants import VARIANTS, used
+
+OUTPUTS, INPUTS = 35, 2 * LARGE
+SHIFTS = 1, 2, 34  # bytes
+ROWS = 1, 4, 20  # dot products, few rows and many
+
+
+@pytest.mark.parametrize("variant", [TORCH, *VARIANTS])
+@all_of({"codec": BLOCKED})
+def test_blocks_say_the_same_from_any_address(variant: str, codec: Blocked) -> None:
+    aligned = random_matrix(codec, OUTPUTS, INPUTS)
+    with used(variant):
+        expected = all_made_of(codec, aligned)
+        for shift in SHIFTS:
+            room = torch.empty(aligned.numel() + shift, dtype=torch.uint8)
+            moved = room[shift:].copy_(aligned.flatten()).view(aligned.shape)
+            assert all(torch.equal(*pair) for pair in zip(all_made_of(codec, moved), expected, strict=True))
+
+
+def all_made_of(codec: Blocked, data: Tensor) -> list[Tensor]:
+    """Its values, and the products that there are of them here."""
+    values = torch.empty(OUTPUTS, INPUTS)
+    decode(codec.name, data, values)
+    draw = torch.Generator().manual_seed(1)
+    factors = [Factor(torch.randn(rows, INPUTS, generator=draw)) for rows in ROWS]
+    products = (packed_product(op, codec.name, x, data, OUTPUTS, None) for op in (PRODUCT, INT8_PRODUCT) for x in factors)
+    return [values, *(product for product in products if product is not None)]
