@@ -327,7 +327,7 @@ def add_pipeline(group: Group) -> None:
 
 
 class Percent(argparse.Action):
-    """Takes six numbers. `const`: whether the word AUTO asks for a plan to be found, and otherwise advice to whoever gives it."""
+    """Takes six numbers. `const`: whether the word AUTO asks for a plan to be found, and if not, advice to whoever gives it."""
 
     const: tuple[bool, str]
 

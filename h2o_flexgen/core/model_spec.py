@@ -260,7 +260,7 @@ class ModelSpec:
 
     @cached_property
     def outsized(self) -> tuple[str, ...]:
-        """Tensors that are larger than any layer of a block: tables of a large vocabulary beside small layers, or slices of one."""
+        """Tensors that are larger than any layer of a block: tables of a large vocabulary beside small layers."""
         largest = max((layer.nbytes for layer in self.layers if layer.block is not None), default=0)
         return tuple(name for name, size in self.weight_sizes.items() if size > largest)
 

@@ -88,8 +88,8 @@ class HiddenStore:
         return self._now[batch]
 
     def may_be_overwritten(self, batch: int) -> bool:
-        """Whether what a layer makes of a batch's states may take their place. A buffer that they came in is free for others once
-        the layer is over, while what it made still waits to be carried home, and so must lie elsewhere."""
+        """Whether what a layer makes of a batch's states may take their place. A buffer that they came in is free for others
+        once the layer is over, while what it made still waits to be carried home, and so must lie elsewhere."""
         return not self._schedule.traffic.moves_hidden(batch)
 
     def put(self, task: Task, hidden: Tensor) -> None:
