@@ -7,13 +7,13 @@ they differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
 from h2o_flexgen.kernels.gated_silu import gated_silu_twin
@@ -21,13 +21,10 @@ from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
 from h2o_flexgen.kernels.rotate import Turn
-from h2o_flexgen.kernels.shared_attention import shared_attention_twin
 from h2o_flexgen.kernels.table import (
     ADD_WEIGHTED,
     APPEND,
-    CPU,
     DECODE,
     DECODE_ATTENTION,
     DECODE_ROWS,
@@ -48,11 +45,6 @@ from h2o_flexgen.kernels.table import (
 )
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
-TWINS: Mapping[str, Function] = {
-    DECODE_ATTENTION: decode_attention_twin,
-    PROMPT_ATTENTION: prompt_attention_twin,
-    SHARED_ATTENTION: shared_attention_twin,
-}
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
 
 
@@ -153,24 +145,13 @@ def decode_attention(
     has one more key, whose share slots lack; with a `cap`, scores come near it and no further.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
-    of_keys, of_values = (_attending(DECODE_ATTENTION, kept.codec, q, cap) for kept in (keys, values))
+    of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
     if of_keys is None or of_keys is not of_values:
         keys, values = (_plain(kept, q) for kept in (keys, values))
-        of_keys = _attending(DECODE_ATTENTION, PLAIN, q, cap)
+        of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
     assert of_keys is not None
-    out, got = of_keys(q, keys, values, held, mask, more, gathers, *_given(cap))
+    out, got = of_keys(q, keys, values, held, mask, more, gathers, cap)
     return out, got
-
-
-def _attending(op: str, form: str, q: Tensor, cap: float | None) -> Function | None:
-    """What attends with these queries. Kernels for GPUs know no cap, twins do."""
-    if cap is None or q.device.type == CPU:
-        return chosen(op, form, q, width=q.shape[-1])
-    return TWINS[op] if form == PLAIN else None
-
-
-def _given(cap: float | None) -> tuple[float, ...]:
-    return () if cap is None else (cap,)
 
 
 def _plain(kept: Kept, like: Tensor) -> Kept:
@@ -198,21 +179,18 @@ def prompt_attention(
     weights what each key got, (rows, kv_heads, keys) in fp32: the sum over queries and their heads, or the highest. With
     `more`, a query has one more key, whose share the others lack; with a `window`, it sees so many tokens, itself included;
     with a `cap`, scores come near it and no further."""
-    function = _attending(PROMPT_ATTENTION, PLAIN, q, cap)
-    assert function is not None, "the twin takes all types"
-    out, got = function(q, k, v, before, weights, more, gathers, window, *_given(cap))
+    out, got = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more, gathers, window, cap)
     return out, got
 
 
 def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
     """Attention of queries (queries, heads, dim) over a text that all of them share, (kv_heads, tokens, width): one more key of
     each, for the attention over what stands behind that text."""
-    function = _attending(SHARED_ATTENTION, keys.codec, q, cap)
+    function = chosen(SHARED_ATTENTION, keys.codec, q, width=q.shape[2])
     if function is None or keys.codec != values.codec:
         keys, values = (Kept(_plain(Kept(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
-        function = _attending(SHARED_ATTENTION, PLAIN, q, cap)
-    assert function is not None, "the twin takes all types"
-    out: More = function(q, keys, values, *_given(cap))
+        function = _required(SHARED_ATTENTION, PLAIN, q, width=q.shape[2])
+    out: More = function(q, keys, values, cap)
     return out
 
 

@@ -173,9 +173,9 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
 def _scored_bytes(at: Heads, at_once: int, site: Site) -> int:
     """Bytes for torch to score so many tokens, or to add up what keys receive of them."""
     spec, policy, occupancy = at
-    batch, keys, has_cap = occupancy.batch, _attended(occupancy), spec.attention_cap is not None
-    is_asked_more = has_cap or spec.sink_scores or policy.sees is not None
-    if is_asked_more and (has_cap or not site.has_kernel(PROMPT_ATTENTION, spec.dtype)):  # no kernel of a GPU knows caps
+    batch, keys = occupancy.batch, _attended(occupancy)
+    is_asked_more = spec.attention_cap is not None or spec.sink_scores or policy.sees is not None
+    if is_asked_more and not site.has_kernel(PROMPT_ATTENTION, spec.dtype):
         scored = min(SCORED_BYTES, FLOAT_BYTES * batch.size * spec.heads * keys * min(batch.prompt_len, at_once))
         of_score = 0 if policy.sees is None else FAR_BYTES + spec.heads // spec.kv_heads  # who is too far away, for each head
         widened = 2 * FLOAT_BYTES * batch.size * keys * spec.kv_heads * spec.head_dim  # keys and values in fp32
@@ -278,8 +278,7 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
     """Bytes per slot of packed KV that is decoded before it is attended, and of its bytes side by side."""
     if spec.kv_codec == PLAIN:
         return 0
-    is_read = site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, width=spec.head_dim)
-    if is_read and (spec.attention_cap is None or not site.accelerator):  # except keys that are to be rotated
+    if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, width=spec.head_dim):  # except keys that are to be rotated
         return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 

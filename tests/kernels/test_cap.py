@@ -25,11 +25,14 @@ def drawn(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def capped(scores: Tensor, cap: float | None) -> Tensor:
+    return scores if cap is None else cap * (scores / cap).tanh()
+
+
 def exact(q: Tensor, k: Tensor, v: Tensor, cap: float, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The outcome (rows, heads, tokens, dim), shares, and what all keys weigh together."""
     k, v = (each.double().repeat_interleave(GROUP, 1) for each in (k, v))
-    scores = cap * (q.double() @ k.transpose(2, 3) * DIM**-0.5 / cap).tanh()
-    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = capped(q.double() @ k.transpose(2, 3) * DIM**-0.5, cap).masked_fill(hidden, -torch.inf)
     return scores.softmax(-1) @ v, scores.softmax(-1), scores.logsumexp(-1)
 
 

@@ -11,6 +11,7 @@ from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.all_of import all_of
+from tests.kernels.test_cap import capped
 from tests.kernels.variants import VARIANTS, used
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
@@ -35,9 +36,11 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> tup
     return q, keys, values, held, mask
 
 
-def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, gathers: str = SUM) -> tuple[Tensor, Tensor]:
-    scores = q.double() @ keys.double().transpose(2, 3) * q.shape[-1] ** -0.5 + mask
-    shares = scores.softmax(-1)
+def exact(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, gathers: str = SUM, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    scores = capped(q.double() @ keys.double().transpose(2, 3) * q.shape[-1] ** -0.5, cap)
+    shares = (scores + mask).softmax(-1)
     return shares @ values.double(), shares.amax(2) if gathers == MAX else shares.sum(2)
 
 

@@ -13,6 +13,7 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.all_of import all_of
+from tests.kernels.test_cap import capped
 from tests.kernels.variants import VARIANTS, never, used
 
 SHAPES = [  # queries, kv_heads, group, tokens of the text, dim
@@ -32,10 +33,10 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> tup
     return q, keys, values
 
 
-def exact(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def exact(q: Tensor, keys: Tensor, values: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
     of_heads = (x.double().repeat_interleave(q.shape[1] // len(x), 0) for x in (keys, values))
     k, v = of_heads
-    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+    scores = capped(q.double().transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5, cap)
     return scores.logsumexp(-1).T[None], (scores.softmax(-1) @ v).transpose(0, 1)[None]
 
 

@@ -133,9 +133,7 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
 def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
     device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "h2o_flexgen.core.layout.PAGE_ALIGNED_FROM", 256
-    )  # tensors of a tiny model are smaller than those that do
+    monkeypatch.setattr("h2o_flexgen.core.layout.PAGE_ALIGNED_FROM", 256)  # else tensors of a tiny model are too small
     case = Case("olmoe", (0, 0, 0, 100, 0, 100), stored="gguf-q4_0", slots=3, device=device)
     with case.open(checkpoints, offload) as llm:
         predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight slots"]
@@ -296,16 +294,15 @@ def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(value
     assert 0.1 * estimate < most <= estimate < 0.9 * at_once_estimate
 
 
-@pytest.mark.parametrize(("kind", "is_scored"), [("gpt-oss-far", False), ("mistral-near", False), ("gemma2", True)])
-def test_on_a_gpu_scores_are_held_only_where_no_kernel_attends(kind: str, is_scored: bool) -> None:
-    """A cap is known to torch alone."""
+@pytest.mark.parametrize("kind", ["gpt-oss-far", "mistral-near", "gemma2"])
+def test_on_a_gpu_scores_are_held_only_where_no_kernel_attends(kind: str) -> None:
     model = create_model(tiny_config(kind, **LARGER, **WIDER[kind]), "bfloat16", sep_layer=False)
     plan, block = Plan(), Block((Batch((0,), (400,)),), 4)
     with_kernels, in_torch = (
         working_bytes(HeldKV.of(model.spec, plan, block), 0, plan, Site(True, processor=Processor(CUDA, build, HALVES)))
         for build in (TRITON, TORCH)
     )
-    assert with_kernels == in_torch if is_scored else with_kernels < 0.5 * in_torch
+    assert with_kernels < 0.5 * in_torch
 
 
 @pytest.mark.parametrize("variant", [*variants()[:1], TORCH])

@@ -47,7 +47,14 @@ class Chunks(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
+    q: Tensor,
+    keys: Kept,
+    values: Kept,
+    held: Tensor,
+    mask: Tensor,
+    more: More | None = None,
+    gathers: str | None = SUM,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     rows, kv_heads, group, dim = q.shape
     slots = keys.data.shape[2]
@@ -58,7 +65,8 @@ def decode_attention(
     chunks = triton.cdiv(slots, CHUNK)
     is_over = chunks == 1 and more is None and got is None
     left = Chunks.of(q, 0 if is_over else rows * kv_heads * group, chunks, dim, 0 if got is None else slots)
-    _attend_chunks(q, Places.of(keys, dim), Places.of(values, dim), held, left, out if is_over else None, slots, chunks)
+    places = Places.of(keys, dim), Places.of(values, dim)
+    _attend_chunks(q, *places, held, left, out if is_over else None, slots, chunks, cap or 0.0)
     if not is_over:
         _join_chunks(left, held, more, out, got, gathers == MAX)
     return out, got
@@ -70,7 +78,7 @@ def tile_slots(width: int, queries: int) -> int:
 
 
 def _attend_chunks(
-    q: Tensor, key: Places, value: Places, held: Tensor, left: Chunks, out: Tensor | None, slots: int, chunks: int
+    q: Tensor, key: Places, value: Places, held: Tensor, left: Chunks, out: Tensor | None, slots: int, chunks: int, cap: float
 ) -> None:
     rows, kv_heads, group, dim = q.shape
     queries = 1 if group == 1 else max(DOT_QUERIES, triton.next_power_of_2(group))
@@ -91,6 +99,7 @@ def _attend_chunks(
         DIM=dim,
         CHUNK=CHUNK,
         TILE=tile_slots(max(key.width, value.width), queries),
+        CAP=cap,
         GATHERS=left.scores.shape[1] > 0,
         IS_OVER=out is not None,
         num_stages=STAGES,
@@ -132,7 +141,7 @@ def attend_chunk_kernel(
     KEY_STEP: tl.constexpr, KEY_BITS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_STEP: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    GATHERS: tl.constexpr, IS_OVER: tl.constexpr,
+    CAP: tl.constexpr, GATHERS: tl.constexpr, IS_OVER: tl.constexpr,
 ) -> None:  # fmt: skip
     of_head, chunk = tl.program_id(0), tl.program_id(1)
     row, head = (of_head // kv_heads).to(tl.int64), (of_head % kv_heads).to(tl.int64)
@@ -155,7 +164,7 @@ def attend_chunk_kernel(
             v = values_of_slots(
                 values, value_shared, value_start, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH
             )
-            found = scores_of(own, k, there, scale)
+            found = scores_of(own, k, there, scale, CAP)
             if GATHERS:
                 place = number[:, None] * slots + slot[None, :]
                 tl.store(scores + place, found, mask=is_query[:, None] & there[None, :])

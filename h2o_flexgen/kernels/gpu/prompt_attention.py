@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.kernels.gathering import MAX, SUM
-from h2o_flexgen.kernels.gpu.softmax import highest, highest_of_rows
+from h2o_flexgen.kernels.gpu.softmax import capped, highest, highest_of_rows
 from h2o_flexgen.kernels.more_keys import More
 
 LEAST_DIM = 16  # that products of blocks take
@@ -50,6 +50,7 @@ def prompt_attention(
     more: More | None = None,
     gathers: str = SUM,
     window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -61,14 +62,14 @@ def prompt_attention(
     padded = max(LEAST_DIM, triton.next_power_of_2(dim))
     blocks = _Blocks.of(padded)
     elsewhere = (weighs, out) if more is None else (more.scores, out if more.values is None else more.values)
-    widths: Any = {"DIM": dim, "PADDED": padded, "num_warps": blocks.warps, "num_stages": blocks.stages}
+    alike: Any = {"DIM": dim, "PADDED": padded, "CAP": cap or 0.0, "num_warps": blocks.warps, "num_stages": blocks.stages}
     attend_prompt[(triton.cdiv(tokens, blocks.queries), heads, rows)](
         *(q, k, v, before, *elsewhere, out, weighs, *sizes, *strides, *v.stride()[:3]),
         MORE=more is not None,
         VALUES=more is not None and more.values is not None,
         QUERIES=blocks.queries,
         KEYS=blocks.keys,
-        **widths,
+        **alike,
     )
     if weights is None:
         return out, None
@@ -78,7 +79,7 @@ def prompt_attention(
         QUERIES=blocks.queries,
         KEYS=blocks.gathered,
         IS_HIGHEST=gathers == MAX,
-        **widths,
+        **alike,
     )
     return out, got
 
@@ -102,6 +103,7 @@ def attend_keys(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     KEYS: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Goes on with keys `first` up to `last`, of which a query sees `window`, up to that `ahead` places behind its own."""
     d = tl.arange(0, PADDED)
@@ -110,7 +112,7 @@ def attend_keys(
         there = (at < last)[:, None] & (d < DIM)[None, :]
         far = at.to(tl.int64)[:, None]
         key = tl.load(keys + far * key_stride + d[None, :], mask=there, other=0.0)
-        score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        score = capped(tl.dot(q, tl.trans(key), input_precision="ieee") * scale, CAP * LOG2_E)
         behind = token[:, None] + ahead - at[None, :]
         score = tl.where((at < last)[None, :] & (behind >= 0) & (behind < window), score, float("-inf"))
         top = tl.maximum(most, tl.max(score, 1))
@@ -128,7 +130,7 @@ def attend_prompt(
     q, k, v, before, more_scores, more_values, out, weighs, scale, window, tokens, keys, heads, group,
     q_row, q_head, q_token, k_row, k_head, k_key, v_row, v_head, v_key,
     MORE: tl.constexpr, VALUES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token, d = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
@@ -143,12 +145,12 @@ def attend_prompt(
     first = tl.maximum(nearest + earlier, 0)
     most, total, made = attend_keys(
         *(query, own_keys, own_values, first, earlier, earlier, window, token, most, total, made, scale, k_key, v_key),
-        *(DIM, PADDED, KEYS),
+        *(DIM, PADDED, KEYS, CAP),
     )
     first, last = held + tl.maximum(nearest, 0), held + tl.minimum(tokens, (block + 1) * QUERIES)
     most, total, made = attend_keys(
         *(query, own_keys, own_values, first, last, held, window, token, most, total, made, scale, k_key, v_key),
-        *(DIM, PADDED, KEYS),
+        *(DIM, PADDED, KEYS, CAP),
     )
     if MORE:
         place = (row * tokens + token) * heads + head
@@ -188,6 +190,7 @@ def gather_columns(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     IS_HIGHEST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     block, kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at, d, lane = block * KEYS + tl.arange(0, KEYS), tl.arange(0, PADDED), tl.arange(0, QUERIES)
@@ -207,6 +210,7 @@ def gather_columns(
             fits = (token < tokens)[:, None] & (d < DIM)[None, :]
             place = q + row * q_row + head * q_head + token.to(tl.int64)[:, None] * q_token + d[None, :]
             score = tl.dot(key, tl.trans(tl.load(place, mask=fits, other=0.0)), input_precision="ieee") * scale
+            score = capped(score, CAP * LOG2_E)
             weigh = tl.load(weighs + (row * heads + head) * tokens + token, mask=token < tokens, other=0.0)
             weight = tl.load(weights + row * tokens + token, mask=token < tokens, other=0.0)
             behind = token[None, :] + (ahead - at)[:, None]

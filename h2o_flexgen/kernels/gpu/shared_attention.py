@@ -25,7 +25,7 @@ STAGES = 2  # tiles that are read ahead where a GPU can do so
 WARPS = {2: 8, 4: 4}  # by the bytes of a value: so registers suffice
 
 
-def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
+def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
     queries, heads, dim = q.shape
     length = keys.data.shape[1]
     assert keys.data.shape[:2] == values.data.shape[:2] and length
@@ -36,12 +36,12 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
     at_once = max(1, SCORED_BYTES // (FLOAT_BYTES * heads * chunks * dim))
     for start in range(0, queries, at_once):
         piece = slice(start, start + at_once)
-        _attend(q[piece], key, value, scores[0, piece], out[0, piece], keys.data.shape[0], length, chunks)
+        _attend(q[piece], key, value, scores[0, piece], out[0, piece], keys.data.shape[0], length, chunks, cap or 0.0)
     return More(scores, out)
 
 
 def _attend(
-    q: Tensor, key: Places, value: Places, scores: Tensor, out: Tensor, kv_heads: int, length: int, chunks: int
+    q: Tensor, key: Places, value: Places, scores: Tensor, out: Tensor, kv_heads: int, length: int, chunks: int, cap: float
 ) -> None:
     queries, heads, dim = q.shape
     group, nothing = heads // kv_heads, out.new_empty(0)
@@ -57,6 +57,7 @@ def _attend(
         DIM=dim,
         CHUNK=CHUNK,
         TILE=tile,
+        CAP=cap,
         IS_OVER=is_over,
         num_stages=STAGES,
         num_warps=WARPS[q.itemsize],
@@ -75,7 +76,8 @@ def attend_text_kernel(
     scale: tl.tensor, length: tl.tensor, queries: tl.tensor, kv_heads: tl.tensor,
     KEY_STEP: tl.constexpr, KEY_BITS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_STEP: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, IS_OVER: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    IS_OVER: tl.constexpr,
 ) -> None:  # fmt: skip
     """The queries of a KV head are those of all its query heads."""
     place, head, chunk = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -95,7 +97,7 @@ def attend_text_kernel(
         v = values_of_slots(
             values, value_shared, head * value_head, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH
         )
-        top, total, summed = gathered(top, total, summed, scores_of(own, k, there, scale), v, own.dtype)
+        top, total, summed = gathered(top, total, summed, scores_of(own, k, there, scale, CAP), v, own.dtype)
     column = column_numbers(VALUE_BITS, VALUE_WIDTH)
     is_value = is_query[:, None] & (column < DIM)[None, :]
     if IS_OVER:

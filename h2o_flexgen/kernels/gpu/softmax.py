@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+BY_POWERS = tl.constexpr(0.125)  # parts of a cap below which four powers of a series are tanh to the last bits
+
 
 @triton.jit
 def exponential_of(scores: tl.tensor, top: tl.tensor) -> tl.tensor:
@@ -26,13 +28,28 @@ def highest_of_rows(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scores_of(q: tl.tensor, keys: tl.tensor, is_there: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def capped(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Scores stay between -CAP and CAP, near which they hardly grow any more: CAP * tanh(score / CAP). 0: they are as large as
+    they are. Triton's own tanh is a function of CUDA's, which its interpreter lacks; one made of exponentials loses the digits
+    of small scores, so these are made of the first powers of the series."""
+    if CAP > 0.0:
+        part = scores * (1.0 / CAP)
+        size, square = tl.abs(part), part * part
+        faded = tl.exp(-2.0 * size)
+        large = (1.0 - faded) / (1.0 + faded)
+        small = part * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+        scores = tl.where(size < BY_POWERS, small, tl.where(part < 0.0, -large, large)) * CAP
+    return scores
+
+
+@triton.jit
+def scores_of(q: tl.tensor, keys: tl.tensor, is_there: tl.tensor, scale: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Scores in float32, (queries, slots), of queries (queries, width) and keys (slots, width); -inf where no slot is."""
     if q.shape[0] == 1:
         products = tl.sum(keys.to(tl.float32) * q.to(tl.float32), 1)[None, :]
     else:
         products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
-    return tl.where(is_there[None, :], products * scale, -float("inf"))
+    return tl.where(is_there[None, :], capped(products * scale, CAP), -float("inf"))
 
 
 @triton.jit

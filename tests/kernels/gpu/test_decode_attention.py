@@ -1,4 +1,5 @@
-"""Attention over slots in Triton against float64 and the twin: shapes of heads, ragged rows, strides, chunks, one more key."""
+"""Attention over slots in Triton against float64 and the twin: shapes of heads, ragged rows, strides, chunks, one more key,
+caps."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.coding import Coding
+from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_decode_attention import drawn, exact
-from tests.pairwise import pairs_first
+from tests.pairwise import covering, pairs_first
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (3, 2, 1, 17, 64), (2, 1, 7, 40, 80), (2, 1, 2, 9, 3), (1, 1, 3, 20, 200),
@@ -37,13 +39,12 @@ def by_token(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def attended(
-    gpu: torch.device, *given: Tensor | Kept, more: More | None = None, gathers: str | None = SUM
+    gpu: torch.device, *given: Tensor | Kept, more: More | None = None, gathers: str | None = SUM, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q, keys, values, held, mask as for decode_attention, on a CPU."""
     moved = [Kept(by_token(one.data, gpu), one.codec) if isinstance(one, Kept) else one.to(gpu) for one in given]
-    out, got = decode_attention(
-        *moved, None if more is None else More(*(None if one is None else one.to(gpu) for one in more)), gathers
-    )
+    elsewhere = None if more is None else More(*(None if one is None else one.to(gpu) for one in more))
+    out, got = decode_attention(*moved, elsewhere, gathers, cap)
     return out.cpu(), torch.empty(0) if got is None else got.cpu()
 
 
@@ -51,17 +52,17 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return found.shape == wanted.shape and bool((found.double() - wanted).abs().max() <= tolerance * wanted.abs().max())
 
 
-NEAR = {"codec": CODECS, "dtype": list(TOLERANCES), "shape": SHAPES, "gathers": (SUM, MAX)}
+NEAR = {"codec": CODECS, "dtype": list(TOLERANCES), "shape": SHAPES, "gathers": (SUM, MAX), "cap": CAPS}
 
 
-@pytest.mark.parametrize("values", pairs_first(NEAR))
+@pytest.mark.parametrize("values", list(covering(NEAR)))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any], short_chunks: int) -> None:
-    codec, dtype, shape, gathers = (values[name] for name in NEAR)
+    codec, dtype, shape, gathers, cap = (values[name] for name in NEAR)
     q, *text, held, mask = drawn(shape, dtype)
     coding = Coding(codec, dtype, shape[4])
     kept = [Kept(coding.encode(one), codec) for one in text]
-    expected, expected_got = exact(q, *(coding.decode(one.data) for one in kept), mask, gathers)
-    out, got = attended(gpu, q, *kept, held, mask, gathers=gathers)
+    expected, expected_got = exact(q, *(coding.decode(one.data) for one in kept), mask, gathers, cap)
+    out, got = attended(gpu, q, *kept, held, mask, gathers=gathers, cap=cap)
     assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
     assert got.dtype == torch.float32 and near(got, expected_got, 3e-6 if codec == "plain" else TOLERANCES[dtype])
 
@@ -129,11 +130,11 @@ def test_one_more_key_is_like_another_slot(gpu: torch.device, slots: int, short_
     draw = torch.Generator().manual_seed(1)
     scores, elsewhere = torch.randn(3, 1, 4, generator=draw), torch.randn(3, 1, 4, 64, generator=draw)
     scores[1], scores[2] = -torch.inf, 200.0
-    for gathers in (SUM, MAX):
-        out, got = attended(gpu, q, Kept(keys), Kept(values), held, mask, more=More(scores, elsewhere), gathers=gathers)
-        twin, twin_got = decode_attention_twin(
-            q.double(), Kept(keys.double()), Kept(values.double()), held, mask, More(scores, elsewhere), gathers
-        )
+    exactly = q.double(), Kept(keys.double()), Kept(values.double()), held, mask
+    for gathers, cap in ((SUM, 2.0), (MAX, None)):  # which the key elsewhere does not have
+        more = More(scores, elsewhere)
+        out, got = attended(gpu, q, Kept(keys), Kept(values), held, mask, more=more, gathers=gathers, cap=cap)
+        twin, twin_got = decode_attention_twin(*exactly, more, gathers, cap)
         assert twin_got is not None and near(out, twin.double(), 3e-6) and near(got, twin_got.double(), 3e-6)
     assert torch.equal(out[2], elsewhere[2].view(2, 2, 64)) and torch.isfinite(out).all()
     sinks, zeros = More(scores, None), More(scores, torch.zeros_like(elsewhere))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
+from tests.kernels.gpu.test_cap import CAPS
+from tests.pairwise import covering
 
 # shares are rounded before they meet values: of the size of values, which is about 1. Interpreted, bfloat16 is no product
 LAST_BITS = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -53,10 +55,10 @@ class Prompts(NamedTuple):
 
 
 def expected(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None, gathers: str
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None, *how: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Torch's, of the same values in fp32."""
-    return prompt_attention_twin(*(x.float().nan_to_num() for x in (q, k, v)), before, weights, more, gathers)
+    return prompt_attention_twin(*(x.float().nan_to_num() for x in (q, k, v)), before, weights, more, *how)
 
 
 CASES = [
@@ -69,26 +71,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", LAST_BITS)
-@pytest.mark.parametrize(("prompts", "weighted", "more"), CASES)
-def test_outcomes_and_sums_are_torchs(
-    prompts: Prompts, weighted: str, more: str, dtype: torch.dtype, gpu: torch.device
-) -> None:
-    if gpu.type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter takes bfloat16 in products for whole numbers")
+CHOICES = {("prompts", "weighted", "more"): CASES, "dtype": list(LAST_BITS), "window": (None, 1, 40), "cap": CAPS}
+
+
+@pytest.mark.parametrize("values", list(covering(CHOICES)))
+def test_outcomes_and_sums_are_torchs(values: dict[str, Any], gpu: torch.device) -> None:
+    names = "prompts", "weighted", "more", "dtype", "window", "cap"
+    prompts, weighted, more, dtype, window, cap = (values[name] for name in names)
     given = prompts.made(dtype, weighted, more)
     there = [
         x if x is None else More(*(None if y is None else y.to(gpu) for y in x)) if isinstance(x, More) else x.to(gpu)
         for x in given
     ]
     for gathers in (SUM,) if weighted == "none" else (SUM, MAX):
-        out, got = prompt_attention(*there, gathers)  # type: ignore[arg-type]
-        expected_out, expected_got = expected(*given, gathers)
+        out, got = prompt_attention(*there, gathers, window, cap)  # type: ignore[arg-type]
+        expected_out, expected_got = expected(*given, gathers, window, cap)
         torch.testing.assert_close(out.float().cpu(), expected_out, rtol=LAST_BITS[dtype], atol=LAST_BITS[dtype])
         assert out.dtype == dtype and (got is None) == (expected_got is None)
         if got is not None:
             torch.testing.assert_close(got.cpu(), expected_got, rtol=1e-5, atol=1e-5)
-            alone, _ = prompt_attention(*there[:4], None, there[5])  # type: ignore[arg-type]
+            alone, _ = prompt_attention(*there[:4], None, there[5], SUM, window, cap)  # type: ignore[arg-type]
             assert torch.equal(out, alone)
 
 

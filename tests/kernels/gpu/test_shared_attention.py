@@ -1,4 +1,4 @@
-"""Attention over a text that many queries share, in Triton against float64."""
+"""Attention over a text that many queries share, in Triton against float64, with caps on scores and without."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kv.coding import Coding
+from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_shared_attention import drawn, exact
-from tests.pairwise import pairs_first
+from tests.pairwise import covering
 
 SHAPES = [  # queries, kv_heads, group, tokens of the text, dim
     (1, 1, 1, 1, 64), (13, 2, 3, 33, 80), (8, 1, 4, 37, 64), (3, 1, 1, 40, 3), (2, 1, 12, 20, 200),
@@ -28,22 +29,23 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NEAR = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
+CHOICES = {"codec": ["plain", "group4"], "dtype": list(NEAR), "shape": SHAPES, "cap": CAPS}
 
 
-def attended(gpu: torch.device, q: torch.Tensor, *kept: Kept) -> More:
+def attended(gpu: torch.device, q: torch.Tensor, *kept: Kept, cap: float | None = None) -> More:
     """The text lies slot by slot, as beside an accelerator."""
     slots = (Kept(one.data.transpose(0, 1).contiguous().to(gpu).transpose(0, 1), one.codec) for one in kept)
-    return More(*(one.cpu() for one in shared_attention(q.to(gpu), *slots)))
+    return More(*(one.cpu() for one in shared_attention(q.to(gpu), *slots, cap)))
 
 
-@pytest.mark.parametrize("values", pairs_first({"codec": ["plain", "group4"], "dtype": list(NEAR), "shape": SHAPES}))
+@pytest.mark.parametrize("values", list(covering(CHOICES)))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any]) -> None:
-    codec, dtype, shape = values["codec"], values["dtype"], values["shape"]
+    codec, dtype, shape, cap = (values[name] for name in CHOICES)
     q, *text = drawn(shape, dtype)
     coding = Coding(codec, dtype, shape[4])
     kept = [coding.encode(half) for half in text]
-    found = attended(gpu, q, *(Kept(half, codec) for half in kept))
-    for ours, wanted in zip(found, exact(q, *(coding.decode(half) for half in kept))):
+    found = attended(gpu, q, *(Kept(half, codec) for half in kept), cap=cap)
+    for ours, wanted in zip(found, exact(q, *(coding.decode(half) for half in kept), cap)):
         assert ours.dtype == torch.float32 and ours.shape == wanted.shape
         assert (ours.double() - wanted).abs().max() <= NEAR[dtype] * wanted.abs().max().clamp(min=1.0)
 

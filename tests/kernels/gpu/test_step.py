@@ -77,7 +77,7 @@ def noted(run: Callable[..., object], launches: Launches) -> Callable[..., objec
 
 
 def passed_through(
-    kept: str, codec: str, dtype: torch.dtype, device: torch.device
+    kept: str, codec: str, dtype: torch.dtype, cap: float | None, device: torch.device
 ) -> tuple[list[Tensor], SlotScores | None, list[str]]:
     """What all steps attend, what is noted in the end, and the launches of the last step in a layer that is not the first."""
     policy, batch = Plan.create(**KEPT[kept]).policy, Batch(tuple(range(ROWS)), LENGTHS)
@@ -86,7 +86,7 @@ def passed_through(
     slots = torch.zeros(occupancy.capacity, 2, ROWS, KV_HEADS, coding.width, dtype=coding.kept_dtype, device=device)
     region = torch.zeros(8 * ROWS * KV_HEADS * occupancy.capacity, dtype=torch.uint8, device=device)
     scores = SlotScores.over(region, policy, shape) if policy.score_bytes else None
-    cache = KVCache(slots.permute(1, 2, 3, 0, 4), scores, coding)
+    cache = KVCache(slots.permute(1, 2, 3, 0, 4), scores, coding, cap=cap)
     rotary = Rotary((1.0 / 10000.0 ** (torch.arange(DIM // 2) / (DIM // 2))).to(device))
     outs, names = list[Tensor](), list[str]()
     for step in range(STEPS):
@@ -114,17 +114,21 @@ LAUNCHED: dict[tuple[str, str], tuple[str, ...]] = {  # between products
     ("chance", PLAIN): ("append_heads", ATTENDED, "evict_one"),
     ("h2o", "group4"): (*ENCODED, "append_heads", ATTENDED, JOINED, "evict_one"),
 }
-CASES = [(kept, PLAIN, torch.float16) for kept in KEPT] + [("h2o", PLAIN, torch.float32), ("h2o", "group4", torch.float16)]
+CASES = [
+    *((kept, PLAIN, torch.float16, None) for kept in KEPT),
+    ("h2o", PLAIN, torch.float32, 2.0),
+    ("h2o", "group4", torch.float16, 2.0),
+]
 
 
-@pytest.mark.parametrize(("kept", "codec", "dtype"), CASES)
+@pytest.mark.parametrize(("kept", "codec", "dtype", "cap"), CASES)
 def test_steps_keep_whom_torch_keeps_and_are_these_launches(
-    kept: str, codec: str, dtype: torch.dtype, gpu: torch.device
+    kept: str, codec: str, dtype: torch.dtype, cap: float | None, gpu: torch.device
 ) -> None:
     with kernels_of(TRITON):
-        outs, noted, names = passed_through(kept, codec, dtype, gpu)
+        outs, noted, names = passed_through(kept, codec, dtype, cap, gpu)
     with kernels_of(TORCH):
-        twins, noted_by_twin, _ = passed_through(kept, codec, dtype, torch.device("cpu"))
+        twins, noted_by_twin, _ = passed_through(kept, codec, dtype, cap, torch.device("cpu"))
     near = 1e-5 if dtype == torch.float32 else 2**-8 if codec == PLAIN else 2**-4  # a code of 4 bits may be the next one
     for row, length in enumerate(LENGTHS):
         torch.testing.assert_close(outs[0][row, :length], twins[0][row, :length], rtol=near, atol=near)

@@ -1,4 +1,4 @@
-"""Attention over a text that 64 rows share."""
+"""Attention over a text that 64 rows share, also with a cap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from h2o_flexgen.quant.codec import CODECS
 from tests.kernels.gpu.launch import Launch
 
 
-def launch(codec: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int) -> Launch:
+def launch(
+    codec: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int, cap: float | None = None
+) -> Launch:
     """`shape`: KV heads, queries of each, values of a head."""
     kv_heads, group, dim = shape
     kind = dtype if codec == "plain" else torch.uint8
@@ -18,15 +20,17 @@ def launch(codec: str, dtype: torch.dtype, shape: tuple[int, int, int], register
 
     def call() -> None:
         keys, values = torch.empty(800, 2, kv_heads, width, dtype=kind, device="meta").permute(1, 2, 0, 3)
-        shared_attention(
-            torch.empty(64, kv_heads * group, dim, dtype=dtype, device="meta"), Kept(keys, codec), Kept(values, codec)
-        )
+        q = torch.empty(64, kv_heads * group, dim, dtype=dtype, device="meta")
+        shared_attention(q, Kept(keys, codec), Kept(values, codec), cap)
 
     loads = {"attend_text_kernel": widest, "join_text_kernel": 16}
-    return Launch(f"{codec}, {dtype}, {shape}", call, registers, loads, {"attend_text_kernel": 2, "join_text_kernel": 4})
+    return Launch(
+        f"{codec}, {dtype}, {shape}, cap {cap}", call, registers, loads, {"attend_text_kernel": 2, "join_text_kernel": 4}
+    )
 
 
 LAUNCHES = (
     launch("group4", torch.float16, (32, 1, 128), 248, 8),
     launch("plain", torch.float32, (8, 4, 256), 255, 16),
+    launch("plain", torch.bfloat16, (8, 2, 256), 255, 16, 50.0),
 )
