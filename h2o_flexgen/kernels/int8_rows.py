@@ -56,7 +56,7 @@ class FactorRows:
         self._kept: list[object] = [x, sums]
 
     def factors(self, first: int, rows: int, bias: Tensor | None) -> Factors:
-        """Of some rows and a bias (outputs,)."""
+        """What is told of some rows and a bias (outputs,)."""
         added = None
         if bias is not None:
             assert bias.shape == self._sizes[1:2]

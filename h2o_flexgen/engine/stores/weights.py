@@ -154,7 +154,7 @@ class WeightStore:
 
     @cached_property
     def _places_in_page(self) -> Mapping[str, int]:
-        """Where in a page of its file a tensor begins that keeps its place and lies there as a whole."""
+        """The place in a page of its file at which a tensor begins, of those that keep it and lie there as a whole."""
         kept = {name: one.segments for name, one in self._stored.items() if keeps_its_place(self._spec.tensors[name])}
         return {name: own[0].stored.offset % ALIGNMENT for name, own in kept.items() if len(own) == 1}
 
