@@ -489,8 +489,8 @@ class Engine:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         may_overwrite = state.hidden.may_be_overwritten(task.batch)
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
-        if rows.prompt_tokens and self._spec.layers[task.layer + 1].out_width > layer.out_width and not layer.makes_logits:
-            give_back_freed()  # what an attention of prompts worked in, before the next layer needs memory for wider states
+        if rows.prompt_tokens and self._spec.layers[task.layer + 1].out_width > layer.out_width:
+            give_back_freed()  # what this one has worked in for prompts: the next needs memory for wider states
 
     def _weights_for(self, visit: Visit) -> WeightStore:
         return self._weights[self._device_of(visit.layer)]
