@@ -31,6 +31,7 @@ from datetime import date
 from math import inf
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
@@ -44,6 +45,7 @@ from benchmarks.comparison.command import argument_of, commit, say
 from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.comparison.random_gguf import random_gguf
 from benchmarks.comparison.suites import Contender, Load
+from h2o_flexgen.cli.page import table
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -58,6 +60,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = "h2o_flexgen", "llama.cpp"
 DTYPE = "bfloat16"
 KEPT = {"kv_policy": "h2o", "kv_budget": 0.2, "kv_codec": "group4"}
+COLUMNS = ("system", "computes", "rows", "tokens/s", "of ceiling", "of busiest lane", "disk busy", "prompts s", "peak GB")
 SLOTS = 4  # with two, the disk waits while an attention is computed: slices are small
 
 
@@ -244,26 +247,50 @@ def document(
         then = replace(machine, disk_read_per_s=line.disk_rate)
         return Ceiling(spec, then, memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
 
+    def shares(line: Line) -> dict[str, float | None]:
+        its_lane = line.tokens_per_s / lane(line) if line.contender.system == OURS else None  # theirs reads prompts besides
+        return {"of_ceiling": line.tokens_per_s / limit(line), "of_lane": its_lane, "disk_busy": line.disk_busy}
+
+    stored = f"{file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()}"
+    memory = f"{args.memory / 2**30:g} GiB"
+    ours = max((line for line in lines if line.contender.system == OURS), key=lambda line: line.tokens_per_s, default=None)
     return {
         "benchmark": "moe",
-        "title": f"{args.model} shapes, {file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()} on disk, "
-        f"{args.load} tokens, in "
-        f"{args.memory / 2**30:g} GiB",
+        "title": f"{args.model} shapes, {stored} on disk, {args.load} tokens, in {memory}",
         "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
-        f"{machine.machine['torch']}; {machine}; cap: {cap.words}; {date.today().isoformat()}, commit {commit()}",
+        f"{machine.machine['torch']}; {machine}; cap: {cap.words}",
+        "date": date.today().isoformat(),
+        "commit": commit(),
         "command": shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
         "ceiling": "of weights that so many rows ask for: those beyond the cap over the disk's rate, all over the memory's; "
-        "or products over the processor's rate, all measured",
-        "lane": "of the busiest lane: the bytes that were read in a step over the disk's rate, or the products alike",
+        "or products over the processor's rate, all measured. Busiest lane: what was read in a step over the disk's rate, or "
+        "products",
         "unit": "tokens/s in steps",
-        "higher_is_better": True,
+        "columns": COLUMNS,
+        "cells": [
+            [
+                *(line.contender.name, line.contender.computes, str(line.rows), number(line.tokens_per_s)),
+                *(percent(share) for share in shares(line).values()),
+                *(f"{line.prefill_seconds:.0f}", f"{line.peak_bytes / 1e9:.2f}"),
+            ]
+            for line in lines
+        ],
+        "headline": {
+            "model": args.model,
+            "on disk": stored,
+            "in memory of": memory,
+            "rows": "" if ours is None else str(ours.rows),
+            "tokens/s": "" if ours is None else number(ours.tokens_per_s),
+            "of busiest lane": "" if ours is None else percent(shares(ours)["of_lane"]),
+            "llama.cpp's best": "" if best[THEIRS] is None else number(best[THEIRS]),
+            "times as fast": "" if times is None else number(times),
+        },
         "rows": [
             {
-                "name": f"{line.contender.name}, {line.rows} rows, {line.contender.computes}",
-                "measured": line.tokens_per_s,
-                "ceiling": limit(line),
-                "lane": lane(line) if line.contender.system == OURS else None,  # of theirs, prompts are counted as well
-                "disk_busy": line.disk_busy,
+                "system": line.contender.name,
+                "rows": line.rows,
+                "tokens_per_s": line.tokens_per_s,
+                **shares(line),
                 "prefill_seconds": line.prefill_seconds,
                 "peak_bytes": line.peak_bytes,
                 "disk_read_per_s": line.disk_rates,
@@ -272,11 +299,7 @@ def document(
             for line in lines
         ],
         "times_their_best": times,
-        "notes": ("" if times is None else f"The best of ours is {times:.1f} times the best of llama.cpp. ")
-        + "; ".join(
-            f"{one.contender.name}, {one.rows} rows: prompts {one.prefill_seconds:.0f} s, peak {one.peak_bytes / 1e9:.2f} GB"
-            for one in lines
-        ),
+        "notes": "" if times is None else f"The best of ours is {times:.1f} times the best of llama.cpp.",
         "before": asdict(before),
         "after": asdict(after),
     }
@@ -287,15 +310,18 @@ def spec_in(file: Path) -> ModelSpec:
     return OpenedModel.of(str(file), False, DTYPE, Site()).spec(Plan())
 
 
-def print_table(result: dict[str, object]) -> None:
+def number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def print_table(result: dict[str, Any]) -> None:
     print(f"\n{result['title']}\n{result['machine']}")
-    rows = result["rows"]
-    assert isinstance(rows, list)
-    for row in rows:
-        rates = f"{row['measured']:10.1f} of {row['ceiling']:8.1f} tokens/s {row['measured'] / row['ceiling']:5.0%}"
-        lane = "" if row["lane"] is None else f", {row['measured'] / row['lane']:.0%} of its busiest lane"
-        busy = "" if row["disk_busy"] is None else f", disk busy {row['disk_busy']:.0%}"
-        print(f"{row['name']:50}{rates}{lane}{busy}  peak {row['peak_bytes'] / 1e9:.2f} GB")
+    for row in table([result["columns"], *result["cells"]]):
+        print(row)
     print(result["notes"])
 
 

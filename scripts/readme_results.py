@@ -1,4 +1,4 @@
-"""Writes the results in docs/results.md, and a table and the picture of a timeline in README.md, from the JSON files in
+"""Writes the results in docs/results.md, and two tables and the picture of a timeline in README.md, from the JSON files in
 benchmarks/results, between comments that mark their places.
 
     python scripts/readme_results.py            # rewrites the documents
@@ -19,7 +19,8 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
 
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
 `compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`, `published.py --gpus`,
-`published_mixtures.py`, `published_data_wrangling.py` and `serving.py` in benchmarks write brings a table of its own.
+`published_mixtures.py`, `published_data_wrangling.py`, `serving.py` and `moe.py` in benchmarks write brings a table of its
+own; what the last one writes is besides a line each in the README.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, TIMELINE, HEADLINE = "results", "timeline", "headline"
+RESULTS, TIMELINE, HEADLINE, MIXTURES = "results", "timeline", "headline", "mixtures"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
 COMPARISON = "compare"  # the first file of this kind is the headline, with these of its columns
 HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "times slower", "of ceiling")
@@ -64,6 +65,7 @@ class Result:
     notes: str = ""
     timeline: str = ""
     kind: str = ""  # the benchmark that measured it
+    headline: Mapping[str, str] = field(default_factory=dict)  # its line in a table of all of its kind, by column
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -222,6 +224,13 @@ def _table_of_its_own(file: File) -> Result:
     )
 
 
+def _with_headline(file: File) -> Result:
+    headline = file.content.get("headline")
+    if not isinstance(headline, dict) or not all(isinstance(text, str) for text in headline.values()):
+        raise ValueError(f"{file.path} has no headline, texts by column; run its benchmark again")
+    return replace(_table_of_its_own(file), headline=headline)
+
+
 READERS: Mapping[str, Callable[[File], Result]] = {
     "overlap": _overlap,
     "compare": _table_of_its_own,
@@ -235,6 +244,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "published data wrangling": _table_of_its_own,
     "eviction and quality": _table_of_its_own,
     "serving": _table_of_its_own,
+    "moe": _with_headline,
 }
 
 
@@ -248,6 +258,8 @@ def parts_of(results: Sequence[Result]) -> dict[str, str]:
         parts[TIMELINE] = f"```\n{drawn.timeline}\n```\n\n{drawn.title}; `{drawn.command}`.\n"
     if (first := next((result for result in results if result.kind == COMPARISON), None)) is not None:
         parts[HEADLINE] = _table(_headline(first))
+    if headlines := [result.headline for result in results if result.headline]:
+        parts[MIXTURES] = "\n".join(_lines([[*headlines[0]], *([*one.values()] for one in headlines)])) + "\n"
     return parts
 
 
@@ -269,8 +281,7 @@ def rewritten(documents: Mapping[Path, str], parts: Mapping[str, str]) -> dict[P
 
 
 def _table(result: Result) -> str:
-    head, *rows = result.cells or _measured_cells(result)
-    lines = [f"**{result.title}**", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows)]
+    lines = [f"**{result.title}**", "", *_lines(result.cells or _measured_cells(result))]
     lines += ["", f"Machine: {result.machine}. Ceiling: {result.ceiling}. Command: `{result.command}`"]
     lines += ["", result.notes] if result.notes else []
     return "\n".join(lines) + "\n"
@@ -289,6 +300,12 @@ def _cells(row: Row, higher_is_better: bool, with_predicted: bool) -> list[str]:
     if with_predicted:
         cells.append("" if row.predicted is None else _number(row.predicted))
     return cells
+
+
+def _lines(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table, its head first."""
+    head, *rows = table
+    return [_line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows)]
 
 
 def _line(cells: Sequence[str]) -> str:

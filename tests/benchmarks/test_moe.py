@@ -112,13 +112,14 @@ def test_systems_take_turns_and_medians_count(
     assert {one.checkpoint for one in told} == {told[0].checkpoint} and {one.host_bytes for one in told} == {2 << 30}
     assert "percent" not in told[0].options and told[0].options["kv_policy"] == "h2o"
     first, second, theirs = result["rows"]
-    assert (first["measured"], second["measured"], theirs["measured"]) == (64 / 4, 512 / 4.5, 4.0)
+    assert [one["tokens_per_s"] for one in (first, second, theirs)] == [64 / 4, 512 / 4.5, 4.0]
     assert result["times_their_best"] == pytest.approx(512 / 4.5 / 4)
     assert first["disk_read_per_s"] == [[3e9, 2e9]] * 2
-    assert first["ceiling"] == pytest.approx(64 / ((3.89e9 - (2 << 30)) / 3e9), rel=0.04)  # what the disk bounds
-    assert (first["lane"], first["disk_busy"], theirs["lane"]) == (64 / (6e9 / 3e9), 0.9, None)
+    assert first["of_ceiling"] == pytest.approx((3.89e9 - (2 << 30)) / 3e9 / 4, rel=0.04)  # what the disk bounds
+    assert (first["of_lane"], first["disk_busy"], theirs["of_lane"]) == (0.5, 0.9, None)
     written = readme_results.read_result(tmp_path / "results" / "moe-olmoe-1b-7b-0924.json")
-    assert [row.name.partition(",")[0] for row in written.rows] == ["h2o_flexgen", "h2o_flexgen", "llama.cpp"]
+    assert [row[0] for row in written.cells] == ["system", "h2o_flexgen", "h2o_flexgen", "llama.cpp"]
+    assert written.headline["tokens/s"] == "114" and written.headline["times as fast"] == "28.4"
 
 
 def test_as_many_weights_stay_in_memory_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,16 @@ def test_what_the_overlap_benchmark_writes_is_a_table_and_a_picture(readme: Path
     assert f"{SKETCH}\n\n```\n|W1.0--|\n```\n" in text and "old picture" not in text
 
 
+def test_mixtures_are_a_line_each_in_one_table_besides(readme: Path) -> None:
+    readme.write_text(f"{readme.read_text()}{SCRIPT.marks('mixtures')[0]}\n{SCRIPT.marks('mixtures')[1]}\n")
+    origin: dict[str, Any] = dict.fromkeys(("title", "machine", "command", "ceiling", "unit", "date", "commit"), "told")
+    origin |= {"benchmark": "moe", "columns": ["system"], "cells": [["ours"]]}
+    assert run(readme, *({**origin, "headline": {"model": name, "rows": "128"}} for name in ("one", "other"))) == 0
+    assert "| model | rows |\n| --- | ---: |\n| one | 128 |\n| other | 128 |\n" in readme.read_text()
+    before = readme.read_text()
+    assert run(readme, {**origin, "headline": 5}) == 2 and readme.read_text() == before
+
+
 def test_each_part_has_its_place_in_one_of_several_documents(tmp_path: Path) -> None:
     """Of the comparison the README has the columns that matter most, and the other document has all."""
     readme, tables, results = tmp_path / "README.md", tmp_path / "results.md", tmp_path / "results"
