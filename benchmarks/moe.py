@@ -25,7 +25,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from math import inf
@@ -60,6 +60,10 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = "h2o_flexgen", "llama.cpp"
 DTYPE = "bfloat16"
 KEPT = {"kv_policy": "h2o", "kv_budget": 0.2, "kv_codec": "group4"}
+RANDOM = (
+    "Routers are random: tokens that follow each other share experts by chance alone, which real texts do not, and which a "
+    "page cache feels."
+)
 COLUMNS = ("system", "computes", "rows", "tokens/s", "of ceiling", "of busiest lane", "disk busy", "prompts s", "peak GB")
 SLOTS = 4  # with two, the disk waits while an attention is computed: slices are small
 
@@ -84,6 +88,10 @@ class Line:
     @property
     def tokens_per_s(self) -> float:
         return self.rows / self.step_seconds
+
+    def with_prompts(self, load: Load) -> float:
+        """Tokens per second of the whole load, whose first tokens come of the prompts."""
+        return self.rows * load.gen_len / (self.prefill_seconds + (load.gen_len - 1) * self.step_seconds)
 
     @property
     def disk_rate(self) -> float:
@@ -225,35 +233,37 @@ def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
 # -- what was found ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a machine allows, and how much of it a line has reached."""
+
+    spec: ModelSpec
+    machine: Calibration
+    memory: float
+
+    def shares(self, line: Line) -> dict[str, float | None]:
+        lane = (
+            None if line.contender.system == THEIRS else line.tokens_per_s / self._of_lane(line)
+        )  # theirs reads prompts besides
+        return {"of_ceiling": self._pass(line, self.memory) / line.step_seconds, "of_lane": lane, "disk_busy": line.disk_busy}
+
+    def _of_lane(self, line: Line) -> float:
+        read = median(answer.read_bytes_per_step for answer in line.answers)
+        return line.rows / max(read / line.disk_rate, self._pass(line, inf))
+
+    def _pass(self, line: Line, memory: float) -> float:
+        then = replace(self.machine, disk_read_per_s=line.disk_rate)
+        return Ceiling(self.spec, then, memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
+
+
 def document(
     args: argparse.Namespace, file: Path, before: Calibration, after: Calibration, lines: Sequence[Line]
 ) -> dict[str, object]:
-    machine, spec = before.at_best(after), spec_in(file)
-    best = {
-        name: max((one.tokens_per_s for one in lines if one.contender.system == name), default=None) for name in (OURS, THEIRS)
-    }
-    times = best[OURS] / best[THEIRS] if best[OURS] and best[THEIRS] else None
-    cap = open_cap()
+    machine, cap = before.at_best(after), open_cap()
     cap.close()
-
-    def limit(line: Line) -> float:
-        return line.rows / of_pass(line, args.memory)
-
-    def lane(line: Line) -> float:
-        read = median(answer.read_bytes_per_step for answer in line.answers)
-        return line.rows / max(read / line.disk_rate, of_pass(line, inf))
-
-    def of_pass(line: Line, memory: float) -> float:
-        then = replace(machine, disk_read_per_s=line.disk_rate)
-        return Ceiling(spec, then, memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
-
-    def shares(line: Line) -> dict[str, float | None]:
-        its_lane = line.tokens_per_s / lane(line) if line.contender.system == OURS else None  # theirs reads prompts besides
-        return {"of_ceiling": line.tokens_per_s / limit(line), "of_lane": its_lane, "disk_busy": line.disk_busy}
-
+    bounds, times = Bounds(spec_in(file), machine, args.memory), times_their_best(lines, lambda line: line.tokens_per_s)
     stored = f"{file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()}"
     memory = f"{args.memory / 2**30:g} GiB"
-    ours = max((line for line in lines if line.contender.system == OURS), key=lambda line: line.tokens_per_s, default=None)
     return {
         "benchmark": "moe",
         "title": f"{args.model} shapes, {stored} on disk, {args.load} tokens, in {memory}",
@@ -267,42 +277,60 @@ def document(
         "products",
         "unit": "tokens/s in steps",
         "columns": COLUMNS,
-        "cells": [
-            [
-                *(line.contender.name, line.contender.computes, str(line.rows), number(line.tokens_per_s)),
-                *(percent(share) for share in shares(line).values()),
-                *(f"{line.prefill_seconds:.0f}", f"{line.peak_bytes / 1e9:.2f}"),
-            ]
-            for line in lines
-        ],
-        "headline": {
-            "model": args.model,
-            "on disk": stored,
-            "in memory of": memory,
-            "rows": "" if ours is None else str(ours.rows),
-            "tokens/s": "" if ours is None else number(ours.tokens_per_s),
-            "of busiest lane": "" if ours is None else percent(shares(ours)["of_lane"]),
-            "llama.cpp's best": "" if best[THEIRS] is None else number(best[THEIRS]),
-            "times as fast": "" if times is None else number(times),
-        },
-        "rows": [
-            {
-                "system": line.contender.name,
-                "rows": line.rows,
-                "tokens_per_s": line.tokens_per_s,
-                **shares(line),
-                "prefill_seconds": line.prefill_seconds,
-                "peak_bytes": line.peak_bytes,
-                "disk_read_per_s": line.disk_rates,
-                "answers": [asdict(answer) for answer in line.answers],
-            }
-            for line in lines
-        ],
+        "cells": [cells_of(line, bounds) for line in lines],
+        "headline": {"model": args.model, "on disk": stored, "in memory of": memory, **headline_of(args.load, lines, bounds)},
+        "rows": [row_of(line, bounds) for line in lines],
         "times_their_best": times,
-        "notes": "" if times is None else f"The best of ours is {times:.1f} times the best of llama.cpp.",
+        "notes": " ".join(
+            [*([] if times is None else [f"The best of ours is {times:.1f} times the best of llama.cpp."]), RANDOM]
+        ),
         "before": asdict(before),
         "after": asdict(after),
     }
+
+
+def cells_of(line: Line, bounds: Bounds) -> list[str]:
+    shares = map(percent, bounds.shares(line).values())
+    rate, prompts, peak = number(line.tokens_per_s), f"{line.prefill_seconds:.0f}", f"{line.peak_bytes / 1e9:.2f}"
+    return [line.contender.name, line.contender.computes, str(line.rows), rate, *shares, prompts, peak]
+
+
+def row_of(line: Line, bounds: Bounds) -> dict[str, object]:
+    return {
+        "system": line.contender.name,
+        "rows": line.rows,
+        "tokens_per_s": line.tokens_per_s,
+        **bounds.shares(line),
+        "prefill_seconds": line.prefill_seconds,
+        "peak_bytes": line.peak_bytes,
+        "disk_read_per_s": line.disk_rates,
+        "answers": [asdict(answer) for answer in line.answers],
+    }
+
+
+def headline_of(load: Load, lines: Sequence[Line], bounds: Bounds) -> dict[str, str]:
+    """What the README says of a model, as far as both were measured."""
+    ours, theirs = (best_of(system, lines, lambda line: line.tokens_per_s) for system in (OURS, THEIRS))
+    in_steps, with_prompts = (
+        times_their_best(lines, rate) for rate in (lambda line: line.tokens_per_s, lambda line: line.with_prompts(load))
+    )
+    return {
+        "rows": "" if ours is None else str(ours.rows),
+        "tokens/s in steps": "" if ours is None else number(ours.tokens_per_s),
+        "of busiest lane": "" if ours is None else percent(bounds.shares(ours)["of_lane"]),
+        "llama.cpp's best": "" if theirs is None else number(theirs.tokens_per_s),
+        "times as fast": "" if in_steps is None else number(in_steps),
+        "with prompts": "" if with_prompts is None else number(with_prompts),
+    }
+
+
+def best_of(system: str, lines: Sequence[Line], rate: Callable[[Line], float]) -> Line | None:
+    return max((line for line in lines if line.contender.system == system), key=rate, default=None)
+
+
+def times_their_best(lines: Sequence[Line], rate: Callable[[Line], float]) -> float | None:
+    ours, theirs = best_of(OURS, lines, rate), best_of(THEIRS, lines, rate)
+    return None if ours is None or theirs is None else rate(ours) / rate(theirs)
 
 
 def spec_in(file: Path) -> ModelSpec:

@@ -57,6 +57,7 @@ Thing = TypeVar("Thing")
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
 AttendOf = Callable[[Part], "Attend | None"]
+PROMPTS_WORTH_IT = 1024  # tokens: what fewer have worked in is not worth a walk through all that is freed
 
 
 @dataclass(frozen=True)
@@ -489,8 +490,13 @@ class Engine:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         may_overwrite = state.hidden.may_be_overwritten(task.batch)
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
-        if rows.prompt_tokens and self._spec.layers[task.layer + 1].out_width > layer.out_width:
-            give_back_freed()  # what this one has worked in for prompts: the next needs memory for wider states
+        if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
+            give_back_freed()  # what this one has worked in: the next one needs memory for wider states
+
+    def _widens_behind(self, layer: int) -> bool:
+        """Whether the layer behind it makes wider hidden states on the host."""
+        this, behind = self._spec.layers[layer : layer + 2]
+        return behind.out_width > this.out_width and not (behind.makes_logits or self._memories.device.accelerator)
 
     def _weights_for(self, visit: Visit) -> WeightStore:
         return self._weights[self._device_of(visit.layer)]

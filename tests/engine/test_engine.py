@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from h2o_flexgen.engine import engine
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.rows import Part
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.task import Task, Visit
 from tests.contract import Case, Checkpoints, generate_with, recorded_logits
 from tests.pairwise import on_devices
 
@@ -158,6 +162,47 @@ def test_a_run_can_be_ended_from_outside_and_gives_the_rows_that_are_finished(ch
         params = [SamplingParams(max_tokens=2 if row % 2 else GEN_LEN) for row in range(len(RAGGED))]
         completions = llm.generate(case.prompts, params, stop_at=lambda task: task.step == 4)
     assert [each.index for each in completions] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("hidden", [(0, 100), (0, 0)], ids=["at rest", "from disk"])
+@pytest.mark.parametrize("kind", ["olmoe", "gpt-oss"])
+def test_slices_of_experts_overwrite_what_no_buffer_holds(
+    kind: str, hidden: tuple[int, int], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is promised for one wide state of a batch that rests, in prompts that are read in several parts as well."""
+    told, whole = set[tuple[bool, bool]](), Engine._computed
+
+    def watched(self: Engine, visit: Visit, part: Part, states: Tensor | None, *args: Any, **options: Any) -> Tensor:
+        computed = whole(self, visit, part, states, *args, **options)
+        told.add((self._spec.layers[visit.layer].overwrites, computed is states))
+        return computed
+
+    monkeypatch.setattr(Engine, "_computed", watched)
+    case = Case(kind, (0, 0, 0, 100, *hidden), lengths=(30, 25, 9, 20), prefill_tokens=16, slots=3)
+    generate_with_case(case, checkpoints, offload)
+    rests = hidden == (0, 100)
+    assert told == {(True, rests), (False, False)}
+
+
+@pytest.mark.parametrize(("kind", "batches"), [("olmoe", 1), ("olmoe", 2), ("opt", 2)])
+def test_what_prompts_worked_in_is_given_back_before_states_widen(
+    kind: str, batches: int, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before their first tokens are handed on; not in steps, nor for a few tokens."""
+    calls = list[int]()
+    monkeypatch.setattr(engine, "give_back_freed", lambda: calls.append(1))
+    case = Case(kind, (0, 100, 0, 100, 0, 100), lengths=(9,) * 4, gpu_batch_size=4 // batches, num_gpu_batches=batches)
+    generate_with_case(case, checkpoints, offload)
+    assert len(calls) == batches
+    monkeypatch.setattr(engine, "PROMPTS_WORTH_IT", 1)
+    generate_with_case(case, checkpoints, offload)
+    blocks = checkpoints.spec(case).num_blocks if kind == "olmoe" else 0
+    assert len(calls) == batches * (2 + blocks)
+
+
+def generate_with_case(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    with case.open(checkpoints, offload) as llm:
+        generate_with(llm, case)
 
 
 def test_the_spans_of_a_run_keep_to_the_needs_of_its_schedule(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:

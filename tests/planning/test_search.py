@@ -75,7 +75,7 @@ def freely(accelerator: bool, **changes: object) -> Found:
     return search(scarce(accelerator, 0.3, **changes))
 
 
-@pytest.mark.parametrize(("accelerator", "share"), [(False, 0.1), (True, 0.4), (False, 0.8)])
+@pytest.mark.parametrize(("accelerator", "share"), [(False, 0.1), (True, 0.1), (True, 0.4), (False, 0.8)])
 def test_what_is_found_fits_and_is_the_best_of_what_was_simulated(accelerator: bool, share: float) -> None:
     asked = scarce(accelerator, share)
     found = search(asked)

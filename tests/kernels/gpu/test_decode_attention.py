@@ -55,7 +55,7 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 NEAR = {"codec": CODECS, "dtype": list(TOLERANCES), "shape": SHAPES, "gathers": (SUM, MAX), "cap": CAPS}
 
 
-@pytest.mark.parametrize("values", list(covering(NEAR)))
+@pytest.mark.parametrize("values", covering(NEAR))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any], short_chunks: int) -> None:
     codec, dtype, shape, gathers, cap = (values[name] for name in NEAR)
     q, *text, held, mask = drawn(shape, dtype)

@@ -38,7 +38,7 @@ def attended(gpu: torch.device, q: torch.Tensor, *kept: Kept, cap: float | None 
     return More(*(one.cpu() for one in shared_attention(q.to(gpu), *slots, cap)))
 
 
-@pytest.mark.parametrize("values", list(covering(CHOICES)))
+@pytest.mark.parametrize("values", covering(CHOICES))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any]) -> None:
     codec, dtype, shape, cap = (values[name] for name in CHOICES)
     q, *text = drawn(shape, dtype)
