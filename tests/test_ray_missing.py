@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from h2o_flexgen.batch import main
 from tests.commands import called
+from tests.missing import hide, said_by
 
 SAID = "Ray is not installed; it comes with the extra [ray]: pip install -e '.[ray]'"
 
 
 @pytest.fixture(autouse=True)
 def ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    for name in [name for name in sys.modules if name.startswith("ray.") or name == "h2o_flexgen.ray"]:
-        monkeypatch.delitem(sys.modules, name)
+    hide(monkeypatch, "ray", "h2o_flexgen.ray")
 
 
 def test_one_line_names_the_extra() -> None:
-    with pytest.raises(ModuleNotFoundError) as caught:
-        import_module("h2o_flexgen.ray")
-    assert str(caught.value) == SAID
+    assert said_by("h2o_flexgen.ray") == SAID
 
 
 def test_so_does_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
