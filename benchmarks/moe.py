@@ -317,10 +317,10 @@ def headline_of(load: Load, lines: Sequence[Line], bounds: Bounds) -> dict[str, 
     return {
         "rows": "" if ours is None else str(ours.rows),
         "tokens/s in steps": "" if ours is None else number(ours.tokens_per_s),
-        "of busiest lane": "" if ours is None else percent(bounds.shares(ours)["of_lane"]),
+        "of ceiling": "" if ours is None else percent(bounds.shares(ours)["of_ceiling"]),
         "llama.cpp's best": "" if theirs is None else number(theirs.tokens_per_s),
-        "times as fast": "" if in_steps is None else number(in_steps),
-        "with prompts": "" if with_prompts is None else number(with_prompts),
+        "times in steps": "" if in_steps is None else number(in_steps),
+        "times with prompts": "" if with_prompts is None else number(with_prompts),
     }
 
 
