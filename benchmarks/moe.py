@@ -25,7 +25,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from math import inf
@@ -88,10 +88,6 @@ class Line:
     @property
     def tokens_per_s(self) -> float:
         return self.rows / self.step_seconds
-
-    def with_prompts(self, load: Load) -> float:
-        """Tokens per second of the whole load, whose first tokens come of the prompts."""
-        return self.rows * load.gen_len / (self.prefill_seconds + (load.gen_len - 1) * self.step_seconds)
 
     @property
     def disk_rate(self) -> float:
@@ -261,7 +257,7 @@ def document(
 ) -> dict[str, object]:
     machine, cap = before.at_best(after), open_cap()
     cap.close()
-    bounds, times = Bounds(spec_in(file), machine, args.memory), times_their_best(lines, lambda line: line.tokens_per_s)
+    bounds, times = Bounds(spec_in(file), machine, args.memory), times_their_best(lines)
     stored = f"{file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()}"
     memory = f"{args.memory / 2**30:g} GiB"
     return {
@@ -278,7 +274,7 @@ def document(
         "unit": "tokens/s in steps",
         "columns": COLUMNS,
         "cells": [cells_of(line, bounds) for line in lines],
-        "headline": {"model": args.model, "on disk": stored, "in memory of": memory, **headline_of(args.load, lines, bounds)},
+        "headline": {"model": args.model, "on disk": stored, "in memory of": memory, **headline_of(lines, bounds)},
         "rows": [row_of(line, bounds) for line in lines],
         "times_their_best": times,
         "notes": " ".join(
@@ -308,29 +304,27 @@ def row_of(line: Line, bounds: Bounds) -> dict[str, object]:
     }
 
 
-def headline_of(load: Load, lines: Sequence[Line], bounds: Bounds) -> dict[str, str]:
+def headline_of(lines: Sequence[Line], bounds: Bounds) -> dict[str, str]:
     """What the README says of a model, as far as both were measured."""
-    ours, theirs = (best_of(system, lines, lambda line: line.tokens_per_s) for system in (OURS, THEIRS))
-    in_steps, with_prompts = (
-        times_their_best(lines, rate) for rate in (lambda line: line.tokens_per_s, lambda line: line.with_prompts(load))
-    )
+    ours, theirs = (best_of(system, lines) for system in (OURS, THEIRS))
+    times = times_their_best(lines)
     return {
         "rows": "" if ours is None else str(ours.rows),
         "tokens/s in steps": "" if ours is None else number(ours.tokens_per_s),
         "of ceiling": "" if ours is None else percent(bounds.shares(ours)["of_ceiling"]),
         "llama.cpp's best": "" if theirs is None else number(theirs.tokens_per_s),
-        "times in steps": "" if in_steps is None else number(in_steps),
-        "times with prompts": "" if with_prompts is None else number(with_prompts),
+        "with rows": "" if theirs is None else str(theirs.rows),
+        "times": "" if times is None else number(times),
     }
 
 
-def best_of(system: str, lines: Sequence[Line], rate: Callable[[Line], float]) -> Line | None:
-    return max((line for line in lines if line.contender.system == system), key=rate, default=None)
+def best_of(system: str, lines: Sequence[Line]) -> Line | None:
+    return max((line for line in lines if line.contender.system == system), key=lambda line: line.tokens_per_s, default=None)
 
 
-def times_their_best(lines: Sequence[Line], rate: Callable[[Line], float]) -> float | None:
-    ours, theirs = best_of(OURS, lines, rate), best_of(THEIRS, lines, rate)
-    return None if ours is None or theirs is None else rate(ours) / rate(theirs)
+def times_their_best(lines: Sequence[Line]) -> float | None:
+    ours, theirs = best_of(OURS, lines), best_of(THEIRS, lines)
+    return None if ours is None or theirs is None else ours.tokens_per_s / theirs.tokens_per_s
 
 
 def spec_in(file: Path) -> ModelSpec:

@@ -119,7 +119,11 @@ def test_systems_take_turns_and_medians_count(
     assert (first["of_lane"], first["disk_busy"], theirs["of_lane"]) == (0.5, 0.9, None)
     written = readme_results.read_result(tmp_path / "results" / "moe-olmoe-1b-7b-0924.json")
     assert [row[0] for row in written.cells] == ["system", "h2o_flexgen", "h2o_flexgen", "llama.cpp"]
-    assert written.headline["tokens/s in steps"] == "114" and written.headline["times in steps"] == "28.4"
+    assert (
+        written.headline["tokens/s in steps"] == "114"
+        and written.headline["times"] == "28.4"
+        and written.headline["with rows"] == "8"
+    )
 
 
 def test_as_many_weights_stay_in_memory_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
