@@ -1,4 +1,4 @@
-"""Writes the results in docs/results.md, and two tables and the picture of a timeline in README.md, from the JSON files in
+"""Writes the results in docs/results.md, and a table and the picture of a timeline in README.md, from the JSON files in
 benchmarks/results, between comments that mark their places.
 
     python scripts/readme_results.py            # rewrites the documents
@@ -20,7 +20,7 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
 `compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`, `published.py --gpus`,
 `published_mixtures.py`, `published_data_wrangling.py`, `serving.py` and `moe.py` in benchmarks write brings a table of its
-own; what the last one writes is besides a line each in the README.
+own; what the last one writes is besides a line each in a table of all mixtures.
 """
 
 from __future__ import annotations
