@@ -21,23 +21,46 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     VNNI = [*AVX512, "-mavx512vnni"]
     PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": VNNI}
     PROCESSORS |= {"avx512bf16": [*VNNI, "-mavx512bf16"]}
-BUILD = "H2O_FLEXGEN_BUILD"  # names of some of them: no others are built
-OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # whoever asks for a level in CFLAGS gets that one
+BUILD = "H2O_FLEXGEN_BUILD"  # names of some of them, or "all"
+OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # a level in CFLAGS wins
 
 
-def asked():
-    names = os.environ.get(BUILD, "").split() or [*PROCESSORS]
+def requested():
+    """The libraries that BUILD names; none if it is not set."""
+    names = os.environ.get(BUILD, "").split()
+    if names == ["all"]:
+        return [*PROCESSORS]
     if unknown := [name for name in names if name not in PROCESSORS]:
-        raise SystemExit(f"{BUILD} names {', '.join(unknown)}; allowed are {', '.join(PROCESSORS)}, with blanks between them")
+        allowed = ", ".join(PROCESSORS)
+        raise SystemExit(f"{BUILD} names {', '.join(unknown)}; allowed are {allowed}, with blanks between them, or all")
     return names
 
 
+def for_this_processor():
+    """The baseline and the best library that this processor runs; all where the system does not say what the processor has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [*PROCESSORS]
+    has = {word.replace("_", "") for line in lines if line.startswith("flags") for word in line.split()}
+    fitting = [name for name, flags in PROCESSORS.items() if has.issuperset(flag.removeprefix("-m") for flag in flags)]
+    return [fitting[0], *fitting[-1:]]  # PROCESSORS has the best ones last
+
+
+REQUESTED = requested()
+
+
 class BuildBeside(build_ext):
-    """Builds libraries beside each other. They have the same sources, so each has a folder of its own for what is compiled."""
+    """Builds libraries beside each other. They have the same sources, so each has a folder of its own for what is compiled.
+
+    A checkout is used where it is installed, so it gets what this processor runs. A wheel may go elsewhere, and gets all.
+    """
 
     def finalize_options(self):
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
+        names = REQUESTED or (for_this_processor() if self.inplace or self.editable_mode else [*PROCESSORS])
+        self.extensions = [extension for extension in self.extensions if extension.name.rpartition("._")[2] in names]
 
     def build_extension(self, ext):
         own = copy(self)
@@ -58,6 +81,6 @@ def kernels(processor, flags):
 
 setup(
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
-    ext_modules=[kernels(processor, PROCESSORS[processor]) for processor in asked()],
+    ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
     cmdclass={"build_ext": BuildBeside},
 )

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 import h2o_flexgen
+from h2o_flexgen.kernels.native import variants
+from h2o_flexgen.kernels.table import BASELINE, LIBRARIES
 from h2o_flexgen.lm_eval import CLASS, NAME
 from tests.test_project import FILES, ROOT
 
+WHERE = ("checkout", "wheel")
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"  # as pip would
 
 
@@ -106,6 +109,28 @@ def test_kernels_for_a_processor_that_nobody_knows_are_refused() -> None:
     command, asked = [sys.executable, "setup.py", "--name"], os.environ | {"H2O_FLEXGEN_BUILD": "avx2 z80"}
     run = subprocess.run(command, cwd=ROOT, env=asked, capture_output=True, text=True, check=False)
     assert run.returncode and run.stderr.startswith("H2O_FLEXGEN_BUILD names z80; allowed are baseline")
+
+
+IN_PLACE = """
+import json, sys
+from setuptools import distutils
+
+build = distutils.core.run_setup("setup.py", ["--quiet"], stop_after="commandline").get_command_obj("build_ext")
+build.inplace = sys.argv[1] == "checkout"
+build.ensure_finalized()
+print(json.dumps([extension.name.rpartition("._")[2] for extension in build.extensions]))
+"""
+
+
+@pytest.mark.parametrize("requested", ["", "all"])
+def test_a_checkout_gets_kernels_for_this_processor_and_a_wheel_for_all(requested: str) -> None:
+    found = {where: json.loads(python("-c", IN_PLACE, where, folder=ROOT, H2O_FLEXGEN_BUILD=requested)) for where in WHERE}
+    assert found["wheel"] == sorted(LIBRARIES, key=found["wheel"].index) and len(found["wheel"]) > 1
+    if requested:
+        assert found["checkout"] == found["wheel"]
+    else:
+        assert found["checkout"][0] == BASELINE and len(found["checkout"]) <= 2
+        assert next(iter(variants()), BASELINE) in found["checkout"]
 
 
 def test_the_help_a_plan_and_a_run_work_from_another_folder(installed: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
-from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, variants
+from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
 from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
@@ -32,8 +32,16 @@ def say_slow(reasons: Iterable[str]) -> None:
         print(f"{SLOW}: {reason}", file=sys.stderr, flush=True)
 
 
-def kernel_reasons(arithmetic: Arithmetic, libraries: Callable[[str], Sequence[str]] = variants) -> Iterator[str]:
-    """The reasons in what computes. `libraries` says what there is for a kind of device and runs here, the best first."""
+def kernel_reasons(
+    arithmetic: Arithmetic,
+    libraries: Callable[[str], Sequence[str]] = variants,
+    missing: Callable[[], str | None] = unbuilt,
+) -> Iterator[str]:
+    """The reasons in what computes.
+
+    `libraries` says what there is for a kind of device and runs here, the best first. `missing` is the library that suits this
+    CPU best, if it was not built.
+    """
     own = arithmetic.processor
     if own is None:
         return
@@ -42,6 +50,11 @@ def kernel_reasons(arithmetic: Arithmetic, libraries: Callable[[str], Sequence[s
         yield NO_KERNELS if own.device == CPU else NO_TRITON
     elif own.build != found[0]:
         yield f"{SWITCH}={own.build} asks for less than this processor can do ({found[0]}); unset it"
+    elif own.device == CPU and (better := missing()) is not None:
+        yield (
+            f"the kernels here were built for another processor ({own.build}), and those for this one ({better}) are faster; "
+            "in the checkout, `pip install -e .` builds them"
+        )
     if own.device != CPU and arithmetic.dtype == BF16 and BF16 not in own.instructions:
         yield f"a GPU here has no instructions for products of {BF16}; with --dtype {FP16} they are several times as fast"
     if (own.device, own.build) == (CPU, TORCH) and arithmetic.plan.compute == INT8:

@@ -1,20 +1,28 @@
+#include <string.h>
+
 #include "sizes.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 int kernels_version(void)
 {
     return KERNELS_VERSION;
 }
 
-/* Whether the processor has the instructions that this library was built with, as far as torch does not ask for them. */
-int runs_here(void)
+/* Whether the processor has the instructions that a library of this name is built with, as far as torch does not say it. Any library
+   answers for any other one, also for one that was not built. */
+int runs_here(const char *library)
 {
-#if defined(__AVX512BF16__)
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-#elif defined(__AVX512VNNI__)
-    return __builtin_cpu_supports("avx512vnni") != 0;
-#elif defined(__AVXVNNI__)
-    return __builtin_cpu_supports("avxvnni") != 0;
-#else
-    return 1;
+    int vnni = 0, vnni_of_avx = 0, bf16 = 0;
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) vnni = c >> 11 & 1;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) vnni_of_avx = a >> 4 & 1, bf16 = a >> 5 & 1;
 #endif
+    if (strcmp(library, "avx512bf16") == 0) return vnni && bf16;
+    if (strcmp(library, "avx512vnni") == 0) return vnni;
+    if (strcmp(library, "avxvnni") == 0) return vnni_of_avx;
+    return 1;
 }

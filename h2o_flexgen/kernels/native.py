@@ -89,6 +89,16 @@ def variants(device: str = CPU) -> list[str]:
     return list(_usable())
 
 
+def unbuilt() -> str | None:
+    """The library that suits this processor best, if this installation does not have it and has others."""
+    usable = _usable()
+    if not usable:
+        return None
+    native = next(iter(usable.values()))
+    best = next(variant for variant in _fitting() if variant in usable or native.runs_here(variant.encode()))
+    return None if best in usable else best
+
+
 @cache
 def _loaded() -> tuple[str, ctypes.CDLL | None]:
     usable, asked = _usable(), os.environ.get(SWITCH)
@@ -108,9 +118,12 @@ def _why_not(asked: str) -> str:
 
 def _usable() -> dict[str, ctypes.CDLL]:
     """The libraries that were built and that run here, best first: none may need more of the processor than torch has found."""
-    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), [BASELINE])
-    loaded = {variant: _load(variant) for variant in fitting}
+    loaded = {variant: _load(variant) for variant in _fitting()}
     return {variant: native for variant, native in loaded.items() if native is not None}
+
+
+def _fitting() -> Sequence[str]:
+    return RUNS.get(torch.backends.cpu.get_cpu_capability(), [BASELINE])
 
 
 def _load(variant: str) -> ctypes.CDLL | None:
@@ -118,7 +131,7 @@ def _load(variant: str) -> ctypes.CDLL | None:
     for suffix in EXTENSION_SUFFIXES:
         with suppress(OSError, AttributeError):
             native = ctypes.CDLL(str(Path(__file__).parent / f"_{variant}{suffix}"))
-            if native.kernels_version() == shared().kernels_version and native.runs_here():
+            if native.kernels_version() == shared().kernels_version and native.runs_here(variant.encode()):
                 return native
     return None
 

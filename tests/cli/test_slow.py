@@ -30,7 +30,7 @@ def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:
-    return list(kernel_reasons(Arithmetic(Plan(), dtype, processor), lambda _: libraries))
+    return list(kernel_reasons(Arithmetic(Plan(), dtype, processor), lambda _: libraries, lambda: None))
 
 
 def test_where_nothing_can_be_mended_nothing_is_said() -> None:
@@ -63,7 +63,7 @@ def test_without_kernels_it_says_how_to_get_a_compiler() -> None:
 def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None:
     plan = Plan(weight_codec="group4", compute="int8")
     each = [Arithmetic(plan, "float32", Processor("cpu", build), forms=("tiles4",)) for build in ("torch", BUILT[0])]
-    found = [list(kernel_reasons(arithmetic, lambda _: BUILT)) for arithmetic in each]
+    found = [list(kernel_reasons(arithmetic, lambda _: BUILT, lambda: None)) for arithmetic in each]
     assert found[0][1:] == ["--compute int8 is slower than exact products where there are no kernels in C; leave it out"]
     assert found[1] == []
 
@@ -72,6 +72,15 @@ def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None
 def test_a_library_that_is_forced_to_less_is_named_with_its_switch(forced: str) -> None:
     (line,) = reasons(Processor("cpu", forced), dtype="float32")
     assert line == f"H2O_FLEXGEN_KERNELS={forced} asks for less than this processor can do (avx512vnni); unset it"
+
+
+def test_a_processor_whose_library_was_not_built_is_told_so() -> None:
+    own = Arithmetic(Plan(), "float32", Processor("cpu", "avx2"))
+    (line,) = kernel_reasons(own, lambda _: BUILT[2:], lambda: "avx512vnni")
+    assert line == (
+        "the kernels here were built for another processor (avx2), and those for this one (avx512vnni) are faster; "
+        "in the checkout, `pip install -e .` builds them"
+    )
 
 
 # -- exact products --------------------------------------------------------------------------------------------------------

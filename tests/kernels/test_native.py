@@ -28,6 +28,16 @@ def test_the_library_can_be_switched_off() -> None:
         assert kernels.processor(CPU).build == kernels.in_use() == TORCH
 
 
+@pytest.mark.skipif(len(VARIANTS) < 2, reason="there is no second library here")
+def test_a_library_that_suits_the_processor_and_was_not_built_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = kernels._usable()
+    best, *others = usable
+    monkeypatch.setattr(kernels, "_usable", lambda: {name: usable[name] for name in others})
+    assert kernels.unbuilt() == best
+    monkeypatch.setattr(kernels, "_usable", dict)
+    assert kernels.unbuilt() is None
+
+
 def test_one_that_is_not_there_is_refused_with_those_that_are() -> None:
     with used("avx1024"), pytest.raises(ValueError, match=r"^H2O_FLEXGEN_KERNELS is 'avx1024', which .*; known here: torch"):
         kernels.in_use()
