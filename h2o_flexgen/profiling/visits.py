@@ -55,7 +55,7 @@ def visits(bench: Bench, host: Bench, folder: Path, dtype: str, sizes: Sizes, wa
     steps, tokens = (min(FEW_STEPS, sizes.steps), sizes.steps), max(1, sizes.kv_rows * sizes.slots // 2)
     of_kv = tuple(dict.fromkeys(max(1, tokens // shrink**2) for shrink in SHRINKS))
     return [
-        Subject("visits of layers", trials.of_visits, steps, weight=WEIGHT),
+        Subject("visits of layers", trials.of_visits, steps, weight=WEIGHT, of_rounds=min),
         Subject("reads of next to nothing", trials.of_reads, steps, weight=WEIGHT),
         Subject("KV on disk", trials.of_kv, of_kv, enough=inf, weight=WEIGHT_OF_KV),
     ]
