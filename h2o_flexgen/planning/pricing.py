@@ -25,7 +25,7 @@ from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.lanes import longest_by_kind
-from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WRITE, Data, Op
+from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.task import Key, Task
@@ -102,6 +102,10 @@ class Pricing:
         if machine.has_accelerator and op.data is Data.HIDDEN and self.schedule.traffic.hidden[task.batch] == DISK:
             seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # in the same task
         return seconds
+
+    def latency(self, op: Op) -> float:
+        """The seconds of a task that are not the disk's: where a lane has several workers, it does the next task meanwhile."""
+        return self.machine.task_seconds if WORKERS[op.lane] > 1 else 0.0
 
     def _nbytes(self, task: Task | Key) -> float:
         return self.cost.mean_nbytes(task) if self.averaged else self.cost.nbytes(task)
@@ -227,12 +231,15 @@ class Pricing:
 
     def lane_seconds(self, step: int) -> dict[str, float]:
         """Seconds that each lane works in one step: the step takes at least the longest. Of several devices' lanes of a kind it
-        is the one that works longest."""
+        is the one that works longest. What tasks wait for beside others in their lane is no work of the lane."""
         return self._by_lane(self._priced(step))
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
-        """The tasks of a step and their seconds, with all slices of weights together."""
-        return [(key, self.schedule.parts(key.op) * self.seconds(key)) for key in self.schedule.in_step(step)]
+        """The tasks of a step and the seconds for which they keep their lane, with all slices of weights together."""
+        return [
+            (key, self.schedule.parts(key.op) * (self.seconds(key) - self.latency(key.op)))
+            for key in self.schedule.in_step(step)
+        ]
 
     def _by_lane(self, priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
         lanes, total = self.schedule.traffic.lanes, dict[str, float]()
@@ -297,7 +304,9 @@ class Pricing:
 
     def simulated(self) -> Trace:
         """The trace of the block as it should run on this machine."""
-        return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead, lanes=self.schedule.traffic.lanes)
+        schedule = self.schedule
+        lanes, latency = schedule.traffic.lanes, lambda task: self.latency(task.op)
+        return simulate(schedule.tasks(), self.seconds, schedule.ahead, lanes=lanes, latency=latency)
 
 
 def _met(share: float, rows: float) -> float:
