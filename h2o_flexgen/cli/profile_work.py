@@ -96,6 +96,8 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "norms, activations, additions", _values(machine.values_per_s)
     for kind, seconds in machine.visit_seconds.items():
         yield f"a visit of {kind}, beside its work", _seconds(seconds)
+    for kind, seconds in machine.part_seconds.items():
+        yield f"a further part of {kind}, beside its work", _seconds(seconds)
     yield "a read, beside its bytes", _seconds(machine.task_seconds)
 
 

@@ -63,6 +63,7 @@ class Machine:
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
     values_per_s: float = inf  # norms, activations and additions: values that pass through one, each time
     visit_seconds: Mapping[str, float] = field(default_factory=dict)  # an attention, a mlp, an eviction: beside its work
+    part_seconds: Mapping[str, float] = field(default_factory=dict)  # each further part of a visit; else as the visit
     not_measured: tuple[str, ...] = ()  # what was too slow to be measured in time, and what it is taken for: for people
     disturbed: tuple[str, ...] = ()  # what may have made figures worse while they were measured: for people
     measurements: int = 1  # profiles that the figures were taken from
@@ -135,7 +136,6 @@ class Machine:
         as they are here, since a disturbance changes them either way."""
         rates = {name: max(getattr(self, name), getattr(again, name)) for name in _RATES}
         plain = {dtype: rate for dtype, rate in again.attention_flops_per_s.items() if dtype in DTYPE_BYTES}
-        of_visits = {kind: min(own, again.visit_seconds.get(kind, own)) for kind, own in self.visit_seconds.items()}
         return replace(
             self,
             **rates,
@@ -146,7 +146,8 @@ class Machine:
             flops_per_s=_better(self.flops_per_s, again.flops_per_s),
             packed_flops_per_s=_better(self.packed_flops_per_s, again.packed_flops_per_s),
             task_seconds=min(self.task_seconds, again.task_seconds),
-            visit_seconds=of_visits,
+            visit_seconds=_sooner(self.visit_seconds, again.visit_seconds),
+            part_seconds=_sooner(self.part_seconds, again.part_seconds),
             measurements=self.measurements + again.measurements,
         )
 
@@ -242,6 +243,10 @@ def _changed(curves: Mapping[str, Curve], measured: Mapping[str, Curve]) -> dict
         share = median(rate / at_rows(curves[kind], rows) for rows, rate in points)
         changed[kind] = tuple(sorted({**{rows: rate * share for rows, rate in curves[kind]}, **dict(points)}.items()))
     return changed
+
+
+def _sooner(seconds: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
+    return {kind: min(own, again.get(kind, own)) for kind, own in seconds.items()}
 
 
 # rates that processes have each of their own, up to a share of the host's memory; and those that they divide
@@ -407,6 +412,7 @@ _READERS: Mapping[str, Any] = {
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,
+    "part_seconds": _visits,
     "not_measured": _lines_of_text,
     "disturbed": _lines_of_text,
     "measurements": _count,

@@ -122,7 +122,7 @@ class Pricing:
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
-            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task),
+            "overhead": self._visit_seconds(layer, sum(rows.values())) + self._eviction_seconds(task),
         }
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
@@ -163,8 +163,12 @@ class Pricing:
         """Values of one token that norms, activations and additions pass over; there are none behind logits."""
         return 0.0 if layer.makes_logits else layer.values_around_products
 
-    def _visit_seconds(self, layer: LayerSpec) -> float:
-        return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
+    def _visit_seconds(self, layer: LayerSpec, parts: int) -> float:
+        """Seconds of a visit beside its work. The first of its parts finds neither code nor data of the layer in the caches."""
+        visits, further = self.machine.visit_seconds, self.machine.part_seconds
+        whole = sum(visits.get(kind, 0.0) for kind in layer.visits)
+        again = sum(further.get(kind, visits.get(kind, 0.0)) for kind in layer.visits)
+        return whole + (parts - 1) * again if parts else 0.0
 
     def _eviction_seconds(self, task: Task | Key) -> float:
         """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes. Each level

@@ -157,6 +157,7 @@ def _machine(
         prompt_flops_per_s=_rates(figures, attention.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),
         visit_seconds=_rates(figures, visits.VISIT, VISITS),
+        part_seconds=_rates(figures, visits.PART, VISITS),
         not_measured=not_measured,
     )
 

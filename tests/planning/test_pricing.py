@@ -90,6 +90,19 @@ def test_hidden_states_of_equal_batches_cost_what_their_own_tier_takes() -> None
     assert seconds["disk"] > seconds["host"]
 
 
+def test_further_parts_of_a_visit_cost_less_than_the_first_where_that_is_known() -> None:
+    """Three prompts of unlike lengths, each a part of its own."""
+    first = Key(Op.COMPUTE, 0, 1, 0)
+
+    def overhead(machine: Machine, **options: object) -> float:
+        return Pricing(planned(block_of([[9, 5, 2]]), False, **options), on(machine, False)).compute_parts(first)["overhead"]
+
+    warm = replace(MACHINE, part_seconds={"attention": 1e-4})
+    assert overhead(MACHINE, prefill_tokens=9) == pytest.approx(3 * 3e-4)
+    assert overhead(warm, prefill_tokens=9) == pytest.approx(3e-4 + 2 * 1e-4)
+    assert overhead(warm, prefill_tokens=1000) == pytest.approx(3e-4), "all in one part"
+
+
 def test_what_a_read_waits_for_beside_its_bytes_is_no_work_of_its_lane() -> None:
     """Two workers read. A lane with one worker does one task after the other, with all that it costs."""
     pricing = Pricing(planned(block_of([[4, 2]]), False), on(MACHINE, False))

@@ -340,7 +340,8 @@ def test_attention_of_prompts_is_causal_and_one_kind_evicts() -> None:
 def test_visits_are_of_tasks_of_a_run(tmp_path: Path) -> None:
     found = figures(*visits(BENCH, BENCH, tmp_path, "float32", TINY))
     rates = {found.pop("kv_read_per_s"), found.pop("kv_write_per_s")}
-    assert set(found) == {"visit_seconds attention", "visit_seconds mlp", "task_seconds"}
+    kinds = {f"{what} {kind}" for what in ("visit_seconds", "part_seconds") for kind in ("attention", "mlp")}
+    assert set(found) == {*kinds, "task_seconds"}
     assert all(0 < one < math.inf for one in (*found.values(), *rates))
     assert list(tmp_path.iterdir()) == []
 
