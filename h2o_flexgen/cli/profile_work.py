@@ -18,7 +18,8 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
-from h2o_flexgen.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file
+from h2o_flexgen.planning.machines import machine_file
+from h2o_flexgen.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file, told_of_disturbance
 from h2o_flexgen.profiling.machine import profile
 from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.profiling.sizes import FULL, QUICK
@@ -33,7 +34,7 @@ def work(request: ProfileRequest) -> None:
         folder = Path(request.site.offload_dir or default_offload_folder()).expanduser()
         device, dtype, file = open_device(request.site.device), request.dtype, request.file
         sizes = QUICK if request.quick else FULL
-        mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others()
+        mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others(folder)
         note_partial(mark, progress.note)
         progress.note(f"measuring this machine takes {sizes.time_on(device.accelerator)}")
         machine = profile(
@@ -45,14 +46,15 @@ def work(request: ProfileRequest) -> None:
             lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
             partial_file(mark),
         )
-        seconds, warning = time.perf_counter() - begun, others.warning()
-        kept = keep(machine, mark, warning)
+        seconds = time.perf_counter() - begun
+        machine = keep(replace(machine, disturbed=(*machine.disturbed, *others.disturbances())), mark)
+        kept = machine_file(mark.name)
         if file is not None:
             machine = replace(machine, name=file.stem)
-            machine.save(file, about(mark, warning))
+            machine.save(file, about(mark))
     say(machine_lines(machine))
     say(["", f"measured in {seconds:.0f} s and kept in {kept}" + (f", and written to {file}" if file else "")])
-    say([warning] if warning else [])
+    say([told_of_disturbance(machine)] if machine.disturbed else [])
     print(json.dumps({"profile": asdict(machine), "seconds": round(seconds, 1), "kept": str(kept)}), flush=True)
 
 
@@ -94,6 +96,8 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "norms, activations, additions", _values(machine.values_per_s)
     for kind, seconds in machine.visit_seconds.items():
         yield f"a visit of {kind}, beside its work", _seconds(seconds)
+    for kind, seconds in machine.part_seconds.items():
+        yield f"a further part of {kind}, beside its work", _seconds(seconds)
     yield "a read, beside its bytes", _seconds(machine.task_seconds)
 
 

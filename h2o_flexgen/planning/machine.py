@@ -63,7 +63,10 @@ class Machine:
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
     values_per_s: float = inf  # norms, activations and additions: values that pass through one, each time
     visit_seconds: Mapping[str, float] = field(default_factory=dict)  # an attention, a mlp, an eviction: beside its work
+    part_seconds: Mapping[str, float] = field(default_factory=dict)  # each further part of a visit; else as the visit
     not_measured: tuple[str, ...] = ()  # what was too slow to be measured in time, and what it is taken for: for people
+    disturbed: tuple[str, ...] = ()  # what may have made figures worse while they were measured: for people
+    measurements: int = 1  # profiles that the figures were taken from
 
     @property
     def has_accelerator(self) -> bool:
@@ -128,12 +131,24 @@ class Machine:
         return rates[lane]
 
     def at_best(self, again: Machine) -> Machine:
-        """The better of two measurements of one machine: its disk and its products at the faster of the two."""
+        """The better of two measurements of one machine, figure by figure. What disturbs a measurement makes it slower, so that
+        the faster of two is nearer to what the machine can do. Figures that are ratios or differences of measured seconds stay
+        as they are here, since a disturbance changes them either way."""
+        rates = {name: max(getattr(self, name), getattr(again, name)) for name in _RATES}
+        plain = {dtype: rate for dtype, rate in again.attention_flops_per_s.items() if dtype in DTYPE_BYTES}
         return replace(
             self,
-            disk_read_per_s=max(self.disk_read_per_s, again.disk_read_per_s),
+            **rates,
+            attention_bytes_per_s=_faster(self.attention_bytes_per_s, again.attention_bytes_per_s),
+            decoded_values_per_s=_faster(self.decoded_values_per_s, again.decoded_values_per_s),
+            prompt_flops_per_s=_faster(self.prompt_flops_per_s, again.prompt_flops_per_s),
+            attention_flops_per_s=_faster(self.attention_flops_per_s, plain),
             flops_per_s=_better(self.flops_per_s, again.flops_per_s),
             packed_flops_per_s=_better(self.packed_flops_per_s, again.packed_flops_per_s),
+            task_seconds=min(self.task_seconds, again.task_seconds),
+            visit_seconds=_sooner(self.visit_seconds, again.visit_seconds),
+            part_seconds=_sooner(self.part_seconds, again.part_seconds),
+            measurements=self.measurements + again.measurements,
         )
 
     def as_it_is(self, now: Machine) -> Machine:
@@ -209,11 +224,16 @@ def at_rows(curve: Curve, rows: float) -> float:
 
 
 def _better(curves: Mapping[str, Curve], again: Mapping[str, Curve]) -> dict[str, Curve]:
-    """The faster of two measurements at the same rows."""
+    """The curves, at rows that were measured in both with the faster of the two."""
+    known = {kind: dict(curve) for kind, curve in again.items()}
     return {
-        kind: tuple((rows, max(rate, other)) for (rows, rate), (_, other) in zip(curve, again[kind]))
+        kind: tuple((rows, max(rate, known.get(kind, {}).get(rows, rate))) for rows, rate in curve)
         for kind, curve in curves.items()
     }
+
+
+def _faster(rates: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
+    return {kind: max(rate, again.get(kind, rate)) for kind, rate in rates.items()}
 
 
 def _changed(curves: Mapping[str, Curve], measured: Mapping[str, Curve]) -> dict[str, Curve]:
@@ -225,11 +245,16 @@ def _changed(curves: Mapping[str, Curve], measured: Mapping[str, Curve]) -> dict
     return changed
 
 
+def _sooner(seconds: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
+    return {kind: min(own, again.get(kind, own)) for kind, own in seconds.items()}
+
+
 # rates that processes have each of their own, up to a share of the host's memory; and those that they divide
 _OF_LINKS = ("host_to_device_per_s", "device_to_host_per_s", "unpinned_to_device_per_s", "unpinned_to_host_per_s")
 _OF_ALL = (
     "disk_read_per_s", "disk_write_per_s", "kv_read_per_s", "kv_write_per_s", "host_copy_per_s", "host_read_per_s"
 )  # fmt: skip
+_RATES = (*_OF_LINKS, *_OF_ALL, "values_per_s")  # each of them measured by itself
 _DEFAULTS: Mapping[str, object] = {
     one.name: one.default if one.default_factory is MISSING else one.default_factory()
     for one in fields(Machine)
@@ -387,5 +412,8 @@ _READERS: Mapping[str, Any] = {
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,
+    "part_seconds": _visits,
     "not_measured": _lines_of_text,
+    "disturbed": _lines_of_text,
+    "measurements": _count,
 }

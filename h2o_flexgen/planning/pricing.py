@@ -25,7 +25,7 @@ from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.lanes import longest_by_kind
-from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WRITE, Data, Op
+from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.task import Key, Task
@@ -103,6 +103,10 @@ class Pricing:
             seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # in the same task
         return seconds
 
+    def latency(self, op: Op) -> float:
+        """The seconds of a task that are not the disk's: where a lane has several workers, it does the next task meanwhile."""
+        return self.machine.task_seconds if WORKERS[op.lane] > 1 else 0.0
+
     def _nbytes(self, task: Task | Key) -> float:
         return self.cost.mean_nbytes(task) if self.averaged else self.cost.nbytes(task)
 
@@ -118,7 +122,7 @@ class Pricing:
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
-            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task),
+            "overhead": self._visit_seconds(layer, sum(rows.values())) + self._eviction_seconds(task),
         }
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
@@ -159,8 +163,12 @@ class Pricing:
         """Values of one token that norms, activations and additions pass over; there are none behind logits."""
         return 0.0 if layer.makes_logits else layer.values_around_products
 
-    def _visit_seconds(self, layer: LayerSpec) -> float:
-        return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
+    def _visit_seconds(self, layer: LayerSpec, parts: int) -> float:
+        """Seconds of a visit beside its work. The first of its parts finds neither code nor data of the layer in the caches."""
+        visits, further = self.machine.visit_seconds, self.machine.part_seconds
+        whole = sum(visits.get(kind, 0.0) for kind in layer.visits)
+        again = sum(further.get(kind, visits.get(kind, 0.0)) for kind in layer.visits)
+        return whole + (parts - 1) * again if parts else 0.0
 
     def _eviction_seconds(self, task: Task | Key) -> float:
         """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes. Each level
@@ -227,12 +235,15 @@ class Pricing:
 
     def lane_seconds(self, step: int) -> dict[str, float]:
         """Seconds that each lane works in one step: the step takes at least the longest. Of several devices' lanes of a kind it
-        is the one that works longest."""
+        is the one that works longest. What tasks wait for beside others in their lane is no work of the lane."""
         return self._by_lane(self._priced(step))
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
-        """The tasks of a step and their seconds, with all slices of weights together."""
-        return [(key, self.schedule.parts(key.op) * self.seconds(key)) for key in self.schedule.in_step(step)]
+        """The tasks of a step and the seconds for which they keep their lane, with all slices of weights together."""
+        return [
+            (key, self.schedule.parts(key.op) * (self.seconds(key) - self.latency(key.op)))
+            for key in self.schedule.in_step(step)
+        ]
 
     def _by_lane(self, priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
         lanes, total = self.schedule.traffic.lanes, dict[str, float]()
@@ -297,7 +308,9 @@ class Pricing:
 
     def simulated(self) -> Trace:
         """The trace of the block as it should run on this machine."""
-        return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead, lanes=self.schedule.traffic.lanes)
+        schedule = self.schedule
+        lanes, latency = schedule.traffic.lanes, lambda task: self.latency(task.op)
+        return simulate(schedule.tasks(), self.seconds, schedule.ahead, lanes=lanes, latency=latency)
 
 
 def _met(share: float, rows: float) -> float:

@@ -15,7 +15,8 @@ from h2o_flexgen.schedule.trace import Trace
 
 def simulated(pricing: Pricing, steps: Sequence[int]) -> Trace:
     schedule = of_so_many_steps(pricing.schedule, len(steps))
-    return simulate(schedule.tasks(), _SecondsOf(pricing, steps), schedule.ahead, lanes=schedule.traffic.lanes)
+    tasks, priced = schedule.tasks(), _Priced(pricing, steps)
+    return simulate(tasks, priced.seconds, schedule.ahead, lanes=schedule.traffic.lanes, latency=priced.latency)
 
 
 def of_so_many_steps(schedule: Schedule, steps: int) -> Schedule:
@@ -33,14 +34,17 @@ def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
     return [spent[step] for step in sorted(spent)]
 
 
-class _SecondsOf:
-    """The seconds of a task, whose step stands for another one."""
+class _Priced:
+    """The seconds and the latency of a task, whose step stands for another one."""
 
     def __init__(self, pricing: Pricing, steps: Sequence[int]) -> None:
         self._pricing, self._steps = pricing, steps
         self._stretches = {step: pricing.stretches(step) for step in set(steps)}
 
-    def __call__(self, task: Task) -> float:
+    def seconds(self, task: Task) -> float:
         op, at, layer, batch, _ = task
         step = self._steps[at]
         return self._stretches[step][op] * self._pricing.seconds(Key(op, step, layer, batch))
+
+    def latency(self, task: Task) -> float:
+        return self._stretches[self._steps[task.step]][task.op] * self._pricing.latency(task.op)

@@ -3,6 +3,7 @@ and without scores."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.profiling.sizes import Sizes
-from h2o_flexgen.profiling.subject import Bench, Figures, Subject
+from h2o_flexgen.profiling.subject import Bench, Figures, OfRounds, Subject
 from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
@@ -53,12 +54,12 @@ def decode_reading(benches: Mapping[str, Bench], dtype: str, sizes: Sizes) -> li
         step = Step.of(benches[tier], heads, coding, rows, sizes.slots)
         return {f"{READING} {tier}": step.cache.image.nbytes / benches[tier].clock.of(step)}
 
-    return [_of_rows(f"decode attention, {tier}", partial(measure, tier), sizes) for tier in benches]
+    return [_of_rows(f"decode attention, {tier}", partial(measure, tier), sizes, max) for tier in benches]
 
 
-def _of_rows(title: str, measure: Callable[[int], Figures], sizes: Sizes) -> Subject:
+def _of_rows(title: str, measure: Callable[[int], Figures], sizes: Sizes, of_rounds: OfRounds = statistics.median) -> Subject:
     """Few rows first, then as many as a cache cannot hold."""
-    return Subject(title, measure, (max(1, sizes.kv_rows // FEWER), sizes.kv_rows), weight=WEIGHT)
+    return Subject(title, measure, (max(1, sizes.kv_rows // FEWER), sizes.kv_rows), weight=WEIGHT, of_rounds=of_rounds)
 
 
 def decode_computing(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> list[Subject]:
@@ -68,7 +69,7 @@ def decode_computing(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Siz
         step, flops = _grouped(bench, PLAIN, name, sizes.queries_per_key, rows, sizes)
         return {f"{COMPUTING} {name}": flops / bench.clock.of(step)}
 
-    plain = [_of_rows(f"decode attention, {name}, grouped", partial(measure, name), sizes) for name in dtypes]
+    plain = [_of_rows(f"decode attention, {name}, grouped", partial(measure, name), sizes, max) for name in dtypes]
     return [*plain, *(_packed_computing(bench, codec, dtype, sizes) for codec in ROW_FORMS)]
 
 
@@ -149,7 +150,7 @@ def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> S
         return {f"{PROMPTS} {kind}": flops / bench.clock.of(lambda: cache.attend(now, given))}
 
     sizes_of_heads = max(1, sizes.heads // FEWER), sizes.heads
-    return Subject(f"attention of prompts, {kind}", measure, sizes_of_heads, weight=WEIGHT)
+    return Subject(f"attention of prompts, {kind}", measure, sizes_of_heads, weight=WEIGHT, of_rounds=max)
 
 
 def _cache(bench: Bench, heads: Heads, coding: Coding, occupancy: Occupancy, plan: Plan | None) -> KVCache:

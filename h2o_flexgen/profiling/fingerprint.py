@@ -20,6 +20,7 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.profiling.measure import describe_machine
 
 GB = 10**9
+VERSION = 2  # of what is measured, and of what a profile says of it: profiles of another version are measured anew
 UNKNOWN = "unknown"
 LIMITS = (
     "ONEDNN_MAX_CPU_ISA",
@@ -49,6 +50,7 @@ class Fingerprint:
                 "instructions": instructions(),
                 "disk": file_system(offload_folder),
                 "dtype": dtype,
+                "profile": f"version {VERSION}",
             }
         )
 

@@ -1,5 +1,6 @@
-"""Saved profiles: a machine is measured once, and every later request gets the saved result. Without one, a machine is known as
-far as its memory and its disk say."""
+"""Saved profiles: a machine is measured once, and every later request gets the saved result. A measurement that was disturbed
+is repeated when the machine is quiet, and the better figures of both are saved. Without a profile, a machine is known as far
+as its memory and its disk say."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.profiling.apart import profile_apart
 from h2o_flexgen.profiling.fingerprint import Fingerprint
-from h2o_flexgen.profiling.others import WARNING, Others
+from h2o_flexgen.profiling.others import Others, is_quiet
 from h2o_flexgen.profiling.sizes import QUICK
 from h2o_flexgen.profiling.subject import OnSubject
 
+MOST_MEASUREMENTS = 3  # that nobody asked for: on a machine that is never at rest, a profile would be measured for every plan
 OnNote = Callable[[str], None]
 
 
@@ -35,28 +37,54 @@ def profiled(
     on_note: OnNote | None = None,
     on_subject: OnSubject | None = None,
 ) -> Machine:
-    """This machine's saved profile, however old: the file says when it was made. Without one, the machine is measured now."""
+    """This machine's saved profile, however old: the file says when it was made. Without one, the machine is measured now; also
+    where the saved one was disturbed and other processes are quiet now."""
     note, mark = on_note or (lambda line: None), fingerprint_of(device, offload_folder, dtype)
     try:
         found = saved_machine(mark.name)
     except ValueError as error:
         note(f"{error}; the machine is measured anew")
         found = None
-    if found is not None:
-        for line in _warnings_of(machine_file(mark.name)):
-            note(f"this machine's profile may be off: {line}")
+    if found is not None and not _is_to_be_repeated(found, offload_folder):
+        _note_disturbed(found, note)
         return found
     note_partial(mark, note)
-    note(f"this machine was not measured yet; that takes {QUICK.time_on(device.accelerator)}, once")
-    others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
-    machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
-    machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # without the measuring process's share
-    warning = others.warning()
-    keep(machine, mark, warning)
-    if warning:
-        note(warning)
+    what = "was not measured yet; that" if found is None else "is quiet now, but was not when it was measured; to repeat that"
+    note(f"this machine {what} takes {QUICK.time_on(device.accelerator)}, once")
+    try:
+        machine = keep(_measured(device, offload_folder, mark, dtype, on_subject), mark)
+    except (ValueError, MemoryError, OSError) as error:
+        if found is None:
+            raise
+        note(f"{error}; the profile that is kept is used")
+        return found
+    _note_disturbed(machine, note)
     note(f"this machine's profile is kept in {machine_file(mark.name)}; `python -m h2o_flexgen.profile` measures it at length")
     return machine
+
+
+def _measured(
+    device: Device, offload_folder: Path, mark: Fingerprint, dtype: str | None, on_subject: OnSubject | None
+) -> Machine:
+    """This machine as it is now, measured in another process, whose share of the memory does not count."""
+    others, host_bytes, device_bytes = Others(offload_folder), available_bytes(), device.free_bytes() or 0
+    machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
+    disturbed = (*machine.disturbed, *others.disturbances())
+    return replace(machine, host_bytes=host_bytes, device_bytes=device_bytes, disturbed=disturbed)
+
+
+def _is_to_be_repeated(found: Machine, offload_folder: Path) -> bool:
+    return bool(found.disturbed) and found.measurements < MOST_MEASUREMENTS and is_quiet(offload_folder)
+
+
+def _note_disturbed(machine: Machine, note: OnNote) -> None:
+    if machine.disturbed:
+        note(f"this machine's profile may be off: {told_of_disturbance(machine)}")
+
+
+def told_of_disturbance(machine: Machine) -> str:
+    """What disturbed a profile and how to mend it, in a line."""
+    return f"{' and '.join(machine.disturbed)}; `python -m h2o_flexgen.profile` measures again, and the better figures count"
 
 
 def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
@@ -82,25 +110,35 @@ def note_partial(mark: Fingerprint, note: OnNote) -> None:
         note("a profile of this machine was stopped; what it measured at the same sizes is not measured again")
 
 
-def _warnings_of(file: Path) -> list[str]:
-    """The warnings written above a profile when it was made."""
-    head = (line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-    return [line for line in head if line.startswith(WARNING)]
-
-
 def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:
     return Fingerprint.of(device, offload_folder, dtype or site_of(device.kind, device.accelerator).usual_dtype())
 
 
-def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:
-    return save_machine(mark.name, machine, about(mark, warning))
+def keep(machine: Machine, mark: Fingerprint) -> Machine:
+    """Saves a new profile, and returns what is saved: if it or the one before was disturbed, the better figures of both."""
+    try:
+        before = saved_machine(mark.name)
+    except ValueError:  # a damaged file, which is replaced
+        before = None
+    together = machine if before is None else _together(before, machine)
+    save_machine(mark.name, together, about(mark))
+    return together
 
 
-def about(mark: Fingerprint, warning: str = "") -> str:
-    """The text above a profile: when it was measured, on what, and how far it can be trusted."""
+def _together(before: Machine, now: Machine) -> Machine:
+    """Puts two profiles together. If nothing disturbed them, the later one counts, for machines change. Ratios and differences
+    are taken from the one that was measured at rest."""
+    if not before.disturbed and not now.disturbed:
+        return now
+    found = before.at_best(now) if now.disturbed and not before.disturbed else now.at_best(before)
+    return replace(found, host_bytes=now.host_bytes, device_bytes=now.device_bytes, disk_bytes=now.disk_bytes)
+
+
+def about(mark: Fingerprint) -> str:
+    """The text above a profile: when it was measured, and on what."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     head = f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:"
-    return "\n".join([head, *(f"{name}: {value}" for name, value in mark.parts.items()), *filter(None, [warning])])
+    return "\n".join([head, *(f"{name}: {value}" for name, value in mark.parts.items())])
 
 
 def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Progress) -> Machine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from h2o_flexgen.quant.codec import ROW_FORMS
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
 SHARE_OF_DEVICE = 4  # a device's allocator also keeps what was freed, up to three times as much
 SHARE_TO_FILL = 0.1  # of the time, for the memory that is measured with
+UNSTEADY = 1.5  # times that figures of a round may be better than those of another, before the machine counts as disturbed
 
 
 def profile(
@@ -61,12 +63,15 @@ def profile(
             subjects = [disk, *_subjects(memories, dtype, sizes, stopwatch, budget, watch)]
             figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, budget, watch, taken).items()}
             not_measured = _told(missing(subjects, figures), figures)
+            unsteadiness = taken.unsteadiness(subject.title for subject in subjects)
             del subjects
     finally:
         device.give_back_freed()
         give_back_freed()
     taken.forget()
-    return _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures, not_measured)
+    machine = _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures, not_measured)
+    disturbed = f"figures changed by a factor of {unsteadiness:.1f} from one round to the next"
+    return replace(machine, disturbed=(disturbed,)) if unsteadiness > UNSTEADY else machine
 
 
 def _subjects(
@@ -152,6 +157,7 @@ def _machine(
         prompt_flops_per_s=_rates(figures, attention.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),
         visit_seconds=_rates(figures, visits.VISIT, VISITS),
+        part_seconds=_rates(figures, visits.PART, VISITS),
         not_measured=not_measured,
     )
 

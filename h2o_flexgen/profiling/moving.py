@@ -165,6 +165,6 @@ def links(bench: Bench, host: Bench, sizes: Sizes, page_locked: HostTier) -> lis
 
     of_link = {True: page_locked.alloc(nbytes)[:nbytes], False: host.pool.data[:nbytes]}
     return [
-        Subject(f"link, {'page-locked' if pinned else 'pageable'} memory", both_ways(here, pinned))
+        Subject(f"link, {'page-locked' if pinned else 'pageable'} memory", both_ways(here, pinned), of_rounds=max)
         for pinned, here in of_link.items()
     ]

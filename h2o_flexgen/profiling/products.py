@@ -74,7 +74,7 @@ class Curve:
     def _point(self, bench: Bench, price: str, rows: int, side: int, behind: str) -> Subject:
         figure = point(PRODUCTS if self.form == PLAIN else PACKED_PRODUCTS, price, rows)
         title, multiply = f"products, {price}, {rows} row{'s' * (rows > 1)}", partial(self._measured, bench, side, figure)
-        return Subject(title, multiply, (rows,), figure=figure, behind=behind)
+        return Subject(title, multiply, (rows,), figure=figure, behind=behind, of_rounds=max)
 
     def _measured(self, bench: Bench, side: int, figure: str, rows: int) -> Figures:
         """Each call takes another matrix, which no cache holds."""
@@ -107,7 +107,10 @@ def curves(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> lis
 def decoding(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
     """Decoding of every form of matrices."""
     forms = measured_forms()
-    return [Subject(f"decoding {form}", partial(_decoding, bench, dtype, form), _sides(form, sizes)) for form in forms]
+    return [
+        Subject(f"decoding {form}", partial(_decoding, bench, dtype, form), _sides(form, sizes), of_rounds=max)
+        for form in forms
+    ]
 
 
 def _sides(form: str, sizes: Sizes) -> tuple[int, ...]:
@@ -144,7 +147,8 @@ def values(bench: Bench, dtype: str, sizes: Sizes) -> Subject:
         layers = [one for model in _models(dtype, sizes) for one in _layers(bench, model, dtype, rows)]
         return {VALUES: sum(count for count, _ in layers) / sum(bench.clock.of(action) for _, action in layers)}
 
-    return Subject("norms and activations", measure, (max(1, sizes.prompt_tokens // VALUES_AT_FIRST), sizes.prompt_tokens))
+    tokens = max(1, sizes.prompt_tokens // VALUES_AT_FIRST), sizes.prompt_tokens
+    return Subject("norms and activations", measure, tokens, of_rounds=max)
 
 
 def _models(dtype: str, sizes: Sizes) -> tuple[Model, Model]:

@@ -1,13 +1,12 @@
-"""Rounds: every subject is measured once per round, and the median over the rounds counts. The first round finds the sizes; it
-counts only for what is too slow to be measured again. Measurements are saved as they are made, so that a stopped profile can
-continue."""
+"""Rounds: every subject is measured once per round, and the median over the rounds counts, or the best round, as the subject
+says. The first round finds the sizes; it counts only for what is too slow to be measured again. Measurements are saved as they
+are made, so that a stopped profile can continue."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,6 +55,15 @@ class Taken:
             with suppress(OSError):
                 self.file.unlink()
 
+    def unsteadiness(self, titles: Iterable[str]) -> float:
+        """How many times better figures were in their best round than in their worst: of those measured more than once, the
+        tenth that changed most changed by so much or more."""
+        found = []
+        for each in ([*self.figures(title)] for title in titles):
+            if len(each) > 1:
+                found += [max(values) / min(values) for name in each[0] if min(values := [one[name] for one in each]) > 0]
+        return sorted(found)[len(found) * 9 // 10] if found else 1.0
+
     def figures(self, title: str) -> Iterator[Figures]:
         """The figures that count: those of the first round only if there are no others."""
         rounds = sorted(number for number, known in self.known if known == title)
@@ -102,12 +110,14 @@ class Rounds:
         self.watch.total = (1 + self.rounds) * len(self.subjects)
         for number in range(1 + self.rounds):
             self._round(number)
-        figures: dict[str, list[float]] = defaultdict(list)
+        figures: dict[str, float] = {}
         for subject in self.subjects:
+            each = defaultdict[str, list[float]](list)
             for one in self.taken.figures(subject.title):
                 for name, value in one.items():
-                    figures[name].append(value)
-        return {name: statistics.median(values) for name, values in figures.items()}
+                    each[name].append(value)
+            figures |= {name: subject.of_rounds(values) for name, values in each.items()}
+        return figures
 
     def _round(self, number: int) -> None:
         whole = sum(subject.weight for subject in self.subjects)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from h2o_flexgen.memory.device import Device
@@ -14,12 +14,16 @@ CALLS_AT_ONCE = 8  # given to an accelerator before it is awaited
 ENOUGH = 0.5  # seconds of a measurement that does not have to be longer
 OnSubject = Callable[[str, int, int], None]  # subject, measurements done, measurements in all
 Figures = Mapping[str, float]
+OfRounds = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
 class Subject:
     """It is measured at the largest of its sizes for which there is time. A point of a curve has one size: if there is no time
-    for it, its figure stays unknown. All others, and the first point of a curve, are measured whatever it takes."""
+    for it, its figure stays unknown. All others, and the first point of a curve, are measured whatever it takes.
+
+    Of several rounds the best counts where other processes can only make a figure worse: rates of computing and copying. The
+    middle counts for a disk, whose own rate changes, and for differences and ratios, which a disturbance changes either way."""
 
     title: str  # for people
     measure: Callable[[int], Figures]  # figures by name, at a size
@@ -28,6 +32,7 @@ class Subject:
     weight: float = 1.0  # its part of the time of a profile, as against others'
     figure: str = ""  # of a point
     behind: str = ""  # the title of the point before it, which tells how long this one will take
+    of_rounds: OfRounds = statistics.median  # what counts of several rounds
 
 
 @dataclass
@@ -95,4 +100,4 @@ class Bench:
 
     def rate(self, title: str, figure: str, work: float, action: Callable[[], object]) -> Subject:
         """A subject with one figure: so much work by the seconds of a call."""
-        return Subject(title, lambda _: {figure: work / self.clock.of(action)})
+        return Subject(title, lambda _: {figure: work / self.clock.of(action)}, of_rounds=max)

@@ -36,7 +36,7 @@ from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 
-TASK, VISIT = "task_seconds", "visit_seconds"
+TASK, VISIT, PART = "task_seconds", "visit_seconds", "part_seconds"
 KINDS = (ATTENTION_VISIT, MLP_VISIT)
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
 KV = {"kv_read_per_s": Op.READ_KV.lane, "kv_write_per_s": Op.WRITE_KV.lane}  # field -> lane
@@ -55,7 +55,7 @@ def visits(bench: Bench, host: Bench, folder: Path, dtype: str, sizes: Sizes, wa
     steps, tokens = (min(FEW_STEPS, sizes.steps), sizes.steps), max(1, sizes.kv_rows * sizes.slots // 2)
     of_kv = tuple(dict.fromkeys(max(1, tokens // shrink**2) for shrink in SHRINKS))
     return [
-        Subject("visits of layers", trials.of_visits, steps, weight=WEIGHT),
+        Subject("visits of layers", trials.of_visits, steps, weight=WEIGHT, of_rounds=min),
         Subject("reads of next to nothing", trials.of_reads, steps, weight=WEIGHT),
         Subject("KV on disk", trials.of_kv, of_kv, enough=inf, weight=WEIGHT_OF_KV),
     ]
@@ -77,11 +77,14 @@ class Trials:
         return self.clock.device
 
     def of_visits(self, steps: int) -> Figures:
-        """Visits with weights in memory, so that nothing else needs the processor."""
+        """Visits with weights in memory, so that nothing else needs the processor: once with caches that are emptied between
+        them, and once without that, since further parts of a visit find there what the first has used."""
         between = None if self.device.accelerator else Between(self.displacing)
         spec, trace = self._tiny(Shares(1.0, 0.0), steps, between)
         own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
-        return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
+        whole = {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
+        warm = trace if between is None else self._tiny(Shares(1.0, 0.0), steps)[1]
+        return {**whole, **{f"{PART} {kind}": _median(spec, warm, Op.COMPUTE, (kind,)) for kind in KINDS}}
 
     def of_reads(self, steps: int) -> Figures:
         return {TASK: _median(*self._tiny(Shares(0.0, 0.0), steps), Op.READ_W, KINDS)}

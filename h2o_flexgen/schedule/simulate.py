@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from h2o_flexgen.schedule.lanes import Lanes
+from h2o_flexgen.schedule.lanes import Lanes, kind_of
+from h2o_flexgen.schedule.ops import WORKERS
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
@@ -26,23 +27,29 @@ def simulate(
     ahead: int | None = 1,
     nbytes: Callable[[Task], int] = lambda task: 0,
     lanes: Lanes = ONE_DEVICE,
+    latency: Callable[[Task], float] = lambda task: 0.0,
 ) -> Trace:
     """One pass in issue order: a task starts when its lane is free, its needs have ended and it is issued.
 
-    A lane does one task at a time here: a second worker of a lane hides latency, but the bandwidth is the lane's."""
+    The bandwidth of a lane is that of one task at a time. A second worker hides latency: the seconds at the end of a task in
+    which its lane can do the next one already. A task that is alone in its lane hides nothing."""
     if ahead is not None and ahead < 0:
         raise ValueError(f"ahead is {ahead}; give 0 or more, or None for no limit")
     ends: dict[Key, float] = {}
     lane_free: dict[str, float] = {}
+    workers_free: dict[str, list[float]] = {}
     window: deque[float] = deque(maxlen=None if ahead is None else ahead + 1)  # ends of the last COMPUTEs issued
     spans = []
     for task in tasks:
         key, lane = task.key, lanes.of(task)
-        start = max(window[0] if len(window) == window.maxlen else 0.0, lane_free.get(lane, 0.0))
+        workers = workers_free.setdefault(lane, [0.0] * WORKERS[kind_of(lane)])
+        start = max(window[0] if len(window) == window.maxlen else 0.0, lane_free.get(lane, 0.0), min(workers))
         for need in task.needs:
             if ends[need] > start:
                 start = ends[need]
-        end = ends[key] = lane_free[lane] = start + seconds(task)
+        end = ends[key] = start + seconds(task)
+        lane_free[lane] = end - latency(task)
+        workers[workers.index(min(workers))] = end
         if lane == lanes.of_head:
             window.append(end)
         spans.append(Span(key, lane, start, end, nbytes(task)))

@@ -98,7 +98,11 @@ def test_of_two_measurements_the_faster_rates_count() -> None:
     again = replace(SMALL, disk_read_per_s=1e9, flops_per_s={"float16": ((1, 2e12), (16, 8e12), (256, 60e12))})
     assert SMALL.at_best(again) == again.at_best(replace(SMALL, name=again.name))
     assert SMALL.at_best(again).flops_per_s == {"float16": ((1, 2e12), (16, 9e12), (256, 60e12))}
-    assert SMALL.at_best(again).disk_read_per_s == 2e9
+    assert SMALL.at_best(again).disk_read_per_s == 2e9 and SMALL.at_best(again).measurements == 2
+    times = replace(SMALL, task_seconds=1.0, visit_seconds={"mlp": 3.0}, disk_both=1.2, head_seconds=4.0)
+    found = times.at_best(replace(times, task_seconds=0.5, visit_seconds={"mlp": 2.0}, disk_both=1.6, head_seconds=0.1))
+    assert (found.task_seconds, found.visit_seconds) == (0.5, {"mlp": 2.0})
+    assert (found.disk_both, found.head_seconds) == (1.2, 4.0), "a ratio and a difference of seconds: no better one"
     one, other = (replace(SMALL, packed_flops_per_s={"int8 tiles4": ((1, rate), (9, 6.0))}) for rate in (3.0, 5.0))
     assert one.at_best(other).packed_flops_per_s == other.packed_flops_per_s
 

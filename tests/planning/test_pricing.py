@@ -15,7 +15,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import READ, Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key
 from tests.inverted import Inverted, registered
@@ -63,7 +63,7 @@ def test_the_seconds_of_a_step_are_those_of_its_tasks(
         total: Counter[str] = Counter()
         for task in pricing.schedule.tasks():
             if task.step == step:
-                total[task.lane] += pricing.seconds(task)  # type: ignore[assignment]
+                total[task.lane] += pricing.seconds(task) - pricing.latency(task.op)  # type: ignore[assignment]
         assert pricing.lane_seconds(step) == pytest.approx(dict(total))
 
 
@@ -88,6 +88,29 @@ def test_hidden_states_of_equal_batches_cost_what_their_own_tier_takes() -> None
     both = [pricing.seconds(Key(Op.LOAD_H, 0, 1, batch)) for batch in (0, 1)]
     assert sorted(of.placement.hidden) == ["disk", "host"] and both == [seconds[tier] for tier in of.placement.hidden]
     assert seconds["disk"] > seconds["host"]
+
+
+def test_further_parts_of_a_visit_cost_less_than_the_first_where_that_is_known() -> None:
+    """Three prompts of unlike lengths, each a part of its own."""
+    first = Key(Op.COMPUTE, 0, 1, 0)
+
+    def overhead(machine: Machine, **options: object) -> float:
+        return Pricing(planned(block_of([[9, 5, 2]]), False, **options), on(machine, False)).compute_parts(first)["overhead"]
+
+    warm = replace(MACHINE, part_seconds={"attention": 1e-4})
+    assert overhead(MACHINE, prefill_tokens=9) == pytest.approx(3 * 3e-4)
+    assert overhead(warm, prefill_tokens=9) == pytest.approx(3e-4 + 2 * 1e-4)
+    assert overhead(warm, prefill_tokens=1000) == pytest.approx(3e-4), "all in one part"
+
+
+def test_what_a_read_waits_for_beside_its_bytes_is_no_work_of_its_lane() -> None:
+    """Two workers read. A lane with one worker does one task after the other, with all that it costs."""
+    pricing = Pricing(planned(block_of([[4, 2]]), False), on(MACHINE, False))
+    assert {op for op in Op if pricing.latency(op)} == {op for op in Op if op.lane == READ}
+    read = next(task for task in pricing.schedule.tasks() if task.op is Op.READ_W)
+    nbytes = pricing.cost.nbytes(read)
+    assert pricing.latency(Op.READ_W) == MACHINE.task_seconds
+    assert pricing.seconds(read) == pytest.approx(nbytes / MACHINE.disk_read_per_s + MACHINE.task_seconds)
 
 
 def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate() -> None:

@@ -29,7 +29,7 @@ from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.machines import machine_file, save_machine
+from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import apart, attention, kept, moving, others, products
@@ -96,9 +96,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, list[tuple
 def test_every_field_is_there_finite_and_above_zero(found: tuple[Machine, object, object]) -> None:
     content = asdict(found[0])
     assert content.pop("device_bytes") == 0
-    assert content.pop("not_measured") == ()
+    assert content.pop("not_measured") == () and content.pop("measurements") == 1
+    content.pop("disturbed")
     values = {name: value for name, value in content.items() if not isinstance(value, str)}
-    assert set(values) == {one.name for one in fields(Machine)} - {"name", "device", "device_bytes", "not_measured"}
+    not_figures = {"name", "device", "device_bytes", "not_measured", "disturbed", "measurements"}
+    assert set(values) == {one.name for one in fields(Machine)} - not_figures
     for name, value in values.items():
         curves = (
             [rate for curve in value.values() for _, rate in curve] if name in ("flops_per_s", "packed_flops_per_s") else []
@@ -338,7 +340,8 @@ def test_attention_of_prompts_is_causal_and_one_kind_evicts() -> None:
 def test_visits_are_of_tasks_of_a_run(tmp_path: Path) -> None:
     found = figures(*visits(BENCH, BENCH, tmp_path, "float32", TINY))
     rates = {found.pop("kv_read_per_s"), found.pop("kv_write_per_s")}
-    assert set(found) == {"visit_seconds attention", "visit_seconds mlp", "task_seconds"}
+    kinds = {f"{what} {kind}" for what in ("visit_seconds", "part_seconds") for kind in ("attention", "mlp")}
+    assert set(found) == {*kinds, "task_seconds"}
     assert all(0 < one < math.inf for one in (*found.values(), *rates))
     assert list(tmp_path.iterdir()) == []
 
@@ -448,6 +451,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Names of machines that were really measured; a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(others, "_busy_seconds", others._own_seconds)  # nobody else works
+    monkeypatch.setattr(others, "_moved_bytes", lambda folder: 0)
     monkeypatch.setattr(kept, "available_bytes", lambda: _FAST.host_bytes)
     names: list[str] = []
     monkeypatch.setattr(kept, "profile_apart", lambda device, folder, name, *_: names.append(name) or replace(_FAST, name=name))
@@ -537,10 +541,96 @@ def test_a_damaged_profile_is_told_of_and_measured_anew(counted: list[str], tmp_
     assert len(counted) == 2 and str(file) in notes[0] and "measured anew" in notes[0]
 
 
-def test_who_uses_a_profile_is_told_that_it_was_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BUSY = "other processes kept 1.2 cores busy meanwhile"
+
+
+def measured_as(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> None:
+    """The next measurements find these machines."""
+    left = iter(machines)
+    monkeypatch.setattr(kept, "profile_apart", lambda device, folder, name, *_: replace(next(left), name=name))
+
+
+def test_who_uses_a_profile_is_told_that_it_was_disturbed_and_what_mends_it(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "is_quiet", lambda folder: False)
+    mark = kept.fingerprint_of(Device(), tmp_path, None)
+    mends = "`python -m h2o_flexgen.profile` measures again, and the better figures count"
+    told = f"this machine's profile may be off: {BUSY}; {mends}"
+    for disturbed, expected in (((), []), ((BUSY,), [told])):
+        machine_file(mark.name).unlink(missing_ok=True)
+        kept.keep(replace(_FAST, name=mark.name, disturbed=disturbed), mark)
+        notes: list[str] = []
+        assert profiled(Device(), tmp_path, on_note=notes.append).name == mark.name and notes == expected
+    assert counted == [], "a disturbed profile serves while others are busy"
+
+
+def test_a_disturbed_profile_is_measured_again_when_others_are_quiet(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = replace(_FAST, disk_both=1.5)
+    busy = replace(quiet, disturbed=(BUSY,), disk_both=2.0, host_copy_per_s=quiet.host_copy_per_s / 9, disk_read_per_s=9e9)
+    measured_as(monkeypatch, busy, quiet)
+    looks, notes = [False, True], list[str]()
+    monkeypatch.setattr(kept, "is_quiet", lambda folder: looks.pop(0))
+    found = [profiled(Device(), tmp_path, on_note=notes.append) for _ in range(4)]
+    assert found[0] == found[1] and found[2] == found[3] and looks == [], "at rest nobody looks, and nothing is measured again"
+    assert found[0].disturbed == (BUSY,) and found[2].disturbed == ()
+    better = found[2].host_copy_per_s, found[2].disk_read_per_s, found[2].disk_both, found[2].measurements
+    assert better == (quiet.host_copy_per_s, 9e9, 1.5, 2), "what is better of both; ratios are those at rest"
+    assert sum(note.startswith("this machine is quiet now, but was not when it was measured; to repeat") for note in notes) == 1
+
+
+def test_a_machine_that_is_never_at_rest_is_not_measured_for_ever(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = (3e9, 5e9, 4e9)
+    measured_as(monkeypatch, *(replace(_FAST, disturbed=(BUSY,), host_copy_per_s=rate) for rate in rates))
+    monkeypatch.setattr(kept, "is_quiet", lambda folder: True)
+    found = [profiled(Device(), tmp_path).host_copy_per_s for _ in range(5)]
+    assert found == [3e9, 5e9, 5e9, 5e9, 5e9] and len(rates) == kept.MOST_MEASUREMENTS
+
+
+def test_a_disturbed_measurement_does_not_spoil_what_was_measured_at_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mark, busy = kept.fingerprint_of(Device(), tmp_path, None), "other processes kept 1.2 cores busy meanwhile: measure again"
-    for warning, notes in (("", []), (busy, [f"this machine's profile may be off: {busy}"])):
-        kept.keep(replace(_FAST, name=mark.name), mark, warning)
-        told: list[str] = []
-        assert profiled(Device(), tmp_path, on_note=told.append).name == mark.name and told == notes
+    mark = kept.fingerprint_of(Device(), tmp_path, None)
+    slow = {"host_copy_per_s": _FAST.host_copy_per_s / 2, "task_seconds": 9.0, "host_bytes": 7}
+    assert kept.keep(_FAST, mark) == _FAST
+    assert kept.keep(replace(_FAST, **slow, disturbed=(BUSY,)), mark) == replace(_FAST, host_bytes=7, measurements=2)
+    assert kept.keep(replace(_FAST, **slow), mark) == replace(_FAST, **slow), "of two at rest the later one: machines change"
+
+
+def test_a_repetition_that_fails_leaves_the_profile_that_is_kept(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_as(monkeypatch, replace(_FAST, disturbed=(BUSY,)))
+    first, notes = profiled(Device(), tmp_path), list[str]()
+
+    def fails(*_: object) -> Machine:
+        raise MemoryError("it takes 3 GB")
+
+    monkeypatch.setattr(kept, "profile_apart", fails)
+    monkeypatch.setattr(kept, "is_quiet", lambda folder: True)
+    assert profiled(Device(), tmp_path, on_note=notes.append) == first == saved_machine(first.name)
+    assert notes[-1] == "it takes 3 GB; the profile that is kept is used"
+
+
+def test_others_are_told_by_what_they_take_of_the_processor_and_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made-up counters: the processor and the disk of both sides, read at the beginning and at the end of 10 s."""
+    counts = {
+        "_busy_seconds": [5.0, 15.0], "_own_seconds": [1.0, 3.0],
+        "_moved_bytes": [10**9, 4 * 10**9], "_own_moved_bytes": [0, 10**9],
+    }  # fmt: skip
+    clock = iter((0.0, 10.0, 10.0))
+    monkeypatch.setattr(others.time, "perf_counter", lambda: next(clock))
+    for name, values in counts.items():
+        left = iter(values)
+        monkeypatch.setattr(others, name, lambda *_, left=left: next(left))
+    assert others.Others(tmp_path / "not there").disturbances() == (
+        "other processes kept 0.8 cores busy meanwhile",
+        "other processes moved 200 MB/s to and from the disk meanwhile",
+    )

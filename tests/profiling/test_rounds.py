@@ -64,6 +64,26 @@ def test_the_middle_of_the_rounds_counts_and_the_first_does_not() -> None:
     assert order == ["a", "b"] * 4
 
 
+def test_of_rates_of_computing_the_best_round_counts_and_of_times_the_least() -> None:
+    left = {"rate": [9.0, 1.0, 5.0], "seconds": [1.0, 7.0, 8.0]}
+    subjects = [
+        Subject(name, lambda _, name=name: {name: left[name].pop(0)}, of_rounds=best)  # type: ignore[misc]
+        for name, best in (("rate", max), ("seconds", min))
+    ]
+    assert measured(subjects, 2) == {"rate": 5.0, "seconds": 7.0}
+
+
+def test_rounds_that_disagree_tell_of_a_disturbance() -> None:
+    """A few figures that change say nothing; it takes a tenth of them. What was measured once cannot change."""
+    taken, titles = Taken(), [str(place) for place in range(20)]
+    assert taken.unsteadiness(titles) == 1.0
+    for number, round_of in enumerate(([1.0] * 20, [2.0] * 20, [*[2.2] * 18, 8.0, 20.0])):
+        for title, value in zip(titles, round_of):
+            taken.add(number, title, Measurement({title: value}, 1, 0.1))
+    assert taken.unsteadiness(titles) == 4.0
+    assert taken.unsteadiness(titles[:19]) == pytest.approx(1.1)
+
+
 def test_sizes_grow_until_a_measurement_is_long_enough() -> None:
     world = World()
     subjects = [world.subject("fast", 0.001, (1, 8, 64)), world.subject("slow", 0.05, (1, 8, 64))]

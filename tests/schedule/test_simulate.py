@@ -59,6 +59,32 @@ def test_never_below_the_busiest_lane_nor_above_the_sum(kind: type[Schedule]) ->
         assert trace.makespan <= sum(map(seconds, tasks)) + 1e-9
 
 
+@pytest.mark.parametrize(("slots", "each"), [(1, 7.0), (2, 3.5), (3, 3.0), (4, 3.0)])
+def test_the_latency_of_a_read_is_hidden_where_the_next_one_is_in_the_queue(slots: int, each: float) -> None:
+    """A layer computes for 3 s and is read for 3 s and one of latency. With two slots a read waits for the COMPUTE that frees
+    its buffer, so that two layers take a COMPUTE and a whole read; with three the disk is never idle."""
+    schedule = Zigzag(streamed(steps=1, layers=40, batches=1, slots=slots))
+    of_read = {Op.READ_W: 1.0}
+    trace = simulate(
+        schedule.tasks(),
+        by_op({Op.READ_W: 4.0, Op.COMPUTE: 3.0}),
+        schedule.ahead,
+        latency=lambda task: of_read.get(task.op, 0.0),
+    )
+    assert trace.makespan / 40 == pytest.approx(each, rel=0.05)
+
+
+def test_as_many_reads_are_under_way_as_there_are_workers() -> None:
+    """Reads of next to nothing: two at a time, each from its beginning to its end."""
+    reads, writes = ([Task(op, 0, layer, 0, ()) for layer in range(10)] for op in (Op.READ_W, Op.WRITE_KV))
+
+    def seconds(tasks: list[Task], latency: float) -> float:
+        return simulate(tasks, lambda task: 1.0, None, latency=lambda task: latency).makespan
+
+    assert (seconds(reads, 1.0), seconds(reads, 0.0)) == (5.0, 10.0)
+    assert seconds(writes, 1.0) == 10.0, "by one worker"
+
+
 def test_one_slot_means_no_overlap_so_the_makespan_is_the_sum() -> None:
     for seed in range(20):
         random = Random(seed)
