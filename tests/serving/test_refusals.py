@@ -258,6 +258,54 @@ def test_connections_are_bounded_in_number(llm: LLM) -> None:
         second.close()
 
 
+PROMPT = b'{"prompt": "x", "max_tokens": 1}'
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(PROMPT), PROMPT)
+BEHIND = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def answers_of_connection(server: Served, sent: bytes) -> list[bytes]:
+    """All answers up to the end of the connection."""
+    told = b""
+    with server.connected() as raw:
+        raw.settimeout(PATIENCE_SECONDS)
+        raw.sendall(sent)
+        with suppress(ConnectionError):  # not all that was sent is read
+            told = b"".join(iter(lambda: raw.recv(4000), b""))
+    return told.split(b"HTTP/1.1 ")[1:]
+
+
+@pytest.mark.parametrize(
+    ("version", "lengths", "body"),
+    [
+        ("1.1", {"content-length": "5", "transfer-encoding": "chunked"}, CHUNKED),
+        ("1.1", {"transfer-encoding": "Chunked", "Content-Length": str(len(CHUNKED))}, CHUNKED),
+        ("1.0", {"transfer-encoding": "chunked", "connection": "keep-alive"}, CHUNKED),
+        ("1.1", {"content-length": "5", "Content-Length": "6"}, PROMPT),
+        ("1.1", {"content-length": f"{len(PROMPT)}, 5"}, PROMPT),
+        ("1.1", {"content-length": f"+{len(PROMPT)}"}, PROMPT),
+        ("1.1", {"transfer-encoding": "chunked, identity"}, CHUNKED),
+        ("1.1", {"transfer-encoding": "gzip, chunked"}, CHUNKED),
+        ("1.1", {"transfer-encoding": ""}, PROMPT),
+        ("1.1", {"transfer-encoding": "chunked"}, b"0x" + CHUNKED),
+        ("1.1", {"transfer-encoding": "chunked"}, CHUNKED.replace(b"\r\n", b"\n", 1)),
+        ("1.1", {"transfer-encoding": "chunked"}, CHUNKED.replace(b"\r\n0", b"xx0")),
+    ],
+    ids=repr,
+)
+def test_where_the_end_of_a_body_is_unclear_nothing_behind_it_is_answered(
+    server: Served, version: str, lengths: dict[str, str], body: bytes
+) -> None:
+    asking = head("POST /v1/completions", {"content-type": "application/json", **lengths}).replace(b"1.1", version.encode(), 1)
+    told = answers_of_connection(server, asking + body + BEHIND)
+    assert len(told) == 1 and told[0].startswith(b"400 ") and b"connection: close" in told[0].lower()
+
+
+def test_who_sends_two_lengths_is_told_what_to_send(server: Served) -> None:
+    lengths = {"content-length": "0", "transfer-encoding": "chunked"}
+    [told] = answers_of_connection(server, head("GET /health", lengths) + b"0\r\n\r\n" + BEHIND)
+    assert b'"code":"unclear_body_length"' in told and b"send Content-Length alone" in told
+
+
 NEGATIVE = b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n"
 
 
