@@ -13,7 +13,6 @@ from pathlib import Path
 
 from h2o_flexgen.cli.files import check_writable
 from h2o_flexgen.cli.flags import (
-    MOST_IDS,
     NOISE,
     TOKENS,
     TRACEBACK,
@@ -24,6 +23,7 @@ from h2o_flexgen.cli.flags import (
     add_placement,
     add_sharing,
     add_sizes,
+    sampled,
     whole,
 )
 from h2o_flexgen.cli.requests import (
@@ -358,4 +358,4 @@ def _add_defaults(parser: Parser) -> None:
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
     group.truth("--return-token-ids", text="records have token ids beside texts")
     shown = "those of each token, and of the N likeliest"
-    parser.add_sampling().value("--logprobs", "N", shown, whole(0, MOST_IDS), nargs="?", const=0)
+    parser.add_sampling().value("--logprobs", "N", shown, sampled("logprobs"), nargs="?", const=0)
