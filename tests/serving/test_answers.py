@@ -123,6 +123,15 @@ def test_a_chat_whole_and_streamed(client: OpenAI) -> None:
     assert whole.usage.completion_tokens == 6 and {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
+def test_a_developer_is_who_the_system_was(client: OpenAI) -> None:
+    def answer(role: str) -> tuple[str | None, int]:
+        messages: Any = [{"role": role, "content": "ab"}, {"role": "user", "content": "c", "name": "A"}]
+        found = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=4)
+        return found.choices[0].message.content, found.usage.prompt_tokens
+
+    assert answer("developer") == answer("system") != answer("user")
+
+
 def test_what_a_request_leaves_open_is_as_openai_has_it(client: OpenAI) -> None:
     assert client.completions.create(model=MODEL, prompt="a").usage.completion_tokens == 16
     chat = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}])

@@ -75,6 +75,8 @@ def test_a_wrong_field_is_named(http: httpx.Client, fields: dict[str, Any], para
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "message 0 of messages has the role 'wizard'"),
+        ({"messages": [{"role": "user", "contnt": "x"}]}, "messages", "unknown field of message 0 of messages (role user)"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; allowed is 20 at most"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1; allowed is a whole number, 0 to"),
         ({"logprobs": 2}, "logprobs", "logprobs is 2; allowed is true or false"),
