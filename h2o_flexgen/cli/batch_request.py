@@ -69,6 +69,14 @@ request of such a batch, or {{"prompt": ...}} or {{"messages": [...]}} with the 
 called .jsonl it is a text. A job that was interrupted, in whatever way, goes on with {RESUME}.
 Without --model: the small one that travels with the package."""
 
+_AS_THEY_ARE = f"each request of {INPUT} has a prompt of its own, which is taken as long as it is"
+INSTEAD = {
+    "--prompt-len": f"{_AS_THEY_ARE}; --gen-len bounds what is generated",
+    "--num-prompts": f"all requests of {INPUT} are run",
+    **dict.fromkeys(("--prompt", "--prompt-file"), f"prompts stand in {INPUT}, a request per line"),
+    "--rows": "--gpu-batch-size and --num-gpu-batches say how many requests are computed at once",
+}
+
 EPILOG = f"""\
   {PROGRAM} -i in.jsonl -o out.jsonl --model facebook/opt-1.3b
   {PROGRAM} -i in.jsonl -o out.jsonl --model facebook/opt-1.3b {RESUME}
@@ -301,7 +309,7 @@ def _checked(file: InputFile, defaults: Options, begun: Manifest | None, resumin
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} -i in.jsonl -o out.jsonl [--model NAME] [--percent W W KV KV A A] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), INSTEAD)
     group = parser.group("job")
     group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON lines if it is called .jsonl, or texts")
     add_job(group)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.cores import cores
-from h2o_flexgen.core.hints import did_you_mean, shortened, shown
+from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.core.tiers import HOST
@@ -43,6 +45,7 @@ TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n
 GRAPHS_FLAG = "--cuda-graphs"
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 MOST = 1e9  # upper bound of numbers that nothing else bounds
+CALLED = dict.fromkeys(("--max-tokens", "--max-new-tokens"), "--gen-len")  # as other engines name flags
 REPEATABLE = "may be given several times"
 MOST_GPUS = 64  # of a machine
 MOST_SLOTS = 1000  # upper bound of a schedule's buffers
@@ -150,8 +153,17 @@ class Version(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """A parser that says what is wrong in one line; --help has the rest."""
 
-    def __init__(self, program: str, description: str, usage: str | None = None, epilog: str | None = None) -> None:
+    def __init__(
+        self,
+        program: str,
+        description: str,
+        usage: str | None = None,
+        epilog: str | None = None,
+        instead: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`instead`: what helps those who give a flag that this command lacks."""
         super().__init__(program, usage, description, epilog, formatter_class=Help)
+        self._instead = instead
         self.add_argument(
             "--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="the versions of this package and of torch"
         )
@@ -182,8 +194,23 @@ class Parser(argparse.ArgumentParser):
         flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is None:
             self.error(f"{unknown[0]!r} belongs to no flag; a model is given with --model, a text with spaces in quotes")
-        hint = did_you_mean(flag, self._option_string_actions) or "; --help names those that there are"
-        self.error(f"unknown flag {flag}{hint}")
+        self.error(f"unknown flag {flag}{self._hint(flag) or '; --help names those that there are'}")
+
+    def _hint(self, flag: str) -> str:
+        """What helps: what there is instead, who has the flag, or the nearest name. Dashes make no name nearer to another."""
+        if flag in self._instead:
+            return f"; {self._instead[flag]}"
+        if CALLED.get(flag) in self.flags:
+            return f"; it is called {CALLED[flag]}"
+        names = {name.lstrip("-"): name for name in self.flags}
+        near = nearest(flag.lstrip("-"), names)
+        meant = "" if near is None else f"; did you mean {names[near]}?"
+        others: list[str] = import_module("h2o_flexgen.cli.main").commands_with(flag)
+        return f"; it is a flag of {', '.join(others)}{meant}" if others else meant
+
+    @property
+    def flags(self) -> Collection[str]:
+        return self._option_string_actions.keys()
 
     def group(self, title: str | None = None, text: str | None = None) -> Group:
         """Flags under a title; without one, those that belong to no group."""
