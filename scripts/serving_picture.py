@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with serving() as url, others(url), browsing() as browser, visiting(browser, url, asked.width, asked.dark) as visit:
         visit.page.wait_for_timeout(1000 * SECONDS_BEFORE)
         visit.ask(PROMPT, TOKENS, TEMPERATURE)
-        visit.shows("#outcome", "finished")
+        visit.shows("#outcome", "it ended")
         visit.page.screenshot(path=asked.picture, full_page=True)
     print(f"{asked.picture}: {asked.picture.stat().st_size} bytes")
     return 0

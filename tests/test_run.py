@@ -821,6 +821,8 @@ def test_the_highest_verbosity_shows_where_an_error_comes_from(command: Any, opt
         (("--modle", "facebook/opt-1.3b"), ("unknown flag --modle; did you mean --model?",)),
         (("--gen-length=3",), ("unknown flag --gen-length; did you mean --gen-len?",)),
         (("--abacus",), ("unknown flag --abacus; --help",)),
+        (("--output-file=x",), ("unknown flag --output-file; it is a flag of batch; did you mean --output?",)),
+        (("--max-tokens", "3"), ("unknown flag --max-tokens; it is called --gen-len",)),
         (("facebook/opt-1.3b",), ("'facebook/opt-1.3b' belongs to no flag", "--model")),
         (("--model", "m", "--prompt", "The", "ferry"), ("'ferry' belongs to no flag", "quotes")),
     ],

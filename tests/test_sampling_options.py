@@ -138,6 +138,12 @@ def test_several_completions_are_grouped_differ_and_come_again_under_any_plan(
     assert first[0] == first[1]
 
 
+def test_several_greedy_completions_are_the_one_that_there_is(checkpoints: Checkpoints, offload: Path) -> None:
+    with Case(gpu_batch_size=2, num_gpu_batches=2).open(checkpoints, offload) as llm:
+        (one,), (several,) = (llm.generate([[5, 6]], SamplingParams(6, n=n)) for n in (1, 3))
+    assert [output.token_ids for output in several.outputs] == [one.token_ids] * 3
+
+
 def test_the_second_completion_of_one_seed_is_not_the_first_of_another(checkpoints: Checkpoints, offload: Path) -> None:
     with Case().open(checkpoints, offload) as llm:
         found = [llm.generate([[5, 6]], SamplingParams(8, 1.5, n=3, seed=seed))[0].outputs for seed in (3, 4, 5)]

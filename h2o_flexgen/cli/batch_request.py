@@ -13,7 +13,6 @@ from pathlib import Path
 
 from h2o_flexgen.cli.files import check_writable
 from h2o_flexgen.cli.flags import (
-    MOST_IDS,
     NOISE,
     TOKENS,
     TRACEBACK,
@@ -24,6 +23,7 @@ from h2o_flexgen.cli.flags import (
     add_placement,
     add_sharing,
     add_sizes,
+    sampled,
     whole,
 )
 from h2o_flexgen.cli.requests import (
@@ -68,6 +68,14 @@ Run a file of requests and write a record for each as it finishes, in the form o
 request of such a batch, or {{"prompt": ...}} or {{"messages": [...]}} with the same options beside it; in a file that is not
 called .jsonl it is a text. A job that was interrupted, in whatever way, goes on with {RESUME}.
 Without --model: the small one that travels with the package."""
+
+_AS_THEY_ARE = f"each request of {INPUT} has a prompt of its own, which is taken as long as it is"
+INSTEAD = {
+    "--prompt-len": f"{_AS_THEY_ARE}; --gen-len bounds what is generated",
+    "--num-prompts": f"all requests of {INPUT} are run",
+    **dict.fromkeys(("--prompt", "--prompt-file"), f"prompts stand in {INPUT}, a request per line"),
+    "--rows": "--gpu-batch-size and --num-gpu-batches say how many requests are computed at once",
+}
 
 EPILOG = f"""\
   {PROGRAM} -i in.jsonl -o out.jsonl --model facebook/opt-1.3b
@@ -301,7 +309,7 @@ def _checked(file: InputFile, defaults: Options, begun: Manifest | None, resumin
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} -i in.jsonl -o out.jsonl [--model NAME] [--percent W W KV KV A A] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), INSTEAD)
     group = parser.group("job")
     group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON lines if it is called .jsonl, or texts")
     add_job(group)
@@ -358,4 +366,4 @@ def _add_defaults(parser: Parser) -> None:
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
     group.truth("--return-token-ids", text="records have token ids beside texts")
     shown = "those of each token, and of the N likeliest"
-    parser.add_sampling().value("--logprobs", "N", shown, whole(0, MOST_IDS), nargs="?", const=0)
+    parser.add_sampling().value("--logprobs", "N", shown, sampled("logprobs"), nargs="?", const=0)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
-from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.cores import cores
-from h2o_flexgen.core.hints import did_you_mean, shortened, shown
+from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.core.tiers import HOST
@@ -31,7 +33,7 @@ from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.policy import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS
-from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SEED_LIMIT, SamplingParams
+from h2o_flexgen.sampling.params import BOUNDS, LARGEST_SHIFT, SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
@@ -43,8 +45,8 @@ TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n
 GRAPHS_FLAG = "--cuda-graphs"
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 MOST = 1e9  # upper bound of numbers that nothing else bounds
+CALLED = dict.fromkeys(("--max-tokens", "--max-new-tokens"), "--gen-len")  # as other engines name flags
 REPEATABLE = "may be given several times"
-MOST_IDS = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
 MOST_GPUS = 64  # of a machine
 MOST_SLOTS = 1000  # upper bound of a schedule's buffers
 Kind: TypeAlias = "Callable[[str], object] | None"  # reads the value of a flag; None: as it is written
@@ -82,6 +84,18 @@ def number(least: float, most: float = MOST, above: bool = False) -> Callable[[s
     return read
 
 
+def within(bounds: Bounds) -> Callable[[str], float]:
+    """The type of a number that is also given in Python."""
+    if bounds.is_whole:
+        return whole(int(bounds.least), int(bounds.most))
+    return number(bounds.least, bounds.most, bounds.without_least)
+
+
+def sampled(option: str) -> Callable[[str], float]:
+    """The type of an option of sampling."""
+    return within(BOUNDS[option])
+
+
 def memory_size(text: str) -> str:
     """A size in bytes, kept as it was written, since messages and printed flags repeat it."""
     try:
@@ -112,7 +126,7 @@ def _switch(text: str) -> bool:
 
 
 SHARE = number(0, 1, above=True)
-SEED = whole(0, SEED_LIMIT - 1)
+SEED = sampled("seed")
 TOKENS = whole(1, MOST_TOKENS)  # tokens of a text
 SLOTS = whole(0, MOST_TOKENS)  # slots of a KV cache, which never holds more than the tokens of a text
 
@@ -139,8 +153,17 @@ class Version(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """A parser that says what is wrong in one line; --help has the rest."""
 
-    def __init__(self, program: str, description: str, usage: str | None = None, epilog: str | None = None) -> None:
+    def __init__(
+        self,
+        program: str,
+        description: str,
+        usage: str | None = None,
+        epilog: str | None = None,
+        instead: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`instead`: what helps those who give a flag that this command lacks."""
         super().__init__(program, usage, description, epilog, formatter_class=Help)
+        self._instead = instead
         self.add_argument(
             "--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="the versions of this package and of torch"
         )
@@ -171,8 +194,23 @@ class Parser(argparse.ArgumentParser):
         flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is None:
             self.error(f"{unknown[0]!r} belongs to no flag; a model is given with --model, a text with spaces in quotes")
-        hint = did_you_mean(flag, self._option_string_actions) or "; --help names those that there are"
-        self.error(f"unknown flag {flag}{hint}")
+        self.error(f"unknown flag {flag}{self._hint(flag) or '; --help names those that there are'}")
+
+    def _hint(self, flag: str) -> str:
+        """What helps: what there is instead, who has the flag, or the nearest name. Dashes make no name nearer to another."""
+        if flag in self._instead:
+            return f"; {self._instead[flag]}"
+        if CALLED.get(flag) in self.flags:
+            return f"; it is called {CALLED[flag]}"
+        names = {name.lstrip("-"): name for name in self.flags}
+        near = nearest(flag.lstrip("-"), names)
+        meant = "" if near is None else f"; did you mean {names[near]}?"
+        others: list[str] = import_module("h2o_flexgen.cli.main").commands_with(flag)
+        return f"; it is a flag of {', '.join(others)}{meant}" if others else meant
+
+    @property
+    def flags(self) -> Collection[str]:
+        return self._option_string_actions.keys()
 
     def group(self, title: str | None = None, text: str | None = None) -> Group:
         """Flags under a title; without one, those that belong to no group."""
@@ -236,22 +274,22 @@ class Parser(argparse.ArgumentParser):
     def add_sampling(self) -> Group:
         group, usual = self.group("sampling"), SamplingParams
         value = group.value
-        value("--temperature", "T", "0: greedy, the likeliest token", number(0), usual.temperature)
-        value("--top-k", "K", "only the K likeliest tokens; 0 or -1: all", whole(-1, MOST_IDS), usual.top_k)
-        value("--top-p", "P", "only the fewest that hold this share; 1: all", SHARE, usual.top_p)
-        value("--min-p", "P", "only tokens at least P times as likely as the likeliest; 0: all", number(0, 1), usual.min_p)
-        penalties = number(LEAST_PENALTY, LARGEST_PENALTY)
+        value("--temperature", "T", "0: greedy, the likeliest token", sampled("temperature"), usual.temperature)
+        value("--top-k", "K", "only the K likeliest tokens; 0 or -1: all", sampled("top_k"), usual.top_k)
+        value("--top-p", "P", "only the fewest that hold this share; 1: all", sampled("top_p"), usual.top_p)
+        value("--min-p", "P", "only tokens at least P times as likely as the likeliest; 0: all", sampled("min_p"), usual.min_p)
         discouraged = "above 1 discourages tokens that were there before; 1: off"
-        value("--repetition-penalty", "R", discouraged, penalties, usual.repetition_penalty)
-        shift, limits = number(-LARGEST_SHIFT, LARGEST_SHIFT), f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
+        value("--repetition-penalty", "R", discouraged, sampled("repetition_penalty"), usual.repetition_penalty)
+        limits = f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
         presence = f"taken off the logits of tokens that were generated, {limits}; below 0 encourages them"
-        value("--presence-penalty", "P", presence, shift, usual.presence_penalty)
+        value("--presence-penalty", "P", presence, sampled("presence_penalty"), usual.presence_penalty)
         frequency = "the same, once for each time that a token was generated"
-        value("--frequency-penalty", "P", frequency, shift, usual.frequency_penalty)
+        value("--frequency-penalty", "P", frequency, sampled("frequency_penalty"), usual.frequency_penalty)
         value("--seed", "N", "repeats a run with a temperature (default: another one each time)", SEED)
         group.values("--stop", "TEXT", f"a text ends before this; {REPEATABLE}")
-        group.values("--stop-token-id", "ID", f"ends a text; {REPEATABLE}", whole(0, MOST_IDS))
-        value("--min-tokens", "N", "nothing ends a text before it has so many tokens", whole(0, MOST_TOKENS), usual.min_tokens)
+        group.values("--stop-token-id", "ID", f"ends a text; {REPEATABLE}", sampled("stop_token_ids"))
+        before = "nothing ends a text before it has so many tokens"
+        value("--min-tokens", "N", before, sampled("min_tokens"), usual.min_tokens)
         group.truth("--ignore-eos", text="go on to --gen-len behind the end of the text")
         return group
 

@@ -48,6 +48,11 @@ def door(
     return main
 
 
+def commands_with(flag: str) -> list[str]:
+    """The commands that have this flag, for a hint where one is given to another command."""
+    return [name for name in COMMANDS if flag in _below_package(f"cli.{name}_request").make_parser().flags]
+
+
 def working_half(name: str) -> ModuleType:
     """The module that does the work. It is imported only here, because it imports torch, which takes a while."""
     return _below_package(f"cli.{name}")

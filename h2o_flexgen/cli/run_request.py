@@ -11,7 +11,6 @@ from pathlib import Path
 
 from h2o_flexgen.cli.files import check_output_file, check_picture, check_writable
 from h2o_flexgen.cli.flags import (
-    MOST_IDS,
     REPEATABLE,
     TOKENS,
     TRACEBACK,
@@ -23,6 +22,7 @@ from h2o_flexgen.cli.flags import (
     add_placement,
     add_sizes,
     number,
+    sampled,
     whole,
 )
 from h2o_flexgen.cli.requests import (
@@ -246,7 +246,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.add_search(f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")
     parser.add_kv()
     shown = "show those of each token, and of the N likeliest"
-    parser.add_sampling().value("--logprobs", "N", shown, whole(0, MOST_IDS), nargs="?", const=0)
+    parser.add_sampling().value("--logprobs", "N", shown, sampled("logprobs"), nargs="?", const=0)
     _add_output(parser.group("output"))
     _add_later(parser)
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,6 +51,26 @@ def number(least: float, most: float = math.inf, without_least: bool = False) ->
         return found
 
     return read
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that are allowed, for those who read them as Python has them and for those who read them as text."""
+
+    least: int | float
+    most: int | float
+    is_whole: bool = True
+    without_least: bool = False
+
+    def read(self, value: object) -> int | float:
+        if self.is_whole:
+            return whole(int(self.least), self.most)(value)
+        return number(self.least, self.most, self.without_least)(value)
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return f"a whole number, {self.least} to {self.most}"
+        return f"above {self.least:g} and at most {self.most:g}" if self.without_least else f"{self.least:g} to {self.most:g}"
 
 
 def truth(value: object) -> bool:

@@ -16,10 +16,15 @@ WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message that suggests the nearest known name; empty where none is near."""
+    near = nearest(name, known)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like this one; None where none is near."""
     if len(name) > LONGEST_VALUE:  # it is not meant as a name, and comparing takes long
-        return ""
-    near = get_close_matches(name, list(known), n=1, cutoff=LIKENESS)
-    return f"; did you mean {near[0]}?" if near else ""
+        return None
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=LIKENESS)), None)
 
 
 def shown(value: object) -> str:

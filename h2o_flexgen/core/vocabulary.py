@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LARGEST_ID = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
+
 
 def check_tokens(whose: str, ids: Iterable[int], vocab: int, model: str) -> None:
     """Refuses token ids that the model does not have. `whose` begins the message: "prompt 3 has"."""

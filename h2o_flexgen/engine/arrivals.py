@@ -131,7 +131,7 @@ class Arrivals(Waiting):
         if params.max_tokens is None:
             params = params.up_to(min(self.most_tokens, self._maker.size(number, request).gen_len))
         elif params.max_tokens > self.most_tokens:
-            raise TooLong(f"max_tokens is {params.max_tokens}, and no more than {self.most_tokens} are generated")
+            raise TooLong(f"max_tokens is {params.max_tokens}; allowed is {self.most_tokens} at most, as a seat has room for")
         return replace(request, params=params)
 
     def give_up(self, arrival: Arrival) -> None:

@@ -3,20 +3,36 @@ known is refused; what has no bearing on it is let pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import Rule, truth, whole
+from h2o_flexgen.core.allowed_values import Rule, mapping, truth
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.numbers import whole_number
 from h2o_flexgen.sampling.elsewhere import refuse_unknown
-from h2o_flexgen.sampling.params import DEFAULTS, INSTEAD, SamplingParams
+from h2o_flexgen.sampling.params import BOUNDS, DEFAULTS, INSTEAD, SamplingParams
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
 MAX_TOKENS, OTHER_MAX_TOKENS, BIAS, BEST_OF = "max_tokens", "max_completion_tokens", "logit_bias", "best_of"
-UNUSED = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+_SWITCH = Rule(truth, "true or false")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+_TEXT = Rule(_text, "a text")
+_TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+# fields that have no bearing on an answer, or none with a model that lacks what they are about, with the types of OpenAI
+UNUSED: Mapping[str, Rule] = {
+    **dict.fromkeys(("model", *_TEXTS, "reasoning_effort", "verbosity"), _TEXT),
+    **dict.fromkeys(("store", "parallel_tool_calls"), _SWITCH),
+    "metadata": Rule(mapping(_text, _text), "an object whose values are texts"),
+}
 _NO_TOOLS = "there are no tools; write them into the prompt"
 NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that are let pass with the value that changes nothing
     "stream": (lambda value: value is False, "records come whole; leave it out"),
@@ -39,12 +55,11 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 _TAKEN_AS_THEY_ARE = frozenset(one.name for one in fields(SamplingParams)) - {MAX_TOKENS, LOGPROBS, PROMPT_LOGPROBS, BIAS}
-_BOTH = _TAKEN_AS_THEY_ARE | UNUSED | NEUTRAL.keys() | {MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS}
+_BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | {MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS}
 OF_PROMPTS = _BOTH | {ECHO}
 OF_CHATS = _BOTH | {TOP_LOGPROBS}
 
-_SWITCH = Rule(truth, "true or false")
-_COUNT = Rule(whole(0), "a whole number, 0 or more")
+_COUNT = Rule(BOUNDS[LOGPROBS].read, str(BOUNDS[LOGPROBS]))
 
 
 @dataclass(frozen=True)
@@ -73,8 +88,25 @@ def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options, 
     other fields of a line, which an unknown one may be meant for."""
     known = OF_CHATS if is_chat else OF_PROMPTS
     found = {name: value for name, value in given.items() if value is not None}
+    try:
+        return _options(found, known, is_chat, defaults, beside)
+    except ValueError as error:
+        raise ValueError(as_given(str(error), found)) from error
+
+
+def as_given(message: str, names: Collection[str]) -> str:
+    """The message about a request with fields of these names: its tokens go by the name that it has given them."""
+    begins_otherwise = MAX_TOKENS not in names and OTHER_MAX_TOKENS in names and message.startswith(f"{MAX_TOKENS} ")
+    return f"{OTHER_MAX_TOKENS}{message.removeprefix(MAX_TOKENS)}" if begins_otherwise else message
+
+
+def _options(
+    found: Mapping[str, object], known: frozenset[str], is_chat: bool, defaults: Options, beside: Iterable[str]
+) -> Options:
     if not known.issuperset(found):
         refuse_unknown("field", found, sorted({*known, *beside}), ELSEWHERE)
+    for name in found.keys() & UNUSED.keys():
+        UNUSED[name].value(name, found[name])
     for name in found.keys() & NEUTRAL.keys():
         is_neutral, otherwise = NEUTRAL[name]
         if not is_neutral(found[name]):
@@ -97,7 +129,7 @@ def _refuse_to_choose(best_of: object, params: SamplingParams) -> None:
     """Refuses to make more completions than are returned, unless they are all the same."""
     if best_of is None:
         return
-    is_number = type(best_of) is int and best_of > 0
+    is_number = type(best_of) is int and best_of >= params.n
     if not is_number or not (params.is_greedy or best_of == params.n):
         raise ValueError(f"{BEST_OF} is {shown(best_of)}; {INSTEAD[BEST_OF]}")
 

@@ -7,14 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import Rule, any_of, mapping, number, optional, several, text, truth, whole
+from h2o_flexgen.core.allowed_values import Bounds, Rule, any_of, mapping, optional, several, text, truth
 from h2o_flexgen.core.hints import did_you_mean, shown
-from h2o_flexgen.core.vocabulary import check_tokens
+from h2o_flexgen.core.vocabulary import LARGEST_ID, check_tokens
+from h2o_flexgen.core.workload import MOST_TOKENS
 
 SEED_LIMIT = 2**64
-MOST_COMPLETIONS = 16_384  # per prompt
-LEAST_PENALTY, LARGEST_PENALTY = 0.01, 100.0  # beyond these a penalty allows nothing, or nothing else
 LARGEST_SHIFT, LARGEST_BIAS = 2.0, 100.0
+_SHIFTS = Bounds(-LARGEST_SHIFT, LARGEST_SHIFT, is_whole=False)
+# of every option that is a number, for Python, files of requests, the server and the command line alike
+BOUNDS: Mapping[str, Bounds] = {
+    "max_tokens": Bounds(0, MOST_TOKENS),
+    "temperature": Bounds(0, 100, is_whole=False),  # above this hardly anything is left of what the model says
+    "top_k": Bounds(-1, LARGEST_ID),
+    "top_p": Bounds(0, 1, is_whole=False, without_least=True),
+    "min_p": Bounds(0, 1, is_whole=False),
+    "repetition_penalty": Bounds(0.01, 100, is_whole=False),  # beyond these it allows nothing, or nothing else
+    "seed": Bounds(0, SEED_LIMIT - 1),
+    "stop_token_ids": Bounds(0, LARGEST_ID),  # each of them
+    "logprobs": Bounds(0, LARGEST_ID),
+    "n": Bounds(1, 16_384),
+    "min_tokens": Bounds(0, MOST_TOKENS),
+    "presence_penalty": _SHIFTS,
+    "frequency_penalty": _SHIFTS,
+}
 
 _NO_GRAMMAR = "no text is held to a grammar; check it when it is there"
 _NO_SPECIALS = "special tokens are never in a text; token_ids has them"
@@ -88,10 +104,6 @@ class SamplingParams:
             raise ValueError("max_tokens is 0; allowed is 1 or more, or 0 with prompt_logprobs, where a prompt is only scored")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; allowed is 0 to max_tokens, which is {self.max_tokens}")
-        if self.n > 1 and self.is_greedy:
-            raise ValueError(
-                f"n is {self.n}; allowed is 1 where temperature is 0: greedy completions are all the same; give a temperature"
-            )
 
     def up_to(self, max_tokens: int) -> SamplingParams:
         """The same parameters for this many tokens."""
@@ -135,38 +147,42 @@ class SamplingParams:
 # -- allowed values ------------------------------------------------------------------------------------------------------
 
 
-def _top_k(value: object) -> int:
-    return max(0, whole(-1)(value))
+def _top_k(value: object) -> float:
+    return max(0, BOUNDS["top_k"].read(value))
 
 
 def _stops(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,) if value else ()
-    return several(text)(value)
+    return (text(value),) if isinstance(value, str) else several(text)(value)
 
 
-_COUNT = Rule(optional(whole(0)), "a whole number, 0 or more, or None (off)")
-_SHIFT = Rule(number(-LARGEST_SHIFT, LARGEST_SHIFT), f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}; 0 is off")
+def _number(name: str, meaning: str = "") -> Rule:
+    return Rule(BOUNDS[name].read, f"{BOUNDS[name]}{meaning}")
+
+
+_COUNT = Rule(optional(BOUNDS["logprobs"].read), f"{BOUNDS['logprobs']}, or None (off)")
 _SWITCH = Rule(truth, "True or False")
-_IDS = several(whole(0))
-_BIASES = mapping(whole(0), number(-LARGEST_BIAS, LARGEST_BIAS))
+_ID = BOUNDS["stop_token_ids"].read
+_IDS = several(_ID)
+_BIASES = mapping(_ID, Bounds(-LARGEST_BIAS, LARGEST_BIAS, is_whole=False).read)
 
 RULES: Mapping[str, Rule] = {
-    "max_tokens": Rule(optional(whole(0)), "a whole number, 0 or more, or None (as many as the model has positions for)"),
-    "temperature": Rule(number(0), "0 (greedy) or more"),
-    "top_k": Rule(_top_k, "a whole number, 0 or -1 (off) or more"),
-    "top_p": Rule(number(0, 1, without_least=True), "above 0 and at most 1 (off)"),
-    "min_p": Rule(number(0, 1), "0 (off) to 1"),
-    "repetition_penalty": Rule(number(LEAST_PENALTY, LARGEST_PENALTY), f"{LEAST_PENALTY:g} to {LARGEST_PENALTY:g}; 1 is off"),
-    "seed": Rule(optional(whole(0, SEED_LIMIT - 1)), "a whole number, 0 to 2**64 - 1, or None"),
-    "stop": Rule(optional(_stops, ()), "a text that is not empty, or a list of such"),
-    "stop_token_ids": Rule(optional(_IDS, ()), "a list of token ids, 0 or more"),
+    "max_tokens": Rule(
+        optional(BOUNDS["max_tokens"].read), f"{BOUNDS['max_tokens']}, or None (as many as the model has positions for)"
+    ),
+    "temperature": _number("temperature", "; 0 is greedy"),
+    "top_k": Rule(_top_k, f"{BOUNDS['top_k']}; 0 and -1 are off"),
+    "top_p": _number("top_p", "; 1 is off"),
+    "min_p": _number("min_p", "; 0 is off"),
+    "repetition_penalty": _number("repetition_penalty", "; 1 is off"),
+    "seed": Rule(optional(BOUNDS["seed"].read), "a whole number, 0 to 2**64 - 1, or None"),
+    "stop": Rule(optional(_stops, ()), "a text that is not empty, or a list of such; [] is none"),
+    "stop_token_ids": Rule(optional(_IDS, ()), f"a list of token ids, 0 to {LARGEST_ID}"),
     "ignore_eos": _SWITCH,
     "logprobs": _COUNT,
-    "n": Rule(whole(1, MOST_COMPLETIONS), f"a whole number, 1 to {MOST_COMPLETIONS}"),
-    "min_tokens": Rule(whole(0), "a whole number, 0 (off) or more"),
-    "presence_penalty": _SHIFT,
-    "frequency_penalty": _SHIFT,
+    "n": _number("n"),
+    "min_tokens": _number("min_tokens", "; 0 is off"),
+    "presence_penalty": _number("presence_penalty", "; 0 is off"),
+    "frequency_penalty": _number("frequency_penalty", "; 0 is off"),
     "logit_bias": Rule(optional(_BIASES), f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or None"),
     "allowed_token_ids": Rule(optional(any_of(_IDS)), "a list of one token id or more, or None (all)"),
     "prompt_logprobs": _COUNT,

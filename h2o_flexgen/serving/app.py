@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
 from h2o_flexgen.serving.batches.routes import BatchRoutes, routes_without_folder
-from h2o_flexgen.serving.bodies import says_json
+from h2o_flexgen.serving.bodies import says_json, where_it_ends_is_unclear
 from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts, batches_text
 from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
@@ -27,6 +27,7 @@ from h2o_flexgen.serving.problems import (
     ending,
     other_method,
     other_site,
+    unclear_end,
     unknown_host,
     unknown_key,
     unknown_model,
@@ -122,7 +123,11 @@ class Door:
                 self.counts.answered(message["status"])
             await send(message)
 
-        await self._behind(scope["method"], scope["path"], Headers(scope=scope))(scope, receive, counted)
+        headers = Headers(scope=scope)
+        if where_it_ends_is_unclear(scope["http_version"], headers):
+            await _told(unclear_end())(scope, receive, counted)
+        else:
+            await self._behind(scope["method"], scope["path"], headers)(scope, receive, counted)
 
     def _behind(self, method: str, path: str, headers: Headers) -> ASGIApp:
         """What answers a request with this method, this path and these headers."""

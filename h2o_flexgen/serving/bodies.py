@@ -41,6 +41,12 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return body
 
 
+def where_it_ends_is_unclear(version: str, headers: Headers) -> bool:
+    """Whether a proxy may find another end of this body than this server does (RFC 9112, 6.1): what stands behind the one end
+    would be a request of its own for the other. The parser refuses all else that is unclear."""
+    return "transfer-encoding" in headers and ("content-length" in headers or version == "1.0")
+
+
 def says_json(headers: Headers) -> bool:
     """Whether the body is said to be JSON, which a page of another site cannot say unless it is allowed to."""
     return headers.get("content-type", "").partition(";")[0].strip().lower() == JSON

@@ -20,6 +20,7 @@ from h2o_flexgen.serving.counts import Counts, Now
 from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full, too_many
 
 RETRY_SECONDS = 2  # when to ask again whom a full queue turned away
+LOST = "error"  # why completions end whose block has failed
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Desk:
         listening = [(arrival, self._taken(arrival)) for arrival in lost]  # a client that hears of one gives up its others
         for arrival, listener in listening:
             if listener is not None:
-                self._counts.ended(["error"] * len(arrival.rows))
+                self._counts.ended([LOST] * len(arrival.rows))
                 listener.fail(problem)
 
     def _taken(self, arrival: Arrival) -> Listener | None:

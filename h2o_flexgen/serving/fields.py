@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.jobs.fields import Options
+from h2o_flexgen.jobs.fields import LOGPROBS, TOP_LOGPROBS, Options
 from h2o_flexgen.jobs.line import Line, read_body, read_json
 from h2o_flexgen.sampling.elsewhere import refuse_unknown
 from h2o_flexgen.serving.problems import Refused, bad_request, unknown_model
 
 MODEL, STREAM, STREAM_OPTIONS, USAGE = "model", "stream", "stream_options", "include_usage"
-WITHOUT_EFFECT = frozenset({"include_obfuscation"})  # OpenAI pads chunks against listeners
-IGNORED = frozenset({"parallel_tool_calls", "reasoning_effort", "verbosity"})  # as OpenAI does for models that lack them
+WITHOUT_EFFECT = "include_obfuscation"  # OpenAI pads chunks against listeners
 MOST_COMPLETIONS, MOST_ROWS, MOST_LIKELIEST = 128, 2048, 20  # n; completions of a body; tokens beside each
 
 
@@ -24,6 +24,7 @@ class Asked:
     lines: tuple[Line, ...]
     is_streamed: bool
     with_usage: bool  # a last chunk counts tokens
+    names: frozenset[str]  # of the fields that the body has
 
     @property
     def is_chat(self) -> bool:
@@ -48,7 +49,7 @@ def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> Ask
     try:
         return _asked(given, is_chat, defaults)
     except ValueError as error:
-        raise Refused(bad_request(str(error), param=_blamed(str(error), given))) from error
+        raise Refused(bad_request(str(error), param=blamed(str(error), given))) from error
 
 
 def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options, model: str) -> list[Line]:
@@ -62,10 +63,11 @@ def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options
 
 
 def _asked(given: Mapping[str, object], is_chat: bool, defaults: Options) -> Asked:
-    own = (STREAM, STREAM_OPTIONS, *IGNORED)
     is_streamed = _truth(STREAM, given.get(STREAM))
-    lines = read_body({name: value for name, value in given.items() if name not in own}, is_chat, defaults)
-    asked = Asked(tuple(lines), is_streamed, _with_usage(given.get(STREAM_OPTIONS), is_streamed))
+    of_all = {name: value for name, value in given.items() if name not in (STREAM, STREAM_OPTIONS)}
+    lines = read_body(of_all, is_chat, defaults)
+    names = frozenset(name for name, value in given.items() if value is not None)
+    asked = Asked(tuple(lines), is_streamed, _with_usage(given.get(STREAM_OPTIONS), is_streamed), names)
     _refuse_too_many(asked)
     return asked
 
@@ -83,8 +85,9 @@ def _with_usage(given: object, is_streamed: bool) -> bool:
         raise ValueError(f"{STREAM_OPTIONS} is for a streamed answer; add {STREAM}, or leave it out")
     if not isinstance(given, Mapping):
         raise ValueError(f"{STREAM_OPTIONS} is {shown(given)}; it is an object, like {{{USAGE!r}: true}}")
-    refuse_unknown(f"field of {STREAM_OPTIONS}", given, (USAGE, *WITHOUT_EFFECT), {})
-    return _truth(USAGE, given.get(USAGE))
+    refuse_unknown(f"field of {STREAM_OPTIONS}", given, (USAGE, WITHOUT_EFFECT), {})
+    _truth(f"{STREAM_OPTIONS}.{WITHOUT_EFFECT}", given.get(WITHOUT_EFFECT))
+    return _truth(f"{STREAM_OPTIONS}.{USAGE}", given.get(USAGE))
 
 
 def _refuse_too_many(asked: Asked) -> None:
@@ -95,12 +98,15 @@ def _refuse_too_many(asked: Asked) -> None:
     if rows > MOST_ROWS:
         raise ValueError(f"prompt asks for {rows} completions at once; allowed are {MOST_ROWS}: ask in parts")
     if params.logprobs is not None and params.logprobs > MOST_LIKELIEST:
-        raise ValueError(f"logprobs of {params.logprobs} tokens are asked for; allowed are {MOST_LIKELIEST} at most")
+        name = TOP_LOGPROBS if asked.is_chat else LOGPROBS
+        raise ValueError(f"{name} is {params.logprobs}; allowed is {MOST_LIKELIEST} at most")
 
 
-def _blamed(message: str, given: Mapping[str, object]) -> str | None:
+def blamed(message: str, given: Collection[str]) -> str | None:
     """The field that a message is about: one begins with its name, or quotes it."""
     word = message.split(" ", 1)[0]
     if word in given:
         return word
+    if found := re.search(r"\bmessage \d+ of (\w+)", message):
+        return found[1] if found[1] in given else None
     return next((name for name in given if f"unknown field {name!r}" in message), None)

@@ -40,6 +40,12 @@ def bad_request(message: str, code: str | None = None, param: str | None = None)
     return Problem(400, message, code=code, param=param)
 
 
+def unclear_end() -> Problem:
+    why = "Transfer-Encoding stands beside Content-Length, or in a request of HTTP/1.0"
+    message = f"it is not clear where the body ends: {why}; send Content-Length alone, or Transfer-Encoding with HTTP/1.1"
+    return Problem(400, message, code="unclear_body_length", headers={"Connection": "close"})
+
+
 def unknown_key() -> Problem:
     how = "send a key of this server's key file as Authorization: Bearer KEY"
     return Problem(401, f"no such API key; {how}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
 from h2o_flexgen.engine.job import Request, prompt_of, without_number
 from h2o_flexgen.jobs.answers import Answers
-from h2o_flexgen.jobs.fields import Options
+from h2o_flexgen.jobs.fields import Options, as_given
 from h2o_flexgen.jobs.job import Reading
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.sampling.output import Completion
@@ -26,7 +26,7 @@ from h2o_flexgen.serving.bodies import Limits, read_body
 from h2o_flexgen.serving.chunks import END, Chunks, as_event
 from h2o_flexgen.serving.desk import Desk, Listener
 from h2o_flexgen.serving.exchange import Exchange, Whole
-from h2o_flexgen.serving.fields import Asked, read_asked
+from h2o_flexgen.serving.fields import Asked, blamed, read_asked
 from h2o_flexgen.serving.problems import TOO_LONG, Problem, Refused, bad_request, ending
 
 CLIENT_HAS_GONE = 499  # as others log it; nobody reads it
@@ -69,20 +69,20 @@ class Service:
     def _order(self, data: bytes, is_chat: bool, exchange: Exchange) -> Order:
         """Reads a body and hands its requests in."""
         asked = read_asked(data, is_chat, self.of_chats if is_chat else self.of_prompts, self.answers.model)
-        requests = [self._request(place, line) for place, line in enumerate(asked.lines)]
+        requests = [self._request(place, line, asked) for place, line in enumerate(asked.lines)]
         listeners = [exchange.listener(place, asked.is_streamed) for place in range(len(requests))]
-        arrivals = self._handed_in([*zip(requests, listeners)])
+        arrivals = self._handed_in([*zip(requests, listeners)], asked)
         prompts = [self._echo(line, request) for line, request in zip(asked.lines, requests)]
         return Order(asked, prompts, arrivals, uuid.uuid4().hex, int(time.time()))
 
-    def _request(self, place: int, line: Line) -> Request:
+    def _request(self, place: int, line: Line, asked: Asked) -> Request:
         """A request with its tokens. One with a seed of its own draws by its place in the body, whoever came before."""
         number = next(self._numbers) if line.options.params.seed is None else place
-        with _refusing(number):
+        with _refusing(asked, number):
             return self.reading.request(number, line)
 
-    def _handed_in(self, requests: Sequence[tuple[Request, Listener]]) -> list[Arrival]:
-        with _refusing(*(request.index or 0 for request, _ in requests)):
+    def _handed_in(self, requests: Sequence[tuple[Request, Listener]], asked: Asked) -> list[Arrival]:
+        with _refusing(asked, *(request.index or 0 for request, _ in requests)):
             return self.desk.offer(requests)
 
     def _echo(self, line: Line, request: Request) -> str:
@@ -153,7 +153,7 @@ async def _gone(request: HttpRequest) -> None:
 
 
 @contextmanager
-def _refusing(*numbers: int) -> Iterator[None]:
+def _refusing(asked: Asked, *numbers: int) -> Iterator[None]:
     """A context in which what cannot be run becomes a refusal. `numbers`: of requests, which clients know as their prompts."""
     try:
         yield
@@ -163,5 +163,6 @@ def _refusing(*numbers: int) -> Iterator[None]:
         reason = str(error)
         for number in numbers:
             reason = without_number(reason, number)
+        reason = as_given(reason, asked.names)
         is_long = isinstance(error, TooLong)
-        raise Refused(bad_request(reason, TOO_LONG if is_long else None)) from error
+        raise Refused(bad_request(reason, TOO_LONG if is_long else None, blamed(reason, asked.names))) from error

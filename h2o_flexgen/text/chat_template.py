@@ -385,14 +385,23 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _characters(value: object) -> int:
+    """The size of a value: the characters of its texts, and one for each number."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(name) + _characters(each) for name, each in value.items())
+    return sum(map(_characters, value)) if isinstance(value, Sequence) else 1
+
+
 def render(
     template: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, object],
     add_generation_prompt: bool = True,
 ) -> str:
     """The text that the template makes of the messages, up to where the model answers, or else to their end."""
-    said = sum(len(text) for message in messages for text in message.values())
+    said = _characters(messages)
     sandbox = _Sandbox(_Work(WORK + WORK_PER_CHARACTER * said + WORK_PER_MESSAGE * len(messages)))
     named = {
         name: str(token) for name, token in special_tokens.items() if isinstance(name, str) and not isinstance(token, list)
@@ -402,7 +411,7 @@ def render(
     return sandbox.concat(compiled.generate(**given, add_generation_prompt=add_generation_prompt))
 
 
-def render_unfinished(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, object]) -> str:
+def render_unfinished(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, object]) -> str:
     """The text of the messages up to the end of the last one, to go on there. The template decides about its last spaces."""
     if not messages:
         raise ValueError("there is no message that could go on")

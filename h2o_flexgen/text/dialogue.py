@@ -14,11 +14,11 @@ from typing import ClassVar
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.text.messages import ASSISTANT, CALLS, SYSTEM, USER
 from h2o_flexgen.text.prompts import Prompt
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
 
 SPEAKER, ANSWERER = "User:", "Assistant:"
-SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def _known_roles(messages: Sequence[Message]) -> list[tuple[str, str]]:
     for message in messages:
         if message["role"] not in (SYSTEM, USER, ASSISTANT):
             raise ValueError(f"role {shown(message['role'])} needs a chat template; known are {SYSTEM}, {USER}, {ASSISTANT}")
+        if CALLS in message:
+            raise ValueError(f"{CALLS} need a chat template; leave them out, or choose a model that has one")
     return [(message["role"], message["content"]) for message in messages]
 
 

@@ -1,20 +1,21 @@
 """Prompts and chats as Python programs give them, read into one form: texts, token ids, dicts of these and arrays, in any
-iterable; lists of messages with role and content."""
+iterable; lists of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from typing import TypeAlias
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.text.messages import A_MESSAGE, read_message
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
 
 Prompts: TypeAlias = "str | Iterable[object]"  # dicts, tensors and arrays are iterable too
 NOT_READ = ("multi_modal_data", "prompt_embeds", "encoder_prompt", "inputs_embeds", "pixel_values")
 FORMS = 'a prompt is a text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
-A_CHAT = 'a chat is a list like [{"role": "user", "content": "..."}]'
+A_CHAT = f"a chat is a list like [{A_MESSAGE}]"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _token_id(whose: str, value: object) -> int:
 
 
 def read_chats(given: object) -> list[list[Message]]:
-    """Reads one chat or several; a chat is a list of messages, of which the role and the text are read."""
+    """Reads one chat or several; a chat is a list of messages."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"the messages are {shown(given)}; {A_CHAT}")
     items = list(given)
@@ -145,17 +146,7 @@ def read_chat(whose: str, given: object) -> list[Message]:
     """Reads one chat; `whose` begins the message of one that cannot be read."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
-    messages = [_read_message(f"message {place} of {whose}", one) for place, one in enumerate(given)]
+    messages = [read_message(f"message {place} of {whose}", one) for place, one in enumerate(given)]
     if not messages:
         raise ValueError(f"{whose} is empty; {A_CHAT}")
     return messages
-
-
-def _read_message(whose: str, given: object) -> Message:
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or given.get("content") is None:
-        raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
-    content = given["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
-        raise ValueError(f"{whose} has the content {shown(content)}; only text is read")
-    return {"role": given["role"], "content": "".join(str(part["text"]) for part in parts)}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 BYTES = "bytes"  # a token per byte; AUTO is the model's own tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 LACKS_FILES = f"it has none of {', '.join(TOKENIZER_FILES)}: put them there"
-Message = Mapping[str, str]  # role ("system", "user", "assistant") and content
+Message = Mapping[str, Any]  # role ("system", "user", "assistant", "tool") and content; of some, tool_calls or tool_call_id
 
 
 class Tokenizer(Protocol):

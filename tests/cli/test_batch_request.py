@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.cli.batch_request import BatchRequest, parse, request_of
+from h2o_flexgen.cli.batch_request import INSTEAD, BatchRequest, make_parser, parse, request_of
+from h2o_flexgen.cli.main import commands_with
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
@@ -61,3 +62,32 @@ def test_input_and_output_have_to_be_named(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         parse(["-i", "x"])
     assert "-o/--output-file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (
+            "--prompt-len",
+            "each request of --input-file has a prompt of its own, which is taken as long as it is; --gen-len bounds",
+        ),
+        ("--num-prompts", "all requests of --input-file are run"),
+        ("--prompt-file", "prompts stand in --input-file, a request per line"),
+        ("--port", "it is a flag of serve"),
+        ("--temprature", "did you mean --temperature?"),
+        ("--prompt-size", "--help names those that there are"),
+    ],
+)
+def test_a_flag_that_is_not_there_is_answered_with_what_helps(
+    asked: Any, capsys: pytest.CaptureFixture[str], flag: str, said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        asked(flag, 5)
+    assert capsys.readouterr().err.startswith(f"error: unknown flag {flag}; {said}")
+
+
+def test_what_stands_instead_of_a_flag_is_said_of_flags_that_are_not_there() -> None:
+    parser = make_parser()
+    assert not INSTEAD.keys() & set(parser.flags) and all(commands_with(flag) for flag in INSTEAD)
+    advised = {word.strip(",;") for advice in INSTEAD.values() for word in advice.split() if word.startswith("--")}
+    assert advised <= set(parser.flags)

@@ -9,6 +9,7 @@ import pytest
 from h2o_flexgen.cli import calibrate_request, chat_request, evaluate_request, plan_request, profile_request, run_request
 from h2o_flexgen.cli.flags import memory_size, number, whole
 from h2o_flexgen.cli.run_request import parse, request_of
+from h2o_flexgen.sampling.params import BOUNDS
 
 REQUESTS = (run_request, plan_request, chat_request, calibrate_request, evaluate_request, profile_request)
 PARSERS = {one.PROGRAM: one.make_parser() for one in REQUESTS}
@@ -31,6 +32,25 @@ def test_no_flag_takes_what_only_python_takes_for_a_number(action: argparse.Acti
         assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("option", BOUNDS)
+def test_a_flag_of_sampling_has_the_bounds_that_the_option_has_in_python(option: str) -> None:
+    flag = {"stop_token_ids": "--stop-token-id"}.get(option, f"--{option.replace('_', '-')}")
+    bounds = BOUNDS[option]
+    for parser in PARSERS.values():
+        action = parser._option_string_actions.get(flag)
+        if action is None or action.type is None:
+            continue
+        assert callable(action.type) and action.type(str(bounds.most)) == bounds.most
+        for beyond in (bounds.least - 1, bounds.most + 1):
+            with pytest.raises(argparse.ArgumentTypeError):
+                action.type(str(beyond))
+
+
+def test_a_stop_of_nothing_is_refused_as_in_python() -> None:
+    with pytest.raises(ValueError, match=r"^stop is \[''\]; allowed is a text that is not empty"):
+        request_of(parse(["--model", "m", "--stop", ""]))
+
+
 def test_every_flag_that_has_a_number_for_a_default_reads_it_with_a_type() -> None:
     for parser in PARSERS.values():
         for action in parser._actions:
@@ -51,7 +71,8 @@ def test_percent_takes_plain_digits(percent: str, capsys: pytest.CaptureFixture[
         (["--gen-len", "1_0"], "argument --gen-len: '1_0' is not allowed; give a whole number from 1 to 10000000"),
         (["--verbose", "-5"], "argument --verbose: '-5' is not allowed; give a whole number from 0 to 3"),
         (["--top-p", "0"], "argument --top-p: '0' is not allowed; give a number above 0 and at most 1"),
-        (["--temperature", "-1"], "argument --temperature: '-1' is not allowed; give a number from 0 to 1e+09"),
+        (["--temperature", "-1"], "argument --temperature: '-1' is not allowed; give a number from 0 to 100"),
+        (["--temperature", "101"], "argument --temperature: '101' is not allowed; give a number from 0 to 100"),
         (["--cpu-mem", "1_0GB"], "argument --cpu-mem: size '1_0GB' is not understood; write it like 16GB or 8GiB"),
     ],
 )

@@ -41,7 +41,7 @@ def test_logprobs_are_a_number_for_prompts_and_a_truth_for_chats() -> None:
     assert options(True, logprobs=True).params.logprobs == 0
     assert options(True, logprobs=True, top_logprobs=3).params.logprobs == 3
     assert options(True, logprobs=False).params.logprobs is None
-    assert refused(logprobs=True) == "logprobs is True; allowed is a whole number, 0 or more"
+    assert refused(logprobs=True) == "logprobs is True; allowed is a whole number, 0 to 2147483647"
     assert refused(True, logprobs=2) == "logprobs is 2; allowed is true or false"
     assert refused(True, top_logprobs=2) == "top_logprobs is 2, and logprobs is not true; add it"
 
@@ -60,9 +60,25 @@ def test_biases_have_token_ids_as_names() -> None:
 
 
 def test_what_changes_no_answer_is_let_pass() -> None:
-    harmless = {"model": "x", "user": "me", "metadata": {"a": 1}, "stream": False, "store": True, "tools": []}
+    harmless = {"model": "x", "user": "me", "metadata": {"a": "b"}, "stream": False, "store": True, "tools": []}
     neutral = {"response_format": {"type": "text"}, "tool_choice": "none", "suffix": "", "modalities": ["text"]}
     assert options(**harmless, **neutral).params == DEFAULTS.params
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "sound"),
+    [
+        *((name, 5, "x") for name in ("model", "user", "service_tier", "safety_identifier", "prompt_cache_key")),
+        *((name, [], "low") for name in ("reasoning_effort", "verbosity", "prompt_cache_retention")),
+        *((name, "yes", True) for name in ("store", "parallel_tool_calls")),
+        ("metadata", {"a": 1}, {}),
+        ("metadata", "a", {"a": "b"}),
+    ],
+)
+def test_what_changes_no_answer_has_a_type_all_the_same(name: str, wrong: object, sound: object) -> None:
+    for is_chat in (False, True):
+        assert options(is_chat, **{name: sound}).params == options(is_chat, **{name: None}).params == DEFAULTS.params
+        assert refused(is_chat, **{name: wrong}).startswith(f"{name} is {wrong!r}; allowed is ")
 
 
 @pytest.mark.parametrize(
@@ -88,8 +104,13 @@ def test_the_best_of_as_many_as_are_returned_is_let_pass_and_of_greedy_ones(give
         ({"max_new_tokens": 1}, "unknown field 'max_new_tokens': it is called max_tokens"),
         ({"id": "a"}, "unknown field 'id': it is called custom_id"),
         ({"wibble": 1, "wobble": 2}, "unknown field 'wibble', and 'wobble'"),
-        ({"temperature": "hot"}, "temperature is 'hot'; allowed is 0 (greedy) or more"),
-        ({"n": 2, "temperature": 0}, "n is 2; allowed is 1 where temperature is 0"),
+        ({"temperature": "hot"}, "temperature is 'hot'; allowed is 0 to 100; 0 is greedy"),
+        ({"stop": ""}, "stop is ''; allowed is a text that is not empty, or a list of such; [] is none"),
+        ({"stop": ["a", ""]}, "stop is ['a', '']; allowed is a text that is not empty"),
+        ({"best_of": 1, "n": 2, "temperature": 0}, "best_of is 1; make n completions"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens is 0, which is for prompts that are only scored"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens is '5'; allowed is a whole number"),
+        ({"temperature": 101}, "temperature is 101; allowed is 0 to 100"),
         ({"echo": 1}, "echo is 1; allowed is true or false"),
         ({"return_token_ids": "yes"}, "return_token_ids is 'yes'; allowed is true or false"),
         ({"max_tokens": 0}, "max_tokens is 0, which is for prompts that are only scored; add echo and logprobs"),

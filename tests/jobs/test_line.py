@@ -82,6 +82,7 @@ def test_prompts_are_read_by_the_tokenizer_and_chats_by_their_style() -> None:
         ({"messages": "x"}, "messages is 'x'; a chat is a list", None),
         ({"messages": []}, "messages is empty", None),
         ({"messages": [{"role": "user"}]}, "message 0 of messages is {'role': 'user'}", None),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "message 0 of messages has the role 'wizard'; allowed are", None),
     ],
 )
 def test_what_is_wrong_is_said_with_the_id_that_could_be_read(line: Any, said: str, custom_id: str | None) -> None:

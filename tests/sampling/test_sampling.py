@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from h2o_flexgen.sampling.adjusting import History, adjusted
-from h2o_flexgen.sampling.params import RULES, SamplingParams
+from h2o_flexgen.sampling.params import BOUNDS, RULES, SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler, resolve_seed, uniform
 from tests.adjusted_by_hand import adjusted_by_hand
 
@@ -263,19 +263,19 @@ def test_equally_likely_alternatives_come_by_token_id_whatever_the_batch_asks() 
 
 
 BAD: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("max_tokens", (0, 2.0, "8", True, math.nan, [3])),
-    ("temperature", (-0.1, math.nan, math.inf, "1", False, None, 10**400, 1j)),
-    ("top_k", (-2, 5.0, "5", None)),
+    ("max_tokens", (0, 2.0, "8", True, math.nan, [3], 10**18)),
+    ("temperature", (-0.1, math.nan, math.inf, "1", False, None, 10**400, 1j, 101.0)),
+    ("top_k", (-2, 5.0, "5", None, 2**31)),
     ("top_p", (0.0, 1.1, math.nan, "0.5", True)),
     ("min_p", (-0.1, 2.0, None)),
     ("repetition_penalty", (0.0, 1e-300, 1e300, math.inf, "1")),
     ("seed", (-1, 2**64, 1.5, "7", True)),
-    ("stop", (("a", ""), 7, [7], b"end", {"a": 1}, ["a" * 5000, ""])),
+    ("stop", ("", [""], ("a", ""), 7, [7], b"end", {"a": 1}, ["a" * 5000, ""])),
     ("stop_token_ids", ((-1,), 5, "5", [1.0], [True], {5: 1})),
     ("ignore_eos", (1, "yes", None)),
-    ("logprobs", (-1, 1.5, True)),
+    ("logprobs", (-1, 1.5, True, 2**31)),
     ("n", (0, 1.0, None, 10**9)),
-    ("min_tokens", (-1, 1.5, None)),
+    ("min_tokens", (-1, 1.5, None, 10**18)),
     ("presence_penalty", (-2.1, 2.5, math.nan, "1")),
     ("frequency_penalty", (-2.1, 2.5, None)),
     ("logit_bias", ({-1: 1.0}, {"5": 1.0}, {1.5: 1.0}, {1: 101.0}, {1: math.nan}, {1: "2"}, [1])),
@@ -295,6 +295,22 @@ def test_a_bad_value_is_refused_in_one_line_that_names_it(name: str, value: obje
     assert len(repr(value)) > 30 or repr(value) in message
 
 
+def test_no_stop_has_three_ways_to_be_written() -> None:
+    assert [SamplingParams(stop=none).stop_strings for none in (None, [], ())] == [()] * 3
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_bounds_of_an_option_are_allowed_and_what_is_beyond_is_not(name: str) -> None:
+    bounds, step = BOUNDS[name], 1 if BOUNDS[name].is_whole else 0.001
+    most = {"max_tokens": BOUNDS["max_tokens"].most, "temperature": 1.0}
+    ends = (bounds.most,) if bounds.without_least or name == "max_tokens" else (bounds.least, bounds.most)
+    for end in ends:
+        SamplingParams(**{**most, name: [end] if name == "stop_token_ids" else end})  # type: ignore[arg-type]
+    for beyond in (bounds.least - step, bounds.most + step):
+        with pytest.raises(ValueError, match=f"^{name} is "):
+            SamplingParams(**{**most, name: [beyond] if name == "stop_token_ids" else beyond})  # type: ignore[arg-type]
+
+
 def test_every_option_has_its_rule() -> None:
     assert [name for name, _ in BAD] == [*RULES] == [each.name for each in fields(SamplingParams)]
 
@@ -306,7 +322,6 @@ def test_every_option_has_its_rule() -> None:
         ({"zzz": 1.0}, "'zzz' is unknown; known are max_tokens, "),
         ({"best_of": 3}, "'best_of' is not supported; make n completions"),
         ({"max_new_tokens": 3}, "'max_new_tokens' is not supported; it is called max_tokens"),
-        ({"n": 2}, "n is 2; allowed is 1 where temperature is 0"),
         ({"max_tokens": 5, "min_tokens": 6}, "min_tokens is 6; allowed is 0 to max_tokens, which is 5"),
     ],
 )

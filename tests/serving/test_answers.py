@@ -99,6 +99,17 @@ def test_a_streamed_text_is_the_whole_one_in_pieces(client: OpenAI) -> None:
     assert whole.choices[0].text != whole.choices[1].text
 
 
+def test_several_greedy_completions_are_equal_as_openai_has_them(client: OpenAI) -> None:
+    given: dict[str, Any] = {**GREEDY, "prompt": "The ferry", "max_tokens": 9, "n": 3}
+    whole = [choice.text for choice in client.completions.create(**given).choices]
+    pieces = ["", "", ""]
+    for chunk in client.completions.create(**given, stream=True):
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    alone = client.completions.create(**{**given, "n": 1, "stop": ["a", "b", "c", "d", "never"]}).choices[0].text
+    assert len(whole) == 3 and set(whole) == set(pieces) and len(set(whole)) == 1
+    assert whole[0].startswith(alone), "five stops are no more than four"
+
+
 def test_a_chat_whole_and_streamed(client: OpenAI) -> None:
     given: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 6}
     whole = client.chat.completions.create(**given, logprobs=True, top_logprobs=1)
@@ -110,6 +121,15 @@ def test_a_chat_whole_and_streamed(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
     assert whole.usage.completion_tokens == 6 and {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_a_developer_is_who_the_system_was(client: OpenAI) -> None:
+    def answer(role: str) -> tuple[str | None, int]:
+        messages: Any = [{"role": role, "content": "ab"}, {"role": "user", "content": "c", "name": "A"}]
+        found = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=4)
+        return found.choices[0].message.content, found.usage.prompt_tokens
+
+    assert answer("developer") == answer("system") != answer("user")
 
 
 def test_what_a_request_leaves_open_is_as_openai_has_it(client: OpenAI) -> None:

@@ -45,7 +45,10 @@ def test_the_model_its_plan_and_what_is_done_are_seen(visit: Visit, server: Serv
     visit.ask("Hi", tokens=5)
     visit.shows("#outcome", "5 tokens in ")
     visit.shows("#lanes", "compute")
-    visit.shows("#so-far", "completions: 1 length")
+    visit.shows("#so-far", "Completions ended: 1 at the length limit.")
+    visit.shows("#outcome", "tokens/s for this answer, from Run to its end; it ended at the length limit")
+    assert visit.text("#now-title") == "Now, for all requests together"
+    assert "generated for all requests" in visit.text("figcaption")
     for width, dark in ((1180, False), (1180, True), (360, False)):
         visit.page.set_viewport_size({"width": width, "height": 800})
         visit.page.emulate_media(color_scheme="dark" if dark else "light")
@@ -58,7 +61,7 @@ def test_what_is_streamed_is_what_the_api_says(visit: Visit, server: Served) -> 
     with server.client() as client:
         said = client.completions.create(model=MODEL, prompt="The ferry", max_tokens=20, temperature=0).choices[0].text
     visit.ask("The ferry", tokens=20)
-    visit.shows("#outcome", "finished: length")
+    visit.shows("#outcome", "it ended at the length limit")
     assert visit.text("#answer") == said
 
 

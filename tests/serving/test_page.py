@@ -15,7 +15,9 @@ import pytest
 from h2o_flexgen.cli.plan_report import PlanReport
 from h2o_flexgen.cli.requests import ModelRequest
 from h2o_flexgen.cli.serve_work import facts_of
+from h2o_flexgen.engine.arrivals import GIVEN_UP
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.serving.desk import LOST
 from tests.contract import Case, Checkpoints
 from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
 from tests.serving.test_answers import metrics
@@ -57,6 +59,11 @@ def test_every_field_that_is_filled_in_has_a_label(http: httpx.Client) -> None:
     text = http.get("/").text
     labelled = re.sub(r"<label.*?</label>", "", text, flags=re.DOTALL)
     assert "<textarea" in text and not re.search("<(input|textarea|select)", labelled)
+
+
+def test_the_page_has_words_for_every_end_of_a_completion(http: httpx.Client) -> None:
+    (ends,) = re.findall(r"const ENDS = \{(.*?)\};", http.get("/").text, re.DOTALL)
+    assert set(re.findall(r"(\w+): \"", ends)) == {"length", "stop", GIVEN_UP, LOST}
 
 
 def test_the_state_is_told_as_the_metrics_are(http: httpx.Client, server: Served) -> None:

@@ -46,7 +46,7 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"temperature": "hot"}, "temperature", "temperature is 'hot'; allowed is 0 (greedy) or more"),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot'; allowed is 0 to 100; 0 is greedy"),
         ({"temprature": 1}, "temprature", "unknown field 'temprature'; did you mean temperature?"),
         ({"prompt": None}, "prompt", 'prompt is missing; a request has a "prompt"'),
         ({"prompt": [[1], []]}, "prompt", "prompt is empty; it needs at least one token"),
@@ -54,17 +54,42 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": []}, "messages", "messages stands beside prompt"),
         ({"n": 200}, "n", "n is 200; allowed is 128 at most"),
         ({"prompt": ["x"] * 30, "n": 100}, "prompt", "prompt asks for 3000 completions at once; allowed are 2048"),
-        ({"logprobs": 50}, "logprobs", "logprobs of 50 tokens are asked for; allowed are 20 at most"),
+        ({"logprobs": 50}, "logprobs", "logprobs is 50; allowed is 20 at most"),
         ({"stream": "yes"}, "stream", "stream is 'yes'; allowed is true or false"),
         ({"stream_options": {}}, "stream_options", "stream_options is for a streamed answer"),
         ({"stream": True, "stream_options": {"usage": True}}, None, "unknown field of stream_options 'usage'"),
         ({"suffix": "x"}, "suffix", "suffix is 'x'; texts are only continued at their end"),
         ({"best_of": 3}, "best_of", "best_of is 3; make n completions"),
+        ({"stop": ""}, "stop", "stop is ''; allowed is a text that is not empty"),
+        ({"stop": ["a", ""]}, "stop", "stop is ['a', '']; allowed is a text that is not empty"),
+        ({"user": 5}, "user", "user is 5; allowed is a text"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "parallel_tool_calls is 'no'; allowed is true or false"),
+        ({"stream": True, "stream_options": {"include_obfuscation": 1}}, None, "stream_options.include_obfuscation is 1"),
     ],
 )
 def test_a_wrong_field_is_named(http: httpx.Client, fields: dict[str, Any], param: str | None, said: str) -> None:
     found = error(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **fields}), 400)
     assert found["message"].startswith(said) and (found["type"], found["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "message 0 of messages has the role 'wizard'"),
+        ({"messages": [{"role": "user", "contnt": "x"}]}, "messages", "unknown field of message 0 of messages (role user)"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; allowed is 20 at most"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1; allowed is a whole number, 0 to"),
+        ({"logprobs": 2}, "logprobs", "logprobs is 2; allowed is true or false"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; allowed is a whole number"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, which is for prompts"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named_as_it_was_given(
+    http: httpx.Client, fields: dict[str, Any], param: str, said: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    found = error(http.post("/v1/chat/completions", json={**chat, **fields}), 400)
+    assert found["message"].startswith(said) and found["param"] == param
 
 
 def test_what_changes_no_answer_is_let_pass(http: httpx.Client) -> None:
@@ -79,7 +104,11 @@ def test_a_context_too_long_is_refused_with_the_numbers(http: httpx.Client, serv
     assert found["code"] == "context_length_exceeded"
     assert found["message"] == f"the prompt has {PROMPT_LEN + 1} tokens, and no more than {PROMPT_LEN} are taken"
     found = error(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 49}), 400)
-    assert found["message"] == "max_tokens is 49, and no more than 48 are generated"
+    assert found["message"] == "max_tokens is 49; allowed is 48 at most, as a seat has room for"
+    for name in ("max_tokens", "max_completion_tokens"):
+        found = error(http.post("/v1/completions", json={"prompt": "x", name: 49}), 400)
+        assert (found["param"], found["code"]) == (name, "context_length_exceeded")
+        assert found["message"].startswith(f"{name} is 49; allowed is 48 at most")
     error(http.post("/v1/completions", json={"prompt": [[5], long]}), 400)
     assert server.desk.now.waiting == server.desk.now.running == 0, "all prompts of a body, or none"
 
@@ -256,6 +285,54 @@ def test_connections_are_bounded_in_number(llm: LLM) -> None:
         first.close()
         assert is_answered(second)
         second.close()
+
+
+PROMPT = b'{"prompt": "x", "max_tokens": 1}'
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(PROMPT), PROMPT)
+BEHIND = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def answers_of_connection(server: Served, sent: bytes) -> list[bytes]:
+    """All answers up to the end of the connection."""
+    told = b""
+    with server.connected() as raw:
+        raw.settimeout(PATIENCE_SECONDS)
+        raw.sendall(sent)
+        with suppress(ConnectionError):  # not all that was sent is read
+            told = b"".join(iter(lambda: raw.recv(4000), b""))
+    return told.split(b"HTTP/1.1 ")[1:]
+
+
+@pytest.mark.parametrize(
+    ("version", "lengths", "body"),
+    [
+        ("1.1", {"content-length": "5", "transfer-encoding": "chunked"}, CHUNKED),
+        ("1.1", {"transfer-encoding": "Chunked", "Content-Length": str(len(CHUNKED))}, CHUNKED),
+        ("1.0", {"transfer-encoding": "chunked", "connection": "keep-alive"}, CHUNKED),
+        ("1.1", {"content-length": "5", "Content-Length": "6"}, PROMPT),
+        ("1.1", {"content-length": f"{len(PROMPT)}, 5"}, PROMPT),
+        ("1.1", {"content-length": f"+{len(PROMPT)}"}, PROMPT),
+        ("1.1", {"transfer-encoding": "chunked, identity"}, CHUNKED),
+        ("1.1", {"transfer-encoding": "gzip, chunked"}, CHUNKED),
+        ("1.1", {"transfer-encoding": ""}, PROMPT),
+        ("1.1", {"transfer-encoding": "chunked"}, b"0x" + CHUNKED),
+        ("1.1", {"transfer-encoding": "chunked"}, CHUNKED.replace(b"\r\n", b"\n", 1)),
+        ("1.1", {"transfer-encoding": "chunked"}, CHUNKED.replace(b"\r\n0", b"xx0")),
+    ],
+    ids=repr,
+)
+def test_where_the_end_of_a_body_is_unclear_nothing_behind_it_is_answered(
+    server: Served, version: str, lengths: dict[str, str], body: bytes
+) -> None:
+    asking = head("POST /v1/completions", {"content-type": "application/json", **lengths}).replace(b"1.1", version.encode(), 1)
+    told = answers_of_connection(server, asking + body + BEHIND)
+    assert len(told) == 1 and told[0].startswith(b"400 ") and b"connection: close" in told[0].lower()
+
+
+def test_who_sends_two_lengths_is_told_what_to_send(server: Served) -> None:
+    lengths = {"content-length": "0", "transfer-encoding": "chunked"}
+    [told] = answers_of_connection(server, head("GET /health", lengths) + b"0\r\n\r\n" + BEHIND)
+    assert b'"code":"unclear_body_length"' in told and b"send Content-Length alone" in told
 
 
 NEGATIVE = b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n"
