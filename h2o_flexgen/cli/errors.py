@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.flags import TRACEBACK
+from h2o_flexgen.core.chains import causes, contexts
 from h2o_flexgen.core.hints import shortened
 
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of them has decided
@@ -69,10 +70,7 @@ def _ends_cleanly() -> Iterator[None]:
 def _is_ending() -> bool:
     """Whether an `except`, a `finally` or the end of a `with` is handling such a signal now. That one was raised is not enough:
     Python drops what is raised in a `__del__` and goes on, and the next signal must end it."""
-    error = sys.exc_info()[1]
-    while error is not None and not isinstance(error, Ended):
-        error = error.__context__
-    return error is not None
+    return any(isinstance(error, Ended) for error in contexts(sys.exc_info()[1]))
 
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
@@ -134,9 +132,7 @@ def _say(line: str) -> None:
 
 def _is_about_output(error: BaseException) -> bool:
     """Whether the reader of our output has gone, as `head` does after its lines; the error may be behind a task's."""
-    while not isinstance(error, BrokenPipeError) and error.__cause__ is not None:
-        error = error.__cause__
-    return isinstance(error, BrokenPipeError)
+    return any(isinstance(one, BrokenPipeError) for one in causes(error))
 
 
 def _is_unread() -> bool:

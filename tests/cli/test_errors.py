@@ -80,6 +80,17 @@ def test_a_long_value_is_shortened_in_the_line_that_ends_a_command(capsys: pytes
     assert len(capsys.readouterr().err) < 600
 
 
+def _in_a_circle(_: Namespace) -> None:
+    first, second = ValueError("the first"), ValueError("the second")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+def test_errors_that_name_each_other_as_the_cause_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(_args, _in_a_circle) == 2
+    assert capsys.readouterr().err == "error: the first\n"
+
+
 def _lose_one(_: Namespace) -> None:
     class Dropped:
         def __del__(self) -> None:
