@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.core.chains import causes, contexts
 from h2o_flexgen.core.hints import shortened
+from h2o_flexgen.core.interrupted import raised_again
 
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of them has decided
 SPINS = 2000  # how often a waiting thread looks for work before it sleeps
@@ -81,7 +82,7 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
     try:
         args = parse()
         level = args.verbose
-        with _ends_cleanly():
+        with _ends_cleanly(), raised_again():
             run(args)
         sys.stdout.flush()  # a reader that has gone shows here, and not when the interpreter ends
     except SystemExit as ended:  # raised by argparse for --help or a wrong flag
