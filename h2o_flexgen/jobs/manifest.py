@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.files import read_text, write_durably
+from h2o_flexgen.core.files import read_document_text, write_durably
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.jobs.check import Part
 from h2o_flexgen.jobs.input_file import JSON_LINES
@@ -63,7 +63,7 @@ class Manifest:
         """The manifest; None if there is none."""
         if not path.exists():
             return None
-        text = read_text(path, f"manifest {path}")
+        text = read_document_text(path, f"manifest {path}")
         try:
             return cls._of(parse_json(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
