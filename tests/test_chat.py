@@ -25,6 +25,7 @@ from h2o_flexgen.cli import chat_request, chat_work, run_request
 from h2o_flexgen.cli.page import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.dialogue import Plain
 from tests.commands import called
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
@@ -112,6 +113,15 @@ def test_a_full_cache_ends_the_talk_with_a_clear_line(talk: Any) -> None:
     assert any(
         "the limit is the model's 128 positions; /reset begins anew" in line for line in out
     )  # said with the reply that reached it
+
+
+def test_a_turn_that_cannot_be_written_ends_a_piped_talk_with_one_line(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> str:
+        raise ValueError("the chat template may not do that")
+
+    monkeypatch.setattr(Plain, "turn", refused)
+    status, _, errors = talk(["ab"], "--style", "plain")
+    assert (status, errors) == (2, ["error: the chat template may not do that"])
 
 
 def test_commands_between_the_turns(talk: Any) -> None:

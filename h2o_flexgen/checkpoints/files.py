@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.core.documents import NotADocument, parse_json
+from h2o_flexgen.core.files import read_document
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.units import format_bytes
 
@@ -24,7 +25,7 @@ LFS_POINTER = b"version https://git-lfs"
 def read_object(path: Path, advice: str) -> Mapping[str, Any]:
     """The JSON object that a file holds; `advice` is what to do about one that cannot be read."""
     try:
-        found = parse_json(path.read_bytes())
+        found = parse_json(read_document(path))
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({reason(error)}); {advice}") from error
     except NotADocument as error:

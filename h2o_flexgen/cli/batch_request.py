@@ -321,7 +321,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 def add_job(group: Group) -> None:
     """Adds where records go, and how a job goes on."""
-    records = "a record per request; beside it FILE.manifest.json (without .jsonl) says what the job is"
+    records = "a record per request; beside FILE.jsonl, FILE.manifest.json says what the job is"
     group.add("-o", OUTPUT, metavar="FILE", required=True, help=records)
     group.truth("--ordered", text="records in the order of the input (default: as requests finish)")
     group.truth(RESUME, text="go on with the job in the output: only requests without a record are run; a new job begins")

@@ -74,7 +74,7 @@ class JobRun:
             try:
                 with listening.interrupts.heard():
                     self._run(listening)
-                self.output.sync()
+                listening.sync()
             except BaseException:
                 done = f"{finished.num_done} of {len(finished.states)} requests are done"
                 progress.note(f"{done}; {RESUME} goes on with the others")
@@ -138,10 +138,14 @@ class Listening:
         self.watch.stage(stage, done_bytes, total_bytes)
 
     def tick(self, tick: Tick) -> None:
-        self.output.sync()
+        self.sync()
         self.watch.tick(tick)
         if self.interrupts.are_asked:
             self.interrupts.end()
+
+    def sync(self) -> None:
+        if self.output.sync():
+            self.progress.note(f"{self.output.path} was removed while the job runs; its records are written there again")
 
     def shrink(self, shrink: Shrink) -> None:
         self.progress.note(str(shrink))

@@ -127,12 +127,17 @@ class Chat:
         try:
             self.reply(turn)
         except ValueError as error:  # reported in one line; the talk goes on
-            told = ValueError(f"{error} ({self._ways_on()})") if isinstance(error, ContextFull) else error
             if not self.is_typed:
-                raise told from error
-            print(f"error: {line_of(told)}", file=sys.stderr)
+                raise
+            print(f"error: {line_of(error)}", file=sys.stderr)
 
     def reply(self, turn: str) -> None:
+        try:
+            self._reply(turn)
+        except ContextFull as full:
+            raise ValueError(f"{full} ({self._ways_on()})") from full
+
+    def _reply(self, turn: str) -> None:
         with ExitStack() as waiting, _stoppable() as stop:
             waiting.enter_context(Progress(0, "reading", late=True))
 

@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.flags import TRACEBACK
+from h2o_flexgen.core.chains import causes, contexts
 from h2o_flexgen.core.hints import shortened
+from h2o_flexgen.core.interrupted import raised_again
 
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of them has decided
 SPINS = 2000  # how often a waiting thread looks for work before it sleeps
@@ -69,10 +71,7 @@ def _ends_cleanly() -> Iterator[None]:
 def _is_ending() -> bool:
     """Whether an `except`, a `finally` or the end of a `with` is handling such a signal now. That one was raised is not enough:
     Python drops what is raised in a `__del__` and goes on, and the next signal must end it."""
-    error = sys.exc_info()[1]
-    while error is not None and not isinstance(error, Ended):
-        error = error.__context__
-    return error is not None
+    return any(isinstance(error, Ended) for error in contexts(sys.exc_info()[1]))
 
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
@@ -83,7 +82,7 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
     try:
         args = parse()
         level = args.verbose
-        with _ends_cleanly():
+        with _ends_cleanly(), raised_again():
             run(args)
         sys.stdout.flush()  # a reader that has gone shows here, and not when the interpreter ends
     except SystemExit as ended:  # raised by argparse for --help or a wrong flag
@@ -134,9 +133,7 @@ def _say(line: str) -> None:
 
 def _is_about_output(error: BaseException) -> bool:
     """Whether the reader of our output has gone, as `head` does after its lines; the error may be behind a task's."""
-    while not isinstance(error, BrokenPipeError) and error.__cause__ is not None:
-        error = error.__cause__
-    return isinstance(error, BrokenPipeError)
+    return any(isinstance(one, BrokenPipeError) for one in causes(error))
 
 
 def _is_unread() -> bool:

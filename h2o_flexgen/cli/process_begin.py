@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from h2o_flexgen.cli.errors import BY_SIGNAL, INTERRUPTED
 from h2o_flexgen.cli.process_link import Link
+from h2o_flexgen.core.interrupted import raised_again
 
 GRACE_SECONDS = 60.0  # within which a process that nobody looks after any more ends in order
 
@@ -25,7 +26,8 @@ def begin(link: int, lifeline: int) -> int:
     try:
         work: Callable[..., int]
         work, given = connection.recv()
-        return work(Link(connection), *given)
+        with raised_again():
+            return work(Link(connection), *given)
     except (EOFError, KeyboardInterrupt):
         return INTERRUPTED
 

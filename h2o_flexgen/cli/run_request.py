@@ -59,6 +59,7 @@ SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [2
 # without --model: the package's own, heavy hitters kept; or a small OPT where weights are to be random
 DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, **DEMO_SAMPLING}
 NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
+FEW_PROMPTS = 4  # that are made up where nothing says how much is to be run
 DEMO_PROMPTS = (
     "It was a dark and stormy night, and the captain of the ship",
     '"My dear," said the old lady, laying down her knitting, "I must tell you',
@@ -119,7 +120,7 @@ class RunRequest:
     files: OutputFiles
     dry_run: bool
     verbose: int
-    notes: tuple[str, ...]  # options that were given and are not used
+    notes: tuple[str, ...]  # what is said of the options that were given, or were not
     others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
     @property
@@ -161,7 +162,7 @@ def request_of(flags: Namespace) -> RunRequest:
         seed=flags.seed,
         dry_run=flags.dry_run,
         verbose=flags.verbose,
-        notes=tuple(_unused(flags, prompts)),
+        notes=tuple(_notes(flags, prompts)),
     )
 
 
@@ -169,7 +170,15 @@ def _prompts(flags: Namespace) -> tuple[str, ...] | MadeUp:
     asked = (flags.prompt, flags.prompt_file, flags.prompt_len, flags.num_prompts)
     texts = DEMO_PROMPTS if flags.demo and flags.model == DEMO and asked == (None,) * 4 else flags.prompt
     given = tuple(given_prompts(texts, flags.prompt_file, flags.num_prompts))
-    return given or MadeUp(flags.num_prompts, DEFAULT_TOKENS if flags.prompt_len is None else flags.prompt_len)
+    number = FEW_PROMPTS if _asks_no_sizes(flags) else flags.num_prompts
+    return given or MadeUp(number, DEFAULT_TOKENS if flags.prompt_len is None else flags.prompt_len)
+
+
+def _asks_no_sizes(flags: Namespace) -> bool:
+    """Whether nothing says how much is to be run: then a block, as large as a search finds it, would take long."""
+    sizes = (flags.num_prompts, flags.prompt_len, flags.gpu_batch_size, flags.num_gpu_batches)
+    is_open = not flags.demo and flags.percent == AUTO and sizes == (None,) * len(sizes)
+    return is_open and not model_of(flags).dummy_weights  # random weights are there to be measured
 
 
 def _files(flags: Namespace) -> OutputFiles:
@@ -183,9 +192,11 @@ def _files(flags: Namespace) -> OutputFiles:
     return OutputFiles(flags.output, trace, timeline, log)
 
 
-def _unused(flags: Namespace, prompts: tuple[str, ...] | MadeUp) -> Iterator[str]:
+def _notes(flags: Namespace, prompts: tuple[str, ...] | MadeUp) -> Iterator[str]:
     if not isinstance(prompts, MadeUp) and flags.prompt_len is not None and not flags.demo:
         yield f"--prompt-len {flags.prompt_len} is not used: the prompts are given"
+    if isinstance(prompts, MadeUp) and _asks_no_sizes(flags):
+        yield f"no prompt is given: {FEW_PROMPTS} made-up ones are run; --prompt gives one, and --num-prompts says how many"
 
 
 def _refuse(flags: Namespace, plan: Plan) -> None:
@@ -255,7 +266,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 def _add_prompts(group: Group) -> None:
     group.add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
     group.value("--prompt-file", "FILE", 'a prompt per line, or (.jsonl) a {"prompt": ...} per line')
-    number = "how many made-up prompts (default: one block); of given ones the first N"
+    number = f"how many made-up prompts (default: one block; {FEW_PROMPTS} without sizes or a plan); of given ones the first N"
     group.value("--num-prompts", "N", number, whole(1, MOST_PROMPTS))
     group.value("--prompt-len", "TOKENS", f"of made-up prompts (default: {DEFAULT_TOKENS})", TOKENS)
     group.value("--gen-len", "TOKENS", "generated for each prompt, at most", TOKENS, SamplingParams.max_tokens)

@@ -3,20 +3,56 @@ all."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
+LARGEST_DOCUMENT = 1 << 28  # bytes: far more than any description that is read at once
+
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file that somebody named; `what` begins the error of one that cannot be read."""
+    """The text of a file that somebody named; `what` begins the error of one that cannot be read. A pipe or a device may not
+    end: of that, no more is read than of a document."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file.read()
+            text = file.read(LARGEST_DOCUMENT + 1)
+            if len(text) > LARGEST_DOCUMENT:
+                raise _too_large()
+            return text
     except OSError as error:
         raise ValueError(f"{what} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} is not UTF-8 text (byte {error.start})") from error
+
+
+def read_document(path: Path) -> bytes:
+    """The bytes of a small file. An OSError refuses a pipe, for which reading would wait, a device, and what is too large."""
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # of a folder, reading says it best
+        raise OSError(errno.EINVAL, "it is a pipe or a device; give a plain file")
+    with path.open("rb") as file:
+        data = file.read(LARGEST_DOCUMENT + 1)
+    if len(data) > LARGEST_DOCUMENT:
+        raise _too_large()
+    return data
+
+
+def read_document_text(path: Path, what: str) -> str:
+    """The text of a small file that somebody named; `what` begins the error of one that cannot be read."""
+    try:
+        return read_document(path).decode()
+    except OSError as error:
+        raise ValueError(f"{what} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text (byte {error.start})") from error
+
+
+def _too_large() -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {LARGEST_DOCUMENT} bytes; give a smaller file")
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -10,6 +10,9 @@ from h2o_flexgen.core.files import lock, sync_folder
 from h2o_flexgen.core.hints import reason
 
 MODE = 0o644
+FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+KEPT = ".kept"  # ends the name of a file whose own name was given to another one
+CHUNK_BYTES = 1 << 20
 RESUMED = "go on with --resume"
 
 
@@ -19,7 +22,7 @@ class AppendFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
+            self._descriptor = os.open(path, FLAGS, MODE)
         except OSError as error:
             raise ValueError(f"{path} cannot be written ({reason(error)}); give another file") from error
         try:
@@ -45,9 +48,55 @@ class AppendFile:
         self.size = start + len(line)
         return start
 
-    def sync(self) -> None:
-        """Returns when all that was appended is on the disk. What the disk refuses is cut off: it would be read as if it were
-        there, and a later try would find nothing to write."""
+    def sync(self) -> bool:
+        """Returns when all that was appended is on the disk, under the file's name; true if it had to be written there again.
+        What the disk refuses is cut off: it would be read as if it were there, and a later try would find nothing to write."""
+        is_lost = self.size > 0 and not self.has_its_name
+        if is_lost:
+            self._write_again()
+        self._sync_file()
+        return is_lost
+
+    @property
+    def has_its_name(self) -> bool:
+        """False if the file was removed or replaced: it then goes with the descriptor. Other errors say nothing about that."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+
+    def _write_again(self) -> None:
+        """Writes the file anew under its name. Where that is another file's now, it goes beside it, and the work ends."""
+        is_replaced = self.path.exists()
+        place = self.path.with_name(self.path.name + KEPT) if is_replaced else self.path
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            copy = os.open(place, FLAGS | os.O_EXCL, MODE)
+            try:
+                lock(copy)
+                for start in range(0, self.size, CHUNK_BYTES):
+                    rest = memoryview(self.read(start, min(CHUNK_BYTES, self.size - start)))
+                    while rest:
+                        rest = rest[os.write(copy, rest) :]
+                os.fsync(copy)
+                os.dup2(copy, self._descriptor, inheritable=False)
+            finally:
+                os.close(copy)
+            sync_folder(place.parent)
+        except OSError as error:
+            raise ValueError(
+                f"{self.path} was removed or replaced while it was written, and its records cannot be written to {place} "
+                f"({reason(error)}); run the job again"
+            ) from error
+        if is_replaced:
+            raise ValueError(
+                f"{self.path} was replaced by another file while it was written; the records are in {place}: "
+                f"give that the name, and {RESUMED}"
+            )
+
+    def _sync_file(self) -> None:
         if self._is_synced:
             return
         try:
@@ -75,6 +124,10 @@ class AppendFile:
         os.replace(self.path, path)
         sync_folder(path.parent)
         self.path = path
+
+    def remove_if_empty(self) -> None:
+        if not self.size and self.has_its_name:
+            self.path.unlink(missing_ok=True)
 
     def _full(self, error: OSError) -> ValueError:
         kept = "whole records stay there"

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.files import read_text, write_durably
+from h2o_flexgen.core.files import read_document_text, write_durably
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.jobs.check import Part
 from h2o_flexgen.jobs.input_file import JSON_LINES
+from h2o_flexgen.jobs.output import waiting_file
 
 FORM = 1  # counted up when older manifests can no longer be read
 SUFFIX = ".manifest.json"
+OTHER_SUFFIX = ".job-manifest.json"  # of an output that is not called .jsonl, so that no two outputs share a manifest
 Settings = Mapping[str, object]
 
 
@@ -61,7 +63,7 @@ class Manifest:
         """The manifest; None if there is none."""
         if not path.exists():
             return None
-        text = read_text(path, f"manifest {path}")
+        text = read_document_text(path, f"manifest {path}")
         try:
             return cls._of(parse_json(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -71,19 +73,40 @@ class Manifest:
     def _of(cls, given: dict[str, Any]) -> Manifest:
         if given.pop("form") != FORM:
             raise ValueError("another form")
-        runs, checked = tuple(given.pop("runs")), Part(**given.pop("checked"))
-        manifest = cls(**given, runs=runs, checked=checked)
-        if (
-            not isinstance(manifest.settings, dict)
-            or not isinstance(manifest.seed, int)
-            or not isinstance(manifest.created, int)
-        ):
-            raise TypeError("not what is written")
-        return manifest
+        fields: dict[str, type | tuple[type, ...]] = {
+            "created": int,
+            "seed": int,
+            "checked": dict,
+            "settings": dict,
+            "noted": dict,
+            "runs": list,
+            "result": (dict, type(None)),
+        }
+        given = {"result": None, **given}
+        _require(given, fields)
+        _require(given["checked"], {"nbytes": int, "digest": str})
+        if not all(isinstance(run, dict) for run in given["runs"]):
+            raise TypeError("a run is no object")
+        return cls(**{**given, "runs": tuple(given["runs"]), "checked": Part(**given["checked"])})
+
+
+def _require(given: Mapping[str, object], fields: Mapping[str, type | tuple[type, ...]]) -> None:
+    """Refuses what has another field, lacks one, or has one of another type."""
+    if given.keys() != fields.keys():
+        raise TypeError("other fields")
+    for name, kind in fields.items():
+        if not isinstance(given[name], kind) or isinstance(given[name], bool):
+            raise TypeError(f"{name} is of another type")
 
 
 def manifest_file(output: Path) -> Path:
-    return output.with_name(output.name.removesuffix(JSON_LINES) + SUFFIX)
+    """The manifest of an output, which no other output has. A job that was begun with an older name of it goes on with that."""
+    if output.name.endswith(JSON_LINES):
+        return output.with_name(output.name.removesuffix(JSON_LINES) + SUFFIX)
+    own, older = (output.with_name(output.name + suffix) for suffix in (OTHER_SUFFIX, SUFFIX))
+    is_begun = any(file.exists() for file in (output, waiting_file(output)))
+    is_of_another = output.with_name(output.name + JSON_LINES).exists()
+    return older if is_begun and older.exists() and not own.exists() and not is_of_another else own
 
 
 def _as_read(value: object) -> object:

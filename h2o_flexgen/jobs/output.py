@@ -39,13 +39,12 @@ class Output:
     def _write(self, place: int, line: bytes) -> None:
         self._file.append(line)
 
-    def sync(self) -> None:
-        """Returns when what was added is on the disk."""
-        self._file.sync()
+    def sync(self) -> bool:
+        """Returns when what was added is on the disk; true if the file was removed meanwhile and is written again."""
+        return self._file.sync()
 
     def close(self) -> None:
-        if not self._file.size:
-            self.path.unlink(missing_ok=True)
+        self._file.remove_if_empty()
         self._file.close()
 
     def __enter__(self) -> Output:
@@ -119,16 +118,15 @@ class OrderedOutput(Output):
             self._next += 1
             self._num_waiting -= 1
 
-    def sync(self) -> None:
-        self._waiting.sync()
-        self._file.sync()
+    def sync(self) -> bool:
+        was_removed = [file.sync() for file in (self._waiting, self._file)]
         if not self._num_waiting and self._waiting.size:  # all of them are in the output now
             self._waiting.cut(0)
+        return any(was_removed)
 
     def close(self) -> None:
         super().close()
-        if not self._waiting.size:
-            self._waiting.path.unlink(missing_ok=True)
+        self._waiting.remove_if_empty()
         self._waiting.close()
 
 

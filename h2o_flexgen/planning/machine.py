@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from h2o_flexgen.core.documents import parse_yaml
-from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.files import read_document, write_text
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
@@ -176,7 +176,7 @@ class Machine:
     @classmethod
     def load(cls, path: str | Path) -> Machine:
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_document(Path(path)).decode()
             content = parse_yaml(text)
         except OSError as error:
             raise ValueError(f"machine file {path} cannot be read: {error.strerror}") from error

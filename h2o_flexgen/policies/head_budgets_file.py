@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 
 from h2o_flexgen.core.documents import NotADocument, parse_json
-from h2o_flexgen.core.files import read_text, write_text
+from h2o_flexgen.core.files import read_document_text, write_text
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets, shape_of
 
@@ -35,7 +35,7 @@ def write_head_budgets(budgets: HeadBudgets, path: Path) -> None:
 def read_head_budgets(path: str | os.PathLike[str]) -> HeadBudgets:
     """The head budgets of a file; whatever is wrong with it is said in a line that begins with its name."""
     file = os.path.expanduser(path)
-    text = read_text(Path(file), f"head budgets {file}")
+    text = read_document_text(Path(file), f"head budgets {file}")
     try:
         return replace(_budgets(parse_json(text)), file=file)
     except NotADocument as error:

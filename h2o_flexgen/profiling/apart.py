@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from h2o_flexgen.core.interrupted import raised_again
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.planning.machine import Machine
@@ -101,7 +102,8 @@ def answer(
     given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in sizes.items()}
     place = None if partial is None else Path(partial)
     try:
-        machine = profile(open_device(device), Path(folder), name, dtype, Sizes(**given), _telling(out), place)
+        with raised_again():
+            machine = profile(open_device(device), Path(folder), name, dtype, Sizes(**given), _telling(out), place)
         _tell_the_last(out, "machine", machine.as_plain())
         return 0
     except (KeyboardInterrupt, BrokenPipeError):

@@ -14,6 +14,7 @@ from h2o_flexgen.models.config_values import EOS, eos_ids_of
 from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.gguf_tokenizer import library_tokenizer
 from h2o_flexgen.text.gguf_vocabulary import KIND, PIECES, RULE, GgufVocabulary, has_tokens
+from h2o_flexgen.text.growth import refuse_growth
 from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, ByteTokenizer, Message, NoTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _lacks(place: Path) -> str:
 def _of_folder(folder: Path, **changes: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # takes seconds to import
 
+    refuse_growth(folder)
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True, **changes)
     except Exception as error:  # whatever a broken file makes the library raise

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import signal
 import sys
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
+from threading import Event
 from types import ModuleType
 
 import pytest
 
 from h2o_flexgen import calibrate, chat, evaluate, plan, profile, run
 from h2o_flexgen.cli.chat_work import typed_turns
-from h2o_flexgen.cli.errors import UNREAD, Ended, exit_status
+from h2o_flexgen.cli.errors import UNREAD, exit_status
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
+from tests.patience import PATIENCE_SECONDS
 
 COMMANDS = (run, plan, profile, chat, calibrate, evaluate)
 
@@ -80,19 +85,91 @@ def test_a_long_value_is_shortened_in_the_line_that_ends_a_command(capsys: pytes
     assert len(capsys.readouterr().err) < 600
 
 
-def _lose_one(_: Namespace) -> None:
-    class Dropped:
+def _in_a_circle(_: Namespace) -> None:
+    first, second = ValueError("the first"), ValueError("the second")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+def test_errors_that_name_each_other_as_the_cause_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(_args, _in_a_circle) == 2
+    assert capsys.readouterr().err == "error: the first\n"
+
+
+def _in_del(interrupt: Callable[[], object]) -> None:
+    class Dropping:
         def __del__(self) -> None:
-            signal.raise_signal(signal.SIGTERM)
+            interrupt()
 
-    Dropped()
-    signal.raise_signal(signal.SIGTERM)
+    Dropping()
 
 
-def test_a_signal_ends_a_command_also_where_python_has_dropped_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda args: dropped.append(args.exc_type))
-    assert exit_status(_args, _lose_one) == 128 + signal.SIGTERM and dropped == [Ended]
+def _in_callback_of_reference(interrupt: Callable[[], object]) -> None:
+    class Referred: ...
+
+    referred = Referred()
+    _reference = weakref.ref(referred, lambda _: interrupt())
+    del referred
+
+
+def _in_callback_of_collector(interrupt: Callable[[], object]) -> None:
+    def called(phase: str, info: object) -> None:
+        gc.callbacks.remove(called)
+        interrupt()
+
+    gc.callbacks.append(called)
+    gc.collect()
+
+
+def _in_callback_of_ctypes(interrupt: Callable[[], object]) -> None:
+    ctypes.CFUNCTYPE(None)(lambda: interrupt() and None)()
+
+
+DROPPING = (_in_del, _in_callback_of_reference, _in_callback_of_collector, _in_callback_of_ctypes)
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What Python says that it has dropped."""
+    found: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: found.append(args.exc_type))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("dropping", DROPPING)
+def test_a_signal_that_python_has_dropped_ends_the_code_that_goes_on(
+    dropping: Callable[[Callable[[], object]], None], number: int, dropped: list[object]
+) -> None:
+    reached: list[str] = []
+
+    def work(_: Namespace) -> None:
+        dropping(lambda: signal.raise_signal(number))
+        Event().wait(PATIENCE_SECONDS)
+        reached.append("its end")
+
+    before = signal.getsignal(signal.SIGALRM)
+    assert exit_status(_args, work) == 128 + number
+    assert reached == [] and dropped == []
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_signal_that_is_dropped_last_of_all_ends_the_command_too(dropped: list[object]) -> None:
+    assert exit_status(_args, lambda _: _in_del(lambda: signal.raise_signal(signal.SIGTERM))) == 128 + signal.SIGTERM
+    assert dropped == []
+
+
+def test_what_is_dropped_and_is_no_interrupt_is_told_as_before(dropped: list[object]) -> None:
+    assert exit_status(_args, lambda _: _in_del(lambda: {}["nothing"])) == 0
+    assert dropped == [KeyError]
+
+
+def test_a_signal_ends_a_command_also_where_python_has_dropped_the_one_before(dropped: list[object]) -> None:
+    def work(_: Namespace) -> None:
+        _in_del(lambda: signal.raise_signal(signal.SIGTERM))
+        signal.raise_signal(signal.SIGTERM)
+
+    assert exit_status(_args, work) == 128 + signal.SIGTERM and dropped == []
 
 
 def test_further_signals_do_not_disturb_the_cleaning_up() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.requests import plan_of
-from h2o_flexgen.cli.run_request import DEMO_PROMPTS, MadeUp, RunRequest, parse, request_of
+from h2o_flexgen.cli.run_request import DEMO_PROMPTS, FEW_PROMPTS, MadeUp, RunRequest, parse, request_of
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.options import what_is_searched
 from h2o_flexgen.planning.asked import Asked
@@ -116,6 +116,30 @@ def test_the_demo_has_no_texts_of_its_own_where_others_are_asked_for(words: str,
     (tmp_path / "file").write_text("Hello")
     prompts = asked(*words.format(file=tmp_path / "file").split()).prompts
     assert prompts == ("Hello",) or isinstance(prompts, MadeUp)
+
+
+def test_a_model_without_prompts_and_sizes_runs_a_few_and_says_so() -> None:
+    request = asked("--model", "m")
+    assert request.prompts == MadeUp(FEW_PROMPTS, 512)
+    [note] = request.notes
+    assert note.startswith(f"no prompt is given: {FEW_PROMPTS} made-up ones are run; --prompt gives one")
+    assert asked("--model", "m", "--prompt", "a").notes == ()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--gpu-batch-size 2",
+        "--num-gpu-batches 2",
+        "--prompt-len 512",
+        "--dummy-weights",
+        "--path _DUMMY_",
+        "--percent 0 100 0 100 0 100",
+    ],
+)
+def test_what_asks_for_sizes_still_runs_a_block_of_made_up_prompts(words: str) -> None:
+    request = asked("--model", "m", *words.split())
+    assert request.prompts == MadeUp(None, 512) and request.notes == ()
 
 
 def test_a_path_without_a_model_is_no_demo() -> None:

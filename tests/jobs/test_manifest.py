@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,42 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "out.manifest.json"
     path.write_text(text)
     assert one_line(lambda: Manifest.read(path)).startswith(f"{path} is no manifest that is understood")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("checked", {"nbytes": "abc", "digest": "abc"}),
+        ("checked", {"nbytes": 1, "digest": None}),
+        ("checked", {"nbytes": 1}),
+        ("noted", None),
+        ("runs", {}),
+        ("runs", [1]),
+        ("result", 1),
+        ("seed", True),
+        ("more", 1),
+    ],
+)
+def test_a_manifest_with_a_wrong_value_is_refused(tmp_path: Path, name: str, wrong: object) -> None:
+    path = tmp_path / "out.manifest.json"
+    MANIFEST.write(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: wrong}))
+    assert one_line(lambda: Manifest.read(path)).startswith(f"{path} is no manifest that is understood")
+
+
+def test_no_two_outputs_share_a_manifest(tmp_path: Path) -> None:
+    outputs = [tmp_path / name for name in ("a", "a.jsonl", "a.job-manifest.json", "a.jsonl.jsonl")]
+    assert len({manifest_file(output) for output in outputs}) == len(outputs)
+
+
+def test_a_job_that_was_begun_with_the_older_name_of_its_manifest_goes_on_with_it(tmp_path: Path) -> None:
+    output, older = tmp_path / "a", tmp_path / "a.manifest.json"
+    older.touch()
+    assert manifest_file(output).name == "a.job-manifest.json", "it is of a job that is gone"
+    output.touch()
+    assert manifest_file(output) == older
+    (tmp_path / "a.jsonl").touch()
+    assert manifest_file(output).name == "a.job-manifest.json", "it is of the other output"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

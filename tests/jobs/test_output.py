@@ -244,3 +244,43 @@ def test_what_was_synced_is_not_synced_again(path: Path, monkeypatch: pytest.Mon
 def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
     said = one_line(lambda: AppendFile(tmp_path / "none" / "out.jsonl"))
     assert said == f"{tmp_path}/none/out.jsonl cannot be written (No such file or directory); give another file"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_output_that_is_removed_while_a_job_writes_it_is_written_again(kind: type[Output], path: Path, index: Index) -> None:
+    folder, descriptors = path.parent / "folder", len(os.listdir("/proc/self/fd"))
+    folder.mkdir()
+    path = folder / path.name
+    with kind(path, OutputReader(index)) as output:
+        for place in (0, 1, 3):
+            output.add(place, record(place), failed=False)
+        assert not output.sync()
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        assert output.sync() and not output.sync()
+        said = one_line(lambda: AppendFile(path))
+        output.add(2, record(2), failed=False)
+        path.unlink()
+    assert "is being written by another process" in said, "what is written again is locked"
+    assert sorted(names(path)) == ["r0", "r1", "r2", "r3"] and os.listdir(folder) == [path.name]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_an_output_that_is_replaced_while_a_job_writes_it_is_kept_beside_the_other_file(path: Path, index: Index) -> None:
+    def run() -> None:
+        with Output(path, OutputReader(index)) as output:
+            output.add(0, record(0), failed=False)
+            path.unlink()
+            path.write_text("of somebody else")
+
+    kept = path.with_name("out.jsonl.kept")
+    assert f"{path} was replaced by another file while it was written; the records are in {kept}: " in one_line(run)
+    assert path.read_text() == "of somebody else" and names(kept) == ["r0"]
+
+
+def test_an_empty_output_is_not_removed_where_its_name_is_of_another_file(path: Path, index: Index) -> None:
+    with Output(path, OutputReader(index)):
+        path.unlink()
+        path.write_text("of somebody else")
+    assert path.read_text() == "of somebody else"
