@@ -94,7 +94,7 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid in fp32. A value comes out the same in any company: torch's own gives the last values of a tensor other bits."""
+    """The sigmoid in fp32. A value has the same bits in any company: torch gives the last values of a tensor others."""
     return x.float().neg().exp_().add_(1.0).reciprocal_()
 
 
