@@ -24,7 +24,7 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
@@ -311,7 +311,7 @@ class Checkpoints:
         self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN, compute: str | None = None
     ) -> tuple[Model, list[Weights]]:
         """The model's weights. A codec's weights are computed with as decoded; where it is said how to `compute`, they are
-        matrices in its bytes, except a table that rows are looked up in."""
+        matrices in its bytes, except a table that rows are looked up in; and plain ones beside rounded products are steady."""
         key = kind, stored, dtype, device, codec, compute or EXACT
         if key not in self.read:
             plan = Plan(weight_codec=codec, compute=compute or EXACT)
@@ -326,6 +326,8 @@ class Checkpoints:
                         own[name] = PackedMatrix(
                             read.packed[tensor.name], tensor.codec, tensor.shape[0], room, PRODUCTS[compute]
                         )
+                    elif compute == INT8 and name in dict(layer.products):
+                        own[name] = SteadyMatrix(own[name])
         return read.model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int], beside: frozenset[int] = frozenset()) -> list[Tensor]:

@@ -330,6 +330,24 @@ def test_logits_have_the_same_bits_in_every_library_and_in_torch(
         assert torch.equal(torch.stack(found), torch.stack(expected)), library
 
 
+PACKED_HEADS = [(kind, "float32", "group4") for kind in ("gemma3", "neox-sequential", "neox-parallel", "opt", *MIXTURES)]
+OF_CHECKPOINTS = [(kind, stored, codec) for kind, stored, codec, compute in STORED if compute == INT8]  # most heads are plain
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kind", "stored", "weight_codec"), [*PACKED_HEADS, *OF_CHECKPOINTS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_a_row_have_the_same_bits_in_any_company(
+    kind: str, stored: str, weight_codec: str, dtype: str, checkpoints: Checkpoints
+) -> None:
+    """So plans whose batches have other shapes give them too. The longest prompt has more rows than torch is asked for."""
+    case = Case(kind, lengths=(5, 37, 2, 7, 4), gen_len=3, stored=stored, dtype=dtype, weight_codec=weight_codec, compute=INT8)
+    together = checkpoints.resident_logits(case, range(5))
+    for row in range(5):
+        alone = checkpoints.resident_logits(case, [row])
+        assert all(torch.equal(one[0], of_all[row]) for one, of_all in zip(alone, together, strict=True)), row
+
+
 @pytest.mark.parametrize(NAMES, [*IN_8_BITS, *BY_KERNELS])
 @pytest.mark.parametrize("threads", [5])  # which share no number of rows here evenly
 def test_no_number_of_threads_changes_a_bit(

@@ -9,9 +9,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.kernels import native
+from h2o_flexgen.kernels.table import EXACT, INT8, TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.output import Completion
@@ -21,7 +23,7 @@ from tests import tiny
 from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
-from tests.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, recorded_logits
+from tests.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, Logits, recorded_logits
 
 SHORTEST_BY_HEAD = 4  # tokens of a prompt of which every head has a slot
 NEAR = (
@@ -89,12 +91,15 @@ def random_params(random: Random, gen_len: int) -> SamplingParams:
     )
 
 
-def generate(case: Case, params: Sequence[SamplingParams], checkpoints: Checkpoints, offload: Path) -> list[Completion]:
+Made = tuple[list[Completion], Logits]
+
+
+def generate(case: Case, params: Sequence[SamplingParams], checkpoints: Checkpoints, offload: Path) -> Made:
     with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
         completions = llm.generate(case.prompts, params, seed=11)
         check_books(llm, completions)
     assert len(logits) == sum(len(each.token_ids) for each in completions), "a row was computed after its end"
-    return completions
+    return completions, logits
 
 
 def check_books(llm: LLM, completions: Sequence[Completion]) -> None:
@@ -117,11 +122,13 @@ def hold_case(case: Case, random: Random, seed: int, checkpoints: Checkpoints, o
         case, percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=1, num_gpu_batches=1, slots=1, schedule="zigzag", device="cpu"
     )
     try:
-        completions = generate(case, params, checkpoints, offload)
-        expected = generate(plain, params, checkpoints, offload)
+        completions, logits = generate(case, params, checkpoints, offload)
+        expected, of_plain = generate(plain, params, checkpoints, offload)
         for got, wanted in zip(completions, expected, strict=True):
             assert (got.token_ids, got.finish_reason, got.text) == (wanted.token_ids, wanted.finish_reason, wanted.text)
             check_logprobs(got, wanted)
+        if case.compute == INT8 and case.device == "cpu" and native.in_use() != TORCH:
+            assert all(torch.equal(own, of_plain[place]) for place, own in logits.items()), "logits have other bits"
         if case.kv_policy.keeps_all and (case.weight_codec, case.kv_codec, case.compute) == (PLAIN, PLAIN, EXACT):
             greedy_rows_equal_transformers(case, params, completions, checkpoints)
     except BaseException as error:

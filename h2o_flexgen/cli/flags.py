@@ -419,7 +419,10 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
 
 def add_compute(group: Group) -> None:
     """Adds how weights are multiplied."""
-    rounded = f"{INT8}: packed weights are multiplied with activations rounded to 8 bits, which is faster"
+    rounded = (
+        f"{INT8}: packed weights are multiplied with activations rounded to 8 bits, which is faster; on a CPU logits of a row "
+        "do not depend on the rows beside it"
+    )
     group.choice("--compute", PRODUCTS, f"{EXACT}: activations are multiplied as they are; {rounded}", Plan.compute)
 
 

@@ -12,7 +12,14 @@ from h2o_flexgen.kernels.append import append, append_twin
 from h2o_flexgen.kernels.changed_slots import gather_slots_twin
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.evict import evict, evict_twin
-from h2o_flexgen.kernels.gated_silu import gated_silu, gated_silu_twin
+from h2o_flexgen.kernels.gating import (
+    gated_gelu,
+    gated_gelu_tanh,
+    gated_gelu_tanh_twin,
+    gated_gelu_twin,
+    gated_silu,
+    gated_silu_twin,
+)
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.halves_apart import halves_apart, halves_apart_twin
@@ -55,7 +62,8 @@ FUNCTIONS: Mapping[str, Function] = {
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(shared_attention, shared_attention_twin),
         *(rotate, rotate_twin, append, append_twin, evict, evict_twin),
-        *(rms_norm, rms_norm_twin, gated_silu, gated_silu_twin, halves_apart, halves_apart_twin),
+        *(rms_norm, rms_norm_twin, halves_apart, halves_apart_twin),
+        *(gated_silu, gated_silu_twin, gated_gelu_tanh, gated_gelu_tanh_twin, gated_gelu, gated_gelu_twin),
         *(take_slots, take_slots_twin, gather_slots_twin),
         *(add_weighted, add_weighted_twin),
     )

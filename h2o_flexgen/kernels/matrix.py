@@ -1,5 +1,5 @@
 """PackedMatrix: a layer's matrix in the bytes of its codec. It is multiplied as it lies where a kernel can do that; otherwise
-it is decoded first, once for all products that follow."""
+it is decoded first, once for all products that follow. SteadyMatrix: a plain one beside matrices whose products are rounded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.operations import decode, packed_product, plain_product, products_of_each
-from h2o_flexgen.kernels.table import PRODUCT
+from h2o_flexgen.kernels.operations import decode, packed_product, plain_product, products_of_each, steady_product
+from h2o_flexgen.kernels.table import PRODUCT, STEADY_PRODUCT
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
@@ -58,7 +58,17 @@ class PackedMatrix:
         return plain_product(x, self.values(), bias) if out is None else out
 
 
-Matrix = PackedMatrix | Tensor
+@dataclass(frozen=True, eq=False)
+class SteadyMatrix:
+    """A plain matrix. What becomes of a row does not depend on the rows beside it, as in products of whole numbers."""
+
+    values: Tensor  # (outputs, inputs)
+
+    def linear(self, x: Factor, bias: Tensor | None) -> Tensor:
+        return steady_product(x, self.values, bias)
+
+
+Matrix = PackedMatrix | SteadyMatrix | Tensor
 
 
 def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor | None]]) -> Tensor:
@@ -70,10 +80,7 @@ def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor 
     by_form = defaultdict[tuple[str, str], list[Meeting]](list)
     for first, rows, matrix, bias in meetings:
         assert _outputs(matrix) == outputs
-        own = packed.get(first)
-        form = (PRODUCT, PLAIN) if own is None else (own.product, own.codec)
-        data = matrix.contiguous() if isinstance(matrix, Tensor) else matrix.data
-        by_form[form].append(Meeting(first, rows, data, bias))
+        by_form[_form(matrix)].append(Meeting(first, rows, _data(matrix), bias))
     for form, its in by_form.items():
         for meeting in products_of_each(*form, x, its, out):
             first, rows, _, bias = meeting
@@ -82,4 +89,17 @@ def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor 
 
 
 def _outputs(matrix: Matrix) -> int:
-    return len(matrix) if isinstance(matrix, Tensor) else matrix.outputs
+    return matrix.outputs if isinstance(matrix, PackedMatrix) else len(_data(matrix))
+
+
+def _form(matrix: Matrix) -> tuple[str, str]:
+    """The op by which it is multiplied, and its codec."""
+    if isinstance(matrix, PackedMatrix):
+        return matrix.product, matrix.codec
+    return STEADY_PRODUCT if isinstance(matrix, SteadyMatrix) else PRODUCT, PLAIN
+
+
+def _data(matrix: Matrix) -> Tensor:
+    if isinstance(matrix, PackedMatrix):
+        return matrix.data
+    return (matrix.values if isinstance(matrix, SteadyMatrix) else matrix).contiguous()

@@ -16,8 +16,8 @@ from torch import Tensor
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
-from h2o_flexgen.kernels.gated_silu import gated_silu_twin
 from h2o_flexgen.kernels.gathering import SUM
+from h2o_flexgen.kernels.gating import gated_silu_twin
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
@@ -30,6 +30,8 @@ from h2o_flexgen.kernels.table import (
     DECODE_ROWS,
     ENCODE,
     EVICT,
+    GATED_GELU,
+    GATED_GELU_TANH,
     GATED_SILU,
     GATHER_SLOTS,
     HALVES_APART,
@@ -38,6 +40,7 @@ from h2o_flexgen.kernels.table import (
     RMS_NORM,
     ROTATE,
     SHARED_ATTENTION,
+    STEADY_PRODUCT,
     TAKE_SLOTS,
     Kernel,
     Processor,
@@ -105,7 +108,16 @@ def packed_product(op: str, codec: str, x: Factor, data: Tensor, outputs: int, b
 
 def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., inputs), matrix (outputs, inputs) -> (..., outputs)"""
-    function = _required(PRODUCT, PLAIN, x.values, x.rows)
+    return _plain_product(PRODUCT, x, matrix, bias)
+
+
+def steady_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, where what becomes of a row is not to depend on the rows beside it: with kernels in C it does not."""
+    return _plain_product(STEADY_PRODUCT, x, matrix, bias)
+
+
+def _plain_product(op: str, x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    function = _required(op, PLAIN, x.values, x.rows)
     out: Tensor = function(CODECS[PLAIN], x, matrix, len(matrix), bias)
     return out
 
@@ -252,9 +264,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up. May overwrite the gate."""
+def gated_silu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, or silu alone. May overwrite the gate."""
     out: Tensor = _required(GATED_SILU, PLAIN, gate)(gate, up)
+    return out
+
+
+def gated_gelu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with gelu."""
+    out: Tensor = _required(GATED_GELU, PLAIN, gate)(gate, up)
+    return out
+
+
+def gated_gelu_tanh(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with gelu by a tanh."""
+    out: Tensor = _required(GATED_GELU_TANH, PLAIN, gate)(gate, up)
     return out
 
 

@@ -18,6 +18,7 @@ from h2o_flexgen.quant.sectioned import Fp8, Sectioned
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
+STEADY_PRODUCT = "steady product"  # of plain matrices: with kernels in C its sums have one order for any rows
 EXACT, INT8 = "exact", "int8"
 FLOAT32, HALVES = "float32", ("bfloat16", "float16")
 PRODUCT_OPS = PRODUCT, INT8_PRODUCT
@@ -25,7 +26,8 @@ PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 ROTATE, APPEND, EVICT = "rotate", "append", "evict"
 TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
-RMS_NORM, GATED_SILU, HALVES_APART = "rms norm", "gated silu", "halves apart"
+RMS_NORM, HALVES_APART = "rms norm", "halves apart"
+GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
 ADD_WEIGHTED = "add weighted"
 
 CPU, CUDA = "cpu", "cuda"
@@ -160,7 +162,8 @@ def _rounded_products(codec: Blocked | Sectioned, family: str) -> Iterator[Kerne
     """Products of a form of checkpoints where rows may be rounded to 8 bits: they are if its codes are whole numbers."""
     if isinstance(codec, Fp8):
         exact = (kernel for kernel in _of_stored(codec.name, family) if kernel.op == PRODUCT)
-        yield from (replace(kernel, op=INT8_PRODUCT) for kernel in exact)
+        in_one_order = (kernel for kernel in exact if kernel.device != CPU or kernel.most_rows == inf)  # for any rows
+        yield from (replace(kernel, op=INT8_PRODUCT) for kernel in in_one_order)
     else:
         price = f"int8 {measured_as(codec.name)}"
         yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product", CPU, LIBRARIES, DTYPES, priced_as=price, within=INT8)
@@ -190,6 +193,9 @@ def _of_plain_products() -> Iterator[Kernel]:
     yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "plain_product")
+    yield Kernel(STEADY_PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",))
+    yield Kernel(STEADY_PRODUCT, PLAIN, "wide_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
+    yield Kernel(STEADY_PRODUCT, PLAIN, "plain_product")
 
 
 def _of_slots() -> Iterator[Kernel]:
@@ -203,8 +209,9 @@ def _of_slots() -> Iterator[Kernel]:
 
 def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
-    in_c = (RMS_NORM, "rms_norm"), (GATED_SILU, "gated_silu"), (HALVES_APART, "halves_apart"), (ADD_WEIGHTED, "add_weighted")
-    for op, function in in_c:
+    gating = (GATED_SILU, "gated_silu"), (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu")
+    others = (RMS_NORM, "rms_norm"), (HALVES_APART, "halves_apart"), (ADD_WEIGHTED, "add_weighted")
+    for op, function in (*gating, *others):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
 

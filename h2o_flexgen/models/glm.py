@@ -4,7 +4,6 @@ Its first blocks have a single mlp."""
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
@@ -45,9 +44,9 @@ class GlmMoe(MixtureOfExperts):
         )
 
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        router, correction = (ops.plain(weights, name) for name in (f"{ROUTER}.weight", CORRECTION))
-        assert router is not None and correction is not None
-        scores = functional.linear(x.float(), router.float()).sigmoid_()  # in 16 bits it would choose others
+        correction = ops.plain(weights, CORRECTION)
+        assert correction is not None
+        scores = ops.sigmoid(ops.wide_linear(x, weights, ROUTER))  # in 16 bits it would choose others
         experts = (scores + correction).topk(self._mixture.chosen, dim=-1).indices
         shares = scores.gather(-1, experts)
         if self._mixture.sums_to_one:

@@ -195,7 +195,7 @@ class MixtureOfExperts(Llama):
 
     def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
         """What comes of the mlp that all tokens pass through."""
-        gate = ops.linear(x, weights, SHARED_GATE).float().sigmoid_()
+        gate = ops.sigmoid(ops.linear(x, weights, SHARED_GATE))
         return self.gated(x, weights, SHARED).float().mul_(gate)
 
     def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:

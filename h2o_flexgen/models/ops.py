@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.matrix import PackedMatrix, linear_of_each
-from h2o_flexgen.kernels.operations import gated_silu, gated_silu_of_each, plain_product
+from h2o_flexgen.kernels.matrix import Matrix, PackedMatrix, SteadyMatrix, linear_of_each
+from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_silu, gated_silu_of_each, plain_product
 from h2o_flexgen.models.base import Weights
 
 Activation = Callable[[Tensor], Tensor]
@@ -43,9 +43,18 @@ def linears_of_each(x: Tensor, counts: Sequence[int], weights: Weights, *names: 
         yield linear_of_each(factor, list(meetings))
 
 
-def _linear(weights: Weights, name: str) -> tuple[Tensor | PackedMatrix, Tensor | None]:
+def wide_linear(x: Tensor, weights: Weights, name: str) -> Tensor:
+    """The product in fp32 with a matrix that is never packed."""
+    matrix, factor = weights[f"{name}.weight"], Factor(x.float())
+    if isinstance(matrix, SteadyMatrix):
+        return SteadyMatrix(matrix.values.float()).linear(factor, None)
+    assert isinstance(matrix, Tensor), name
+    return plain_product(factor, matrix.float(), None)
+
+
+def _linear(weights: Weights, name: str) -> tuple[Matrix, Tensor | None]:
     matrix = weights[f"{name}.weight"]
-    assert isinstance(matrix, (Tensor, PackedMatrix)), name
+    assert isinstance(matrix, (Tensor, PackedMatrix, SteadyMatrix)), name
     return matrix, plain(weights, f"{name}.bias")
 
 
@@ -84,22 +93,26 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.view(*x.shape[:-1], -1, head_dim)  # (rows, tokens, heads, head_dim)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid in fp32. A value has the same bits in any company: torch gives the last values of a tensor others."""
+    return x.float().neg().exp_().add_(1.0).reciprocal_()
+
+
 def _quick_gelu(x: Tensor) -> Tensor:
-    return torch.sigmoid(1.702 * x).mul_(x)
+    return sigmoid(1.702 * x.float()).mul_(x).to(x.dtype)
 
 
-_gelu_tanh = partial(functional.gelu, approximate="tanh")
-
-SILU = "silu", "swish"
+SILU, GELU_TANH = ("silu", "swish"), ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+GATED = {
+    **dict.fromkeys(SILU, gated_silu),
+    **dict.fromkeys(GELU_TANH, gated_gelu_tanh),
+    "gelu": gated_gelu,
+}
 
 # may overwrite their argument
 ACTIVATIONS: Mapping[str, Activation] = {
     "relu": torch.relu_,
-    **dict.fromkeys(SILU, partial(functional.silu, inplace=True)),
-    "gelu": functional.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    **GATED,
     "quick_gelu": _quick_gelu,
 }
 
@@ -112,7 +125,7 @@ def activation(name: str) -> Activation:
 
 def gating(name: str) -> Gating:
     """The product of an activation of one factor with the other. May overwrite the first."""
-    return gated_silu if name in SILU else partial(_gated, activation(name))
+    return GATED.get(name) or partial(_gated, activation(name))
 
 
 def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:

@@ -9,11 +9,14 @@ import torch
 from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix, linear_of_each
 from h2o_flexgen.kernels.operations import decode, encode, plain_product
-from h2o_flexgen.quant.codec import CODECS, TILED
+from h2o_flexgen.kernels.table import INT8_PRODUCT
+from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED, TILED
 from h2o_flexgen.quant.tiled import TILE
 from tests.inverted import Inverted, registered
+from tests.kernels.stored import random_matrix
+from tests.kernels.variants import VARIANTS, used
 
 INPUTS, FEW = 128, 2
 
@@ -83,3 +86,33 @@ def test_rows_that_matrices_share_are_made_ready_once() -> None:
     first, second = (x.made(ready) for _ in range(2))
     assert first is second and made == [x.values] and x.rows == 6
     assert x.made(torch.neg) is not first
+
+
+BESIDE_ROUNDED = PLAIN, "tiles4", "tiles8", "q4_0", "q6_K", "fp8-128x128-float32"
+
+
+def beside_rounded(form: str, outputs: int, inputs: int, dtype: torch.dtype) -> PackedMatrix | SteadyMatrix:
+    """A matrix of a model whose products are rounded where they can be."""
+    codec, values = CODECS[form], torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1))
+    if form == PLAIN:
+        return SteadyMatrix(values.to(dtype))
+    if codec in STORED:
+        data = random_matrix(codec, outputs, inputs)
+    else:
+        units = -(-outputs // codec.rows_together)
+        data = torch.empty(codec.nbytes((outputs, inputs), 4), dtype=torch.uint8).view(units, -1)
+        encode(form, values, data)
+    return PackedMatrix(data, form, outputs, None, INT8_PRODUCT)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("form", BESIDE_ROUNDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_rounded_products_a_row_has_the_same_bits_in_any_company(variant: str, form: str, dtype: torch.dtype) -> None:
+    one = beside_rounded(form, 40, 256, dtype)
+    x = torch.randn(70, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with used(variant):
+        together = one.linear(Factor(x), None)
+        for rows in (1, 2, 9, 17, 33):
+            assert torch.equal(one.linear(Factor(x[-rows:]), None), together[-rows:]), rows
+        assert torch.equal(linear_of_each(Factor(x), [(0, 1, one, None), (1, 69, one, None)]), together)

@@ -24,8 +24,9 @@ from h2o_flexgen.core.layout import ALIGNMENT, decoded_bytes, keeps_its_place, p
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.engine.stores.wanted import NOTHING, Wanted
-from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, SteadyMatrix
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES
+from h2o_flexgen.kernels.table import PRODUCT
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
@@ -136,7 +137,7 @@ class WeightStore:
         self._schedule = schedule
         self._pieces: dict[Place, list[tuple[str, list[Piece]]]] = {}  # by tensor
         self._copies: dict[Place, Copies] = {}
-        self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
+        self._views: dict[tuple[int, int], dict[str, Matrix]] = {}
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
         self.wanted = Wanted(self._spec, schedule)
@@ -230,7 +231,10 @@ class WeightStore:
         if (layer, slot) not in self._views:
             spec = self._spec.layers[layer]
             whole = ((local, tensor) for local, tensor in spec.tensors if local not in spec.in_pieces)
-            self._views[layer, slot] = {local: self._weight(tensor, layer, slot) for local, tensor in whole}
+            multiplied = dict(spec.products).keys() if self._spec.product != PRODUCT else ()
+            self._views[layer, slot] = {
+                local: self._weight(tensor, layer, slot, local in multiplied) for local, tensor in whole
+            }
         if number != self._viewed_pass:
             self._viewed_pass = number
             for weight in (*self._views[layer, slot].values(), *self._parts.get((layer, slot), [])):
@@ -246,10 +250,11 @@ class WeightStore:
         """Makes the next visit decode its matrices, whatever was decoded before: what is captured stands by itself."""
         self._viewed_pass = -1
 
-    def _weight(self, tensor: TensorSpec, layer: int, slot: int) -> Tensor | PackedMatrix:
+    def _weight(self, tensor: TensorSpec, layer: int, slot: int, is_steady: bool) -> Matrix:
+        """`is_steady`: it is one of the matrices whose products do not depend on the rows beside a row."""
         pack = self._pack_of(tensor, layer, slot)
         if tensor.codec == PLAIN:
-            return pack.view(tensor.name)
+            return SteadyMatrix(pack.view(tensor.name)) if is_steady else pack.view(tensor.name)
         return pack.matrix(tensor.name, self._room(tensor, layer), self._spec.product)
 
     def _room(self, tensor: TensorSpec, layer: int) -> DecodeBuffer | None:

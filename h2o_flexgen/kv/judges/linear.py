@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.operations import steady_product
 from h2o_flexgen.kv.judges.judge import OneByOne, Written
 
 
@@ -18,7 +19,7 @@ class Linear(OneByOne):
 
     def of_new(self, new: Written) -> Tensor:
         assert new.x is not None, "a layer hands over what it makes keys of"
-        worth = functional.linear(new.x.float(), self._weight, self._bias)
+        worth = steady_product(Factor(new.x.float()), self._weight, self._bias)
         return worth if self._heads is None else worth.index_select(-1, self._heads)
 
     def of_heads(self, heads: Tensor) -> Linear:

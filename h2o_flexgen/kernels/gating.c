@@ -1,0 +1,94 @@
+/* An activation of the gate, rounded to the type of the values, and then times up where there is one. An activation is x times a
+   share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of sqrt(8 / pi) * (x + 0.044715 * x^3), gelu's is the normal
+   distribution. What becomes of a value depends on nothing but the two. */
+
+#include "vectors.h"
+
+typedef struct {
+    char *gate;     /* becomes the outcome */
+    const char *up; /* NULL: there is none */
+    long count;
+    int kind;
+    int curve;
+} gating;
+
+enum { SILU, GELU_TANH, GELU };
+
+/* Of what is not above 0; 0 from -86 on: then an activation of -infinity is NaN, as it is in torch. */
+static ALWAYS_INLINE floats exp_or_nothing(floats from)
+{
+    return (floats)((integers)exp_below_zero(from) & ~(integers)(from < -86.0f));
+}
+
+static ALWAYS_INLINE floats either(integers first, floats one, floats other)
+{
+    return (floats)(((integers)one & first) | ((integers)other & ~first));
+}
+
+static ALWAYS_INLINE floats sigmoid(floats x)
+{
+    const integers positive = x > 0.0f;
+    const floats part = exp_or_nothing(either(positive, -x, x));
+    return either(positive, all(1.0f), part) / (part + 1.0f);
+}
+
+/* By an approximation of erfc whose relative error is below 1.2e-7 everywhere (Press et al., Numerical Recipes, erfcc). */
+static ALWAYS_INLINE floats normal_distribution(floats x)
+{
+    static const float factors[] = {0.17087277f,  -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                                    -0.18628806f, 0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
+    const integers positive = x > 0.0f;
+    const floats z = either(positive, x, -x) * 0.707106781f, t = 1.0f / (z * 0.5f + 1.0f);
+    floats power = {0};
+#pragma GCC unroll 10
+    for (int at = 0; at < 10; at++)
+        power = power * t + factors[at];
+    const floats behind = t * exp_or_nothing(power - z * z) * 0.5f;
+    return either(positive, 1.0f - behind, behind);
+}
+
+static ALWAYS_INLINE floats activated(floats x, int curve)
+{
+    if (curve == GELU)
+        return x * normal_distribution(x);
+    return x * sigmoid(curve == SILU ? x : x * 1.59576912f * (x * x * 0.044715f + 1.0f));
+}
+
+#define AT_ONCE 1024 /* values that one thread takes in turn */
+
+static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, int kind, int curve)
+{
+    const floats value = rounded_to(activated(load_some(gate, count, kind), curve), kind);
+    store_some(gate, up ? value * load_some(up, count, kind) : value, count, kind);
+}
+
+static ALWAYS_INLINE void gate_some(const gating *g, long first, long count, int kind, int curve)
+{
+    const long size = itemsize_of(kind);
+    char *gate = g->gate + first * size;
+    const char *up = g->up ? g->up + first * size : NULL;
+#define GATE(AT, COUNT) gate_register(gate + (AT)*size, up ? up + (AT)*size : NULL, COUNT, kind, curve)
+    EACH_REGISTER(at, count, GATE);
+#undef GATE
+}
+
+typedef void (*part_action)(const gating *g, long first, long count);
+
+#define OF(KIND, CURVE)                                                                                                          \
+    static void CURVE##_##KIND(const gating *g, long first, long count) { gate_some(g, first, count, KIND, CURVE); }
+#define OF_KIND(KIND) OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU)
+
+OF_KIND(BF16)
+OF_KIND(FLOAT)
+OF_KIND(HALF)
+
+void gated(const gating *g, int threads)
+{
+#define ACTIONS(KIND) [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND}
+    static const part_action actions[][3] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+#undef ACTIONS
+    const part_action action = actions[g->kind][g->curve];
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long first = 0; first < g->count; first += AT_ONCE)
+        action(g, first, g->count - first < AT_ONCE ? g->count - first : AT_ONCE);
+}
