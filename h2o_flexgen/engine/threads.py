@@ -12,12 +12,12 @@ from torch import get_num_threads, set_num_threads
 
 from h2o_flexgen.core.allowed_values import Rule, whole
 from h2o_flexgen.core.cores import cores
+from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 __all__ = ["crowding", "get_num_threads", "keep_few_compiled_products", "make_room_for_others", "set_threads"]
 
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a user who sets one of them has decided
-# Who keeps compiled products: oneDNN, and the layer through which torch calls it, each a copy of its own of a quarter of a MB.
-COMPILED_PRODUCTS, KEPT_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 16
+COMPILED_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"  # oneDNN reads one, torch the other
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per period, or "max"
 
 

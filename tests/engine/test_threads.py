@@ -16,6 +16,7 @@ from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.cli.errors import SPINS
 from h2o_flexgen.engine import threads
 from h2o_flexgen.engine.threads import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
+from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 
 @pytest.fixture(autouse=True)
@@ -109,4 +110,4 @@ def test_few_compiled_products_are_kept_unless_somebody_has_chosen_how_many(name
     assert os.environ[name] == "5"
     monkeypatch.delenv(name)
     threads.keep_few_compiled_products()
-    assert os.environ[name] == str(threads.KEPT_PRODUCTS)
+    assert os.environ[name] == str(KEPT_PRODUCTS)
