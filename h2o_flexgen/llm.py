@@ -168,7 +168,7 @@ class LLM(ModelUnderPlan):
                 found.append(completion)
                 if on_completion is not None:
                     on_completion(completion)
-        self.stats = Stats.of(prepared.rows, running.done, self._peak_bytes())
+        self.stats = Stats.of(prepared.rows, running.done, self.peaks())
         return sorted(found, key=lambda completion: completion.index)
 
     def generate_stream(
@@ -198,7 +198,7 @@ class LLM(ModelUnderPlan):
         with closing(running.seated(planned, stream.waiting())) as ended:
             yield from stream.completions(ended, ticker)
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
-        self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
+        self.stats = Stats.counted(*counts, running.done, self.peaks())
 
     def arrivals(
         self,
@@ -333,7 +333,7 @@ class LLM(ModelUnderPlan):
         at_head = scorer or Picker(Sampler(0), on_token)
         running = Running(self._ready(on_stage), at_head, on_visit, on_shrink, may_shrink)
         running.to_the_end(Prepared(group, plans[workload_of(group)]) for group in groups)
-        self.stats = Stats.of([row for group in groups for row in group], running.done, self._peak_bytes())
+        self.stats = Stats.of([row for group in groups for row in group], running.done, self.peaks())
         return [scored_of(row.completion()) for row in rows] if scorer is None else scorer.in_order
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:

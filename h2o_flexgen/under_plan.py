@@ -18,12 +18,13 @@ from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.core.folders import cache_folder, default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.stage import OnStage, Stage, Stages
+from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -64,6 +65,7 @@ class ModelUnderPlan:
         self._stages = Stages(on_stage)
         self._mending = Mending(self._stages)
         self._process = os.getpid()
+        self._held_before = peak_resident_bytes()
         self._closed = False
         self._memories: Memories | None = None
         self._shared: SharedWeights | None = None
@@ -249,16 +251,17 @@ class ModelUnderPlan:
             self._memories.close()
             raise
 
-    def _peak_bytes(self) -> dict[str, int]:
+    def peaks(self) -> Peaks:
+        """The most that was held since the weights were loaded; of the host what the process has ever held."""
         assert self._memories is not None
         disk = self._memories.disk.meter.peak_bytes
         if self.dummy_weights:
             disk += sum(file.stat().st_size for file in self.weight_files)
-        return {
-            "device": max(device.peak_bytes() for device in (self.device, *self.others)),
-            "host": peak_resident_bytes(),
-            "disk": disk,
-        }
+        device, host = max(device.peak_bytes() for device in (self.device, *self.others)), peak_resident_bytes()
+        over = self.budgets.exceeded_by({DEVICE: device, HOST: host, DISK: disk})
+        if host <= self._held_before:  # the caller's own, from before this model was opened
+            over[HOST] = 0
+        return Peaks({DEVICE: device, HOST: host, DISK: disk}, over)
 
     def _refuse_closed(self) -> None:
         refuse_forked(self._process, f"this LLM of {self.name}")

@@ -25,6 +25,7 @@ from h2o_flexgen.profiling import kept
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
+from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny
 
@@ -180,6 +181,13 @@ def test_figures_are_written_for_those_who_draw_them(command: Any, out: Path, tm
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert lines[-1]["requests_done"] == 9 and lines[-1]["rows_alive"] == 0 and lines[-1]["busy_seconds"]["compute"] > 0
     assert [line["requests_done"] for line in lines] == sorted(line["requests_done"] for line in lines)
+
+
+def test_a_job_that_held_more_than_its_budget_says_so(command: Any, out: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    plant_a_peak(monkeypatch)
+    result = command("-i", write(tmp_path / "in.jsonl", requests(2)), "-o", out, *IN_MEMORY, *CPU_MEM)
+    assert result.status == 0 and result.json["over_budget_bytes"]["host"] == OVER
+    assert [line.startswith(SAID) for line in result.said] == [True]
 
 
 # -- what cannot be run ------------------------------------------------------------------------------------------------

@@ -23,11 +23,13 @@ import pytest
 from h2o_flexgen import chat
 from h2o_flexgen.cli import chat_request, chat_work, run_request
 from h2o_flexgen.cli.page import printable
+from h2o_flexgen.cli.promise import broken_lines
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Plain
 from tests.commands import called
 from tests.patience import PATIENCE_SECONDS
+from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
 from tests.signals import as_in_a_terminal
 from tests.tiny import save_tiny
 
@@ -92,6 +94,15 @@ def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama:
         assert "\n".join(printable(text).splitlines()) in "\n".join(out[:-1])
     assert told["seen"] == told["held"] == 2 + 6 + 1 + 5 and told["endless"] is False
     assert [turn["tokens_read"] for turn in told["turns"]] == [2, 2]
+
+
+def test_a_talk_that_held_more_than_its_budget_says_so(talk: Any, monkeypatch: Any, capfd: Any) -> None:
+    plant_a_peak(monkeypatch)
+    said: list[str] = []
+    monkeypatch.setattr("h2o_flexgen.cli.chat_work.say_broken", lambda peaks: said.extend(broken_lines(peaks)))
+    status, out, _ = talk(["ab"], *CPU_MEM)
+    assert status == 0 and json.loads(out[-1])["over_budget_bytes"]["host"] == OVER
+    assert [f"memory: {line}".startswith(SAID) for line in said] == [True]
 
 
 def test_a_talk_goes_on_beyond_the_models_length(talk: Any) -> None:

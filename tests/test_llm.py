@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,6 +25,7 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import kept
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
+from tests.patience import PATIENCE_SECONDS
 from tests.real_tokenizers import save_byte_level
 from tests.tiny import VOCAB, save_tiny
 
@@ -122,6 +126,26 @@ def test_what_other_engines_take_is_answered_with_what_to_write_here() -> None:
             LLM(**{"model": DEMO, **asked})
     with pytest.raises(ValueError, match=r"gpu_mem '4GB' is for a GPU, and this model computes on the CPU; leave it out"):
         LLM(DEMO, device="cpu", gpu_mem="4GB")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+@pytest.mark.parametrize("dummy_weights", [False, True])
+def test_what_goes_without_being_closed_leaves_no_descriptor_and_no_thread(dummy_weights: bool, tmp_path: Path) -> None:
+    def open_files() -> list[str]:
+        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+        return sorted(os.readlink(link) for link in links if os.path.islink(link))  # one was that of the listing
+
+    gc.collect()
+    files, threads = open_files(), set(threading.enumerate())
+    llm = LLM("demo", dummy_weights=dummy_weights, device="cpu", percent=(0, 0, 0, 0, 0, 0), offload_dir=tmp_path)
+    llm.generate(["Once"], SamplingParams(max_tokens=2))
+    assert len(open_files()) >= len(files) + 2, "weights and KV are on the disk"
+    del llm
+    gc.collect()
+    assert open_files() == files
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive(), thread
 
 
 @pytest.fixture(scope="module")

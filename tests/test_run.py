@@ -33,6 +33,7 @@ from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import kept, measure
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
+from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
 from tests.probes import made_up_probe
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny, tiny_config
@@ -106,6 +107,32 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any, opt: Path) 
     assert document["decode_tokens_per_second"] == pytest.approx(16 / document["decode_seconds"], rel=0.01)
     assert document["prefill_tokens_per_second"] == pytest.approx(28 / document["prefill_seconds"], rel=0.01)
     assert set(document["peak_bytes"]) == {"device", "host", "disk"} and document["peak_bytes"]["disk"] > 0
+
+
+def test_a_run_that_held_more_than_its_budget_says_so(command: Any, opt: Path, monkeypatch: Any) -> None:
+    flags = ("--model", opt, *SMALL, *IN_MEMORY)
+    kept = command(*flags)
+    assert set(kept.json["over_budget_bytes"].values()) == {0} and not [line for line in kept.err if line.startswith("memory")]
+    plant_a_peak(monkeypatch)
+    result = command(*flags, *CPU_MEM)
+    assert result.status == 0, "what was computed is right"
+    [line] = [line for line in result.err if line.startswith("memory: ")]
+    assert line.startswith(SAID) and result.json["over_budget_bytes"] == {"device": 0, "host": OVER, "disk": 0}
+
+
+def test_the_peak_of_a_run_is_taken_before_the_machine_is_measured(command: Any, opt: Path, monkeypatch: Any) -> None:
+    held = [300_000_000]
+    monkeypatch.setattr("h2o_flexgen.under_plan.peak_resident_bytes", lambda: held[0])
+    monkeypatch.setattr(run_report, "peak_resident_bytes", lambda: held[0])
+    measuring = run_report.measure
+
+    def holding(*given: Any) -> Any:
+        held[0] += 50_000_000
+        return measuring(*given)
+
+    monkeypatch.setattr(run_report, "measure", holding)
+    document = command("--model", opt, *SMALL, *IN_MEMORY).json
+    assert (document["peak_bytes"]["host"], document["process_peak_bytes"]) == (300_000_000, 350_000_000)
 
 
 def test_when_memory_runs_out_a_line_says_so_and_the_texts_are_the_same(command: Any, opt: Path, monkeypatch: Any) -> None:

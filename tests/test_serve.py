@@ -30,6 +30,7 @@ from h2o_flexgen.serving.desk import Desk
 from h2o_flexgen.serving.listening import Place
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
+from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
 from tests.tiny import save_tiny
 
 PLAIN = ("--dtype", "float32", "--tokenizer", "bytes", "--device", "cpu", "--port", 0, "--served-model-name", "tiny")
@@ -101,6 +102,15 @@ def test_a_signal_ends_it_when_everybody_has_an_answer(command: Any, monkeypatch
     assert result.json["completions"] == {"length": 1} and result.json["answers"] == {"200": 1}
     assert result.json["generated_tokens"] == 20
     assert "prefixes  room for 96 tokens of what requests begin with alike, pinned" in result.out
+
+
+def test_a_server_that_held_more_than_its_budget_says_so_at_its_end(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_a_peak(monkeypatch)
+    visitor = Visitor(monkeypatch, lambda client: os.kill(os.getpid(), signal.SIGTERM))
+    result = command("--gather", "0", "--rows", 3, *CPU_MEM)
+    visitor.has_been_there()
+    assert result.status == 0 and result.json["over_budget_bytes"]["host"] == OVER
+    assert [line.startswith(SAID) for line in result.said if line.startswith("memory")] == [True]
 
 
 UNSHARED = "prefixes  nothing is shared"

@@ -20,6 +20,7 @@ from h2o_flexgen.cli.batch_watch import Figures
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport, together_lines
+from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
@@ -27,6 +28,7 @@ from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.evaluation.settings import model_settings, plan_settings
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.answers import Answers
@@ -81,11 +83,13 @@ class Ended:
     ran: Sizes  # of the requests of the last run
     figures: Figures | None  # None: nothing was left to be run
     machine: Mapping[str, object]
+    peaks: Peaks | None = None  # of this process, where it computed
 
     @property
     def result(self) -> Settings:
         counts = {"requests": self.requests, "requests_failed": self.failed}
-        return counts if self.figures is None else {**counts, **self.figures.as_json()}
+        figures = {} if self.figures is None else self.figures.as_json()
+        return {**counts, **figures, **({} if self.peaks is None else self.peaks.as_json())}
 
     def as_json(self) -> dict[str, object]:
         return {**self.result, "output": str(self.output), "seed": self.seed}
@@ -244,9 +248,13 @@ class BatchJob:
         run.record_refused()
         figures = run.to_the_end() if len(self.left.sizes) else None
         finished, machine = output.finished, describe_machine(self.llm.device)
-        ended = Ended(output.path, len(self.left.index), finished.num_failed, manifest.seed, self.left.sizes, figures, machine)
+        peaks = None if self.llm.stats is None else self.llm.stats.peaks
+        counts = len(self.left.index), finished.num_failed
+        ended = Ended(output.path, *counts, manifest.seed, self.left.sizes, figures, machine, peaks)
         replace(manifest, result=ended.result).write(self.request.files.manifest)
         self.tell(end_lines(finished, output.path, figures))
+        if peaks is not None:
+            say_broken(peaks)
         return ended
 
     def _elsewhere(self, seed: int) -> Elsewhere | None:

@@ -15,10 +15,12 @@ from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, Cha
 from h2o_flexgen.cli.errors import Ended, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import printable, say
+from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.hints import did_you_mean
+from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.engine.progress import Progress
@@ -49,6 +51,7 @@ def work(request: ChatRequest) -> None:
             chat = Chat(talk, style, params, is_typed)
             say(chat.greeting(llm))
             chat.run(turns)
+            say_broken(llm.peaks())
             if not is_typed:
                 print(json.dumps(chat.as_json(llm)), flush=True)
 
@@ -197,6 +200,7 @@ class Chat:
             yield from self._help()
 
     def as_json(self, llm: LLM) -> dict[str, object]:
+        peaks = llm.peaks()
         return {
             "model": llm.name,
             "stored": stored.as_json() if (stored := StoredWeights.of(llm.opened)) else None,
@@ -209,7 +213,8 @@ class Chat:
             "seen": self.talk.seen,
             "held": self.talk.held,
             "kv_bytes": self.talk.kv_bytes,
-            "peak_host_bytes": peak_resident_bytes(),
+            "peak_host_bytes": peaks.peak_bytes[HOST],
+            "over_budget_bytes": dict(peaks.over_budget_bytes),
         }
 
 

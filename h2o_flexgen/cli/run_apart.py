@@ -4,7 +4,7 @@ they would have had in one process, and the report is of all."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -13,12 +13,14 @@ from h2o_flexgen.cli.page import page_width, say, table
 from h2o_flexgen.cli.process import PromptsPart
 from h2o_flexgen.cli.process_link import AtStage, Broken, Ended, Figures, Noted
 from h2o_flexgen.cli.processes import Processes
+from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.summary import Timing, completion_lines, summary_lines, timing_json
 from h2o_flexgen.cli.watch import show_stage
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.output import Completion
@@ -86,20 +88,22 @@ class RunApart:
         prompts, generated = (sum(getattr(one, name) for one in each) for name in ("prompt_tokens", "generated_tokens"))
         return Timing(len(self.completions), prompts, generated, prefill, decode)
 
-    def peak_bytes(self, shared: int) -> Mapping[str, int]:
+    def peaks(self, shared: int) -> Peaks:
         """The most that was held: on a device by one process, elsewhere by all, who share the weights in host memory."""
         each = {tier: [one.peak_bytes.get(tier, 0) for one in self.figures.values()] for tier in TIERS}
         beside = {HOST: peak_resident_bytes() - shared * (len(self.figures) - 1)}
-        return {tier: max(peaks) if tier == DEVICE else sum(peaks) + beside.get(tier, 0) for tier, peaks in each.items()}
+        held = {tier: max(peaks) if tier == DEVICE else sum(peaks) + beside.get(tier, 0) for tier, peaks in each.items()}
+        return Peaks(held, self.job.llm.budgets.exceeded_by(held))
 
     def _tell(self, shared: int) -> None:
-        job, peaks = self.job, self.peak_bytes(shared)
+        job, peaks = self.job, self.peaks(shared)
         if job.output is not None:
             job.output.finish(self.completions)
         if job.request.verbose:
             say(["", *completion_lines(self.completions, job.request.verbose >= 2, job.llm.tokenizer.reads_texts)])
         say(["", *self._table(), f"weights in host memory that they share: {format_bytes(shared)}"])
-        say(["", *summary_lines(job.llm.spec, job.workload, self.timing, peaks[DEVICE])])
+        say(["", *summary_lines(job.llm.spec, job.workload, self.timing, peaks.peak_bytes[DEVICE])])
+        say_broken(peaks)
         print(json.dumps(self._json(peaks, shared)), flush=True)
 
     def _table(self) -> list[str]:
@@ -111,13 +115,13 @@ class RunApart:
             rows.append([str(number), self.names[number], *counts, *seconds, busiest])
         return table(rows, page_width())
 
-    def _json(self, peaks: Mapping[str, int], shared: int) -> dict[str, object]:
+    def _json(self, peaks: Peaks, shared: int) -> dict[str, object]:
         job = self.job
         each = [{"device": self.names[number], **asdict(one)} for number, one in sorted(self.figures.items())]
         return {
             **job.plan_as_json(),
             **timing_json(self.timing),
-            "peak_bytes": peaks,
+            **peaks.as_json(),
             "shared_bytes": shared,
             "seed": self.seed,
             "processes": each,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.page import NARROWEST, page_width, say, table
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
+from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.run_request import NamedByPlan
 from h2o_flexgen.cli.summary import (
     Timing,
@@ -29,7 +30,6 @@ from h2o_flexgen.cli.summary import (
 )
 from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.core.layer_name import LayerName
-from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import get_num_threads
 from h2o_flexgen.memory.host import peak_resident_bytes
@@ -71,10 +71,11 @@ class Outcome:
         if self.job.predicted is not None:
             say(["", *self.job.predicted.lines(self.stats), *self._missed_limit()])
         say(["", *summary])
+        say_broken(self.stats.peaks)
         rates = self._rates_of_machine()
         try:
             self._write_files(summary)
-        finally:  # last, to include the peak memory of the process; and also if a file cannot be written
+        finally:  # last, to include what measuring the machine has held; and also if a file cannot be written
             print(json.dumps(self._json(rates)), flush=True)
 
     def _write_files(self, summary: Sequence[str]) -> None:
@@ -160,7 +161,8 @@ class Outcome:
             **timing_json(self.timing),
             "load_seconds": round(self.watch.load_seconds, 6),
             "step_seconds_median": round(statistics.median(steps), 6) if steps else None,
-            "peak_bytes": {**stats.peak_bytes, HOST: peak_resident_bytes()},
+            **stats.peaks.as_json(),
+            "process_peak_bytes": peak_resident_bytes(),
             "shrunk": [list(size) for size in stats.shrunk],
             "lanes": {lane: asdict(one) for lane, one in lanes.items()},
             **_graphs(stats),

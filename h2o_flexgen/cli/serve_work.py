@@ -21,6 +21,7 @@ from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
+from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
@@ -203,7 +204,9 @@ class Server:
                 self.desk.run()
             finally:
                 self.desk.hand_back()  # nobody is left, unless it was ended at once
-        print(json.dumps(self.counts.totals()), flush=True)
+        peaks = self._llm.peaks()
+        say_broken(peaks)
+        print(json.dumps({**self.counts.totals(), **peaks.as_json()}), flush=True)
 
     def _welcome(self, place: Place) -> Iterator[str]:
         seats, arrivals = self._arrivals.load.seats, self._arrivals

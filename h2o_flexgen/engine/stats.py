@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from h2o_flexgen.core.workload import BlockSize
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.engine.row_state import RowState
+
+
+class Peaks(NamedTuple):
+    """The most that was held on each tier, and by how much that was more than the budget."""
+
+    peak_bytes: Mapping[str, int]  # the host's is the process's resident memory
+    over_budget_bytes: Mapping[str, int]
+
+    def as_json(self) -> dict[str, dict[str, int]]:
+        return {name: dict(of_tiers) for name, of_tiers in self._asdict().items()}
 
 
 @dataclass(frozen=True)
@@ -25,21 +36,19 @@ class Stats:
     moved_bytes: dict[str, int]  # bytes per lane
     skipped_bytes: dict[str, int]  # of experts that nobody asked for: they would have been moved
     busy_seconds: dict[str, float]  # seconds per lane
-    peak_bytes: Mapping[str, int]  # bytes per tier; the host's is the process's resident memory
+    peaks: Peaks
     replayed: int  # visits that were replayed as graphs
     shrunk: tuple[BlockSize, ...]  # sizes of blocks that memory ran out in; their seconds and bytes count above
     blocks: tuple[BlockRun, ...] = field(repr=False)  # the blocks that ended; only the last has kept its trace
 
     @classmethod
-    def of(cls, rows: Sequence[RowState], runs: Sequence[BlockRun], peak_bytes: Mapping[str, int]) -> Stats:
+    def of(cls, rows: Sequence[RowState], runs: Sequence[BlockRun], peaks: Peaks) -> Stats:
         num_prompts, prompt_tokens = len({row.index for row in rows}), sum(row.prompt_len for row in rows)
         generated = sum(row.num_generated for row in rows)  # counted once, even if a row started anew
-        return cls.counted(num_prompts, prompt_tokens, generated, runs, peak_bytes)
+        return cls.counted(num_prompts, prompt_tokens, generated, runs, peaks)
 
     @classmethod
-    def counted(
-        cls, num_prompts: int, prompt_tokens: int, generated: int, runs: Sequence[BlockRun], peak_bytes: Mapping[str, int]
-    ) -> Stats:
+    def counted(cls, num_prompts: int, prompt_tokens: int, generated: int, runs: Sequence[BlockRun], peaks: Peaks) -> Stats:
         ended = tuple(run for run in runs if run.shortage is None)
         moved: Counter[str] = Counter()
         skipped: Counter[str] = Counter()
@@ -60,11 +69,21 @@ class Stats:
             moved_bytes=dict(moved),
             skipped_bytes={lane: nbytes for lane, nbytes in skipped.items() if nbytes},
             busy_seconds=dict(busy),
-            peak_bytes=peak_bytes,
+            peaks=peaks,
             replayed=sum(run.replayed for run in runs),
             shrunk=tuple(BlockSize.of(run.block) for run in runs if run.shortage is not None),
             blocks=ended,
         )
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int]:
+        """Bytes per tier; the host's is the process's resident memory."""
+        return self.peaks.peak_bytes
+
+    @property
+    def over_budget_bytes(self) -> Mapping[str, int]:
+        """Bytes per tier by which the peak was more than the budget: 0 where a promise was kept."""
+        return self.peaks.over_budget_bytes
 
     @property
     def last_block(self) -> BlockRun:

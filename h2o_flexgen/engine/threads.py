@@ -12,11 +12,12 @@ from torch import get_num_threads, set_num_threads
 
 from h2o_flexgen.core.allowed_values import Rule, whole
 from h2o_flexgen.core.cores import cores
+from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 __all__ = ["crowding", "get_num_threads", "keep_few_compiled_products", "make_room_for_others", "set_threads"]
 
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a user who sets one of them has decided
-COMPILED_PRODUCTS, KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 16
+COMPILED_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"  # oneDNN reads one, torch the other
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per period, or "max"
 
 
@@ -30,10 +31,11 @@ def set_threads(asked: int | None) -> None:
 
 
 def keep_few_compiled_products() -> None:
-    """Limits what torch's library of products keeps for every number of rows that it has met, unless somebody has chosen it.
-    Where rows come and go there are very many, and a thousand of them would take hundreds of MB that no plan counts. It asks
-    when it makes its first product."""
-    os.environ.setdefault(COMPILED_PRODUCTS, str(KEPT_PRODUCTS))
+    """Limits what torch's library of products keeps for every number of rows that it has met, unless a user has chosen it.
+    Where rows come and go, or each expert has as many as were given to it, there are very many numbers, and a thousand of them
+    would take hundreds of MB that no plan counts. Both limits are read when the first product is made."""
+    for name in COMPILED_PRODUCTS:
+        os.environ.setdefault(name, str(KEPT_PRODUCTS))
 
 
 def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import finalize
 
 import numpy
 import torch
@@ -98,6 +99,7 @@ class Files:
         self._pool = started_pool(readers, "disk")  # while there is memory for its threads
         self._lock = threading.Lock()
         self._open: dict[Path, int] = {}
+        finalize(self, _close_all, self._open).atexit = False  # a process that ends closes them by itself
         self._buffers = threading.local()
 
     def __enter__(self) -> Files:
@@ -109,9 +111,7 @@ class Files:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
-            for descriptor in self._open.values():
-                os.close(descriptor)
-            self._open.clear()
+            _close_all(self._open)
 
     def read(self, pieces: Iterable[Piece]) -> int:
         """Reads all pieces in parallel and returns the number of bytes."""
@@ -187,6 +187,12 @@ def copy_here(source: Tensor, out: Tensor) -> None:
         return
     for start in range(0, out.numel(), COPY_VALUES - 1):
         out[start : start + COPY_VALUES - 1].copy_(source[start : start + COPY_VALUES - 1])
+
+
+def _close_all(descriptors: dict[Path, int]) -> None:
+    while descriptors:
+        _, descriptor = descriptors.popitem()
+        os.close(descriptor)
 
 
 def open_direct(file: Path, flags: int) -> int:
@@ -299,6 +305,8 @@ class DiskTier:
         region = DiskRegion(self._end, aligned(nbytes))
         if self._descriptor is None:
             self._descriptor = self._create()
+            self._closing = finalize(self, os.close, self._descriptor)  # also where the tier goes and was not closed
+            self._closing.atexit = False
         try:
             if region.nbytes:
                 _reserve(self._descriptor, region.offset, region.nbytes)
@@ -338,7 +346,7 @@ class DiskTier:
 
     def close(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            self._closing()
             self._descriptor = None
 
     def _create(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
@@ -46,6 +47,11 @@ class Budgets:
             if budget is not None and self.needs(footprint, tier) > budget:
                 return tier
         return None
+
+    def exceeded_by(self, peak_bytes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes by which peaks exceed the budgets, by tier."""
+        budgets = {tier: self.of(tier) for tier in peak_bytes}
+        return {tier: 0 if (most := budgets[tier]) is None else max(0, peak - most) for tier, peak in peak_bytes.items()}
 
     def with_half_free(self) -> Budgets:
         """Budgets so much smaller that a plan leaves half of the memory beside the process free."""

@@ -16,6 +16,7 @@ from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.cli.errors import SPINS
 from h2o_flexgen.engine import threads
 from h2o_flexgen.engine.threads import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
+from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +103,11 @@ def test_threads_of_a_command_sleep_soon_unless_somebody_says_otherwise(given: d
     assert done.stdout.split() == [str(expected)], done.stderr
 
 
-def test_few_compiled_products_are_kept_unless_somebody_has_chosen_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(threads.COMPILED_PRODUCTS, "5")
+@pytest.mark.parametrize("name", threads.COMPILED_PRODUCTS)
+def test_few_compiled_products_are_kept_unless_somebody_has_chosen_how_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "5")
     threads.keep_few_compiled_products()
-    assert os.environ[threads.COMPILED_PRODUCTS] == "5"
-    monkeypatch.delenv(threads.COMPILED_PRODUCTS)
+    assert os.environ[name] == "5"
+    monkeypatch.delenv(name)
     threads.keep_few_compiled_products()
-    assert os.environ[threads.COMPILED_PRODUCTS] == str(threads.KEPT_PRODUCTS)
+    assert os.environ[name] == str(KEPT_PRODUCTS)

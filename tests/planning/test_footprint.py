@@ -70,6 +70,7 @@ from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
 from tests.tiny import tiny_config
 
+MIXTURES = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")  # one of each architecture with experts
 SEEDS = [(seed, ("cpu", "pretended")[seed % 2]) for seed in range(14)]
 NOT_IN_ARENAS = ("working space", "disk buffers", "loading", "libraries")
 PAGE = 4096
@@ -82,7 +83,7 @@ def random_case(random: Random) -> Case:
 
     weight_codec, compute = random.choice(WEIGHTS)
     return Case(
-        kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2", "qwen2-wordy", "olmoe", "gpt-oss"]),
+        kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2", "qwen2-wordy", *MIXTURES]),
         percent=(*pair(), *pair(), *pair()),
         lengths=tuple(random.randint(1, 60) for _ in range(random.randint(1, 14))),
         gen_len=random.randint(1, 5),
@@ -233,6 +234,15 @@ WIDER = {
     "neox-parallel": {"intermediate_size": 1024},
     "neox-sequential": {"intermediate_size": 1024},
 }
+OF_EXPERTS = {"num_experts": 6, "head_dim": 32, "moe_intermediate_size": 344}
+MIXED: dict[str, Any] = {  # all of their blocks have experts
+    "mixtral": {"intermediate_size": 344, "head_dim": 32},
+    "olmoe": {"intermediate_size": 344},
+    "qwen2-moe": {**OF_EXPERTS, "shared_expert_intermediate_size": 600, "mlp_only_layers": []},
+    "qwen3-moe": {**OF_EXPERTS, "decoder_sparse_step": 1},
+    "gpt-oss-far": {"intermediate_size": 344, "head_dim": 32},
+    "glm4-moe": {"n_routed_experts": 6, "head_dim": 32, "moe_intermediate_size": 344, "first_k_dense_replace": 0},
+}
 
 
 PASSING = {
@@ -343,6 +353,46 @@ def test_experts_allocate_no_more_in_passing_than_their_slice_says(values: dict[
     said = 512 * slices[0].passing_width * x.itemsize
     assert most <= said
     assert kind != "gpt-oss-far" or len(counts) == 1 or most > 0.8 * said
+
+
+PIECES = {
+    "kind": (*MIXED,),
+    ("tokens", "at_once"): ((300, 64), (300, 512)),  # of a prompt, and of them in a piece
+    "computed": tuple(product(("float32", "bfloat16"), (*variants()[:1], TORCH))),
+    "weights": WEIGHTS,
+}
+
+
+@pytest.mark.parametrize("values", covering(PIECES))
+def test_slices_of_experts_allocate_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
+    """One after the other, each over all pieces of a prompt, with the wide states that lie between them."""
+    kind, (dtype, variant), (weight_codec, compute) = values["kind"], values["computed"], values["weights"]
+    config: Any = tiny_config(kind, **{**LARGER, **MIXED[kind]})
+    model, tokens = create_model(config, dtype), values["tokens"]
+    model.spec = spec = model.spec.written_as(weight_codec, PLAIN, compute)
+    plan, batch = Plan(prefill_tokens=values["at_once"]), Batch((0,), (tokens,))
+    slices = [layer for layer in spec.layers if layer.block == 0 and layer.experts]
+    weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in slices]
+    hidden = torch.randn(1, tokens, spec.width, dtype=getattr(torch, dtype))
+    there = [hidden, *(one for layer in weights for weight in layer.values() for one in tensors_of(weight))]
+    pieces = [slice(at, at + plan.prefill_tokens) for at in range(0, tokens, plan.prefill_tokens)]
+    given = Given(torch.arange(tokens)[None], may_overwrite=True)
+
+    def through_slices() -> None:
+        states = hidden
+        for layer, own in zip(slices, weights):
+            made = states if layer.overwrites else states.new_empty(1, tokens, layer.out_width)
+            for piece in pieces:
+                of_piece = computed(model, layer, states[:, piece], own, given)
+                if not layer.overwrites:
+                    made[:, piece] = of_piece
+            states = made
+
+    with used(variant):
+        most = peak_allocated(through_slices, there)
+        held = HeldKV.of(spec, plan, Block((batch,), 4))
+        estimate = SLACK * working_bytes(held, 0, plan, site_of("cpu", False), moves_hidden=False)
+    assert len(slices) > 2 and 0.2 * estimate < most <= estimate
 
 
 def in_form(form: str, tensor: TensorSpec, dtype: torch.dtype) -> Tensor | PackedMatrix:

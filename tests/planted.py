@@ -1,0 +1,16 @@
+"""A peak of host memory that is planted: a process cannot be made to hold what a test wants, and others share it."""
+
+from __future__ import annotations
+
+import pytest
+
+BUDGET = 100 * 10**9
+OVER = 7_000_000
+CPU_MEM = ("--cpu-mem", str(BUDGET))
+SAID = "memory: 100.01 GB of CPU memory were held, and the budget was 100.00 GB: 7.00 MB more than promised. "
+
+
+def plant_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the process of a command hold nothing when a model is opened, and more than `CPU_MEM` from then on."""
+    told = iter((0,))
+    monkeypatch.setattr("h2o_flexgen.under_plan.peak_resident_bytes", lambda: next(told, BUDGET + OVER))
