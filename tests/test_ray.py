@@ -305,6 +305,30 @@ def test_workers_leave_cores_to_other_processes(monkeypatch: pytest.MonkeyPatch)
     assert ray_cluster.local_threads(asked, 3, 9.0) == 3
 
 
+def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has SIGTERM raise SystemExit, which would be another status than that of a command that is terminated."""
+    from h2o_flexgen.cli import ray_cluster
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+
+    def begins(address: str, **others: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        if address == "slow":
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray_cluster.ray, "init", begins)
+    try:
+        with ray_cluster.joined("quick"):
+            assert signal.getsignal(signal.SIGTERM) is own and not heard
+        with pytest.raises(SystemExit), ray_cluster.joined("slow"):
+            pass
+        assert signal.getsignal(signal.SIGTERM) is own and heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_small_job_on_this_machine_is_told_what_it_cost() -> None:
     assert small_job_reason(1, 9.0, 1.0) is None, "that was said before"
     assert small_job_reason(2, 9.0, 9.5) is None

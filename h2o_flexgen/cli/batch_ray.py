@@ -18,7 +18,7 @@ from h2o_flexgen.cli.aside import Aside
 from h2o_flexgen.cli.batch_request import LOCAL, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Listening, OnBroken
 from h2o_flexgen.cli.batch_watch import Ticks
-from h2o_flexgen.cli.ray_cluster import Pool, connected
+from h2o_flexgen.cli.ray_cluster import Pool, connected, joined
 from h2o_flexgen.cli.ray_handing import Handing, Lost, Waiting, new_actor
 from h2o_flexgen.cli.ray_portions import cut, cut_evenly
 from h2o_flexgen.cli.ray_worker import Said, Share
@@ -51,7 +51,7 @@ class RayJob:
         ticks, clock = Ticks(), _Clock()
         self._tell_before()
         aside = Aside(self._work, self.listening.interrupts.put_aside)  # nothing is lost by ending in a wait
-        with closing(aside.said()) as all_said:
+        with joined(self.asked.address), closing(aside.said()) as all_said:
             for said in all_said:
                 if isinstance(said, Pool):
                     clock.connected(said)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,15 +46,51 @@ def local_threads(asked: RayRequest, threads: int | None, busy_cores: float) -> 
 
 @contextmanager
 def connected(asked: RayRequest, threads: int | None, busy_cores: float = 0.0) -> Iterator[Pool]:
-    """A context in which Ray is at hand. `busy_cores` are those that other processes keep busy on this machine."""
+    """A context in which there are workers: on a cluster of this machine alone, or on the one that was joined. `busy_cores` are
+    those that other processes keep busy on this machine."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     if asked.address == LOCAL:
         threads = local_threads(asked, threads, busy_cores)
-        opening = _of_this_machine((asked.workers or 1) * threads)
+        with _of_this_machine((asked.workers or 1) * threads):
+            yield _pool(asked, threads)
     else:
-        opening = _at(asked.address)
-    with opening:
         yield _pool(asked, threads)
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """A context in which a cluster that runs is joined. It is for the main thread, which a signal can interrupt: an address at
+    which nothing answers keeps Ray waiting for minutes, and nothing has been started that could be left behind."""
+    if address == LOCAL:
+        yield
+        return
+    try:
+        with _own_answer_to_sigterm():
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        words = one_line(error)[:LONGEST_REASON]
+        raise ValueError(f"{RAY} {address} cannot be joined ({words}); give the address of a cluster, or {LOCAL}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_answer_to_sigterm() -> Iterator[None]:
+    """A context in which Ray may begin. It answers SIGTERM by SystemExit from then on; this process's own answer stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -72,19 +110,6 @@ def _of_this_machine(cpus: int) -> Iterator[None]:
             yield
         finally:
             ray.shutdown(wait_for_processes=True)
-
-
-@contextmanager
-def _at(address: str) -> Iterator[None]:
-    try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        words = one_line(error)[:LONGEST_REASON]
-        raise ValueError(f"{RAY} {address} cannot be joined ({words}); give the address of a cluster, or {LOCAL}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _pool(asked: RayRequest, threads: int | None) -> Pool:
