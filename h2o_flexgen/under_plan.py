@@ -15,7 +15,7 @@ from h2o_flexgen.checkpoints.derived import COPIES, Damaged
 from h2o_flexgen.checkpoints.handed import HandedSource
 from h2o_flexgen.checkpoints.leftovers import remove_leftovers
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
-from h2o_flexgen.core.folders import cache_folder, default_offload_folder
+from h2o_flexgen.core.folders import cache_folder, default_offload_folder, folder_of_sockets
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
@@ -76,7 +76,8 @@ class ModelUnderPlan:
         self._device_name = device
         self._take(plan)
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
-        self.leftovers = remove_leftovers(self.offload_folder, [cache_folder(kind) for kind in COPIES])
+        caches = [cache_folder(kind) for kind in COPIES]
+        self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
         self._open()
         self.budgets = open_budgets([self.device, *self.others], gpu_mem, cpu_mem)
         self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))

@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +24,14 @@ import psutil
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams, batch
+from h2o_flexgen.checkpoints.leftovers import RAY_PREFIX
 from h2o_flexgen.cli.batch_request import RayRequest
 from h2o_flexgen.cli.ray_environment import ray_environment
+from h2o_flexgen.cli.slow import small_job_reason
 from h2o_flexgen.engine.tick import Tick
 from tests.commands import called
 from tests.signals import as_in_a_terminal
-from tests.test_batch import DEMO, demo_requests, has_ended, has_lines, records, when, write
+from tests.test_batch import DEMO, demo_requests, has_ended, has_lines, ids, records, started, when, write
 from tests.tiny import save_tiny
 
 if TYPE_CHECKING:
@@ -177,33 +182,158 @@ def test_portions_are_counted_together() -> None:
     together = ticks.together
     assert (together.number, together.computed_tokens, together.busy_seconds) == (5, 14, {"read": 2.0})
     assert (together.alive, together.seats) == (3, 4), "a portion that is done has no seats"
+    ticks.end(1)
+    assert (ticks.together.alive, ticks.together.seats, ticks.together.computed_tokens) == (0, 0, 14), "nor one that is lost"
 
 
-@pytest.mark.parametrize(("again", "rounds"), [((0, 1, 2, 3), 1), ((1, 3, 0, 2), 2)])
-def test_what_a_second_try_leaves_out_is_run_again(
-    again: tuple[int, ...], rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker dies after two completions. Ray leaves out as many of the second try, in whatever order they come."""
-    from h2o_flexgen.cli import batch_ray
+class Death(Exception):
+    """What Ray raises where a worker has died."""
 
-    handed_out: list[tuple[int, ...]] = []
 
-    class Job(batch_ray.RayJob):
-        def _round(self, pool: Any, places: Sequence[int]) -> Any:
-            handed_out.append(tuple(places))
-            for place in (0, 1, *again[2:]) if len(handed_out) == 1 else places:
-                yield place, SimpleNamespace(index=place)
+class Mistake(Death):
+    """What Ray raises where a worker has raised an error."""
 
-    @contextmanager
-    def no_cluster(*asked: object) -> Iterator[None]:
-        yield
 
-    monkeypatch.setattr(batch_ray, "connected", no_cluster)
-    monkeypatch.setattr(batch_ray, "Completion", SimpleNamespace)
-    nobody: Any = SimpleNamespace(site=SimpleNamespace(threads=None))
-    job = Job(nobody, RayRequest("local", 1, None, False), SimpleNamespace(sizes=[0] * 4), 0, {}, nobody, nobody)  # type: ignore[arg-type]
-    assert sorted(one.index for one in job.completions()) == [0, 1, 2, 3]
-    assert len(handed_out) == rounds and all(len(places) < 4 for places in handed_out[1:])
+class PretendedRay:
+    """Ray's part of handing out. Each worker says what its script has for each of its tasks."""
+
+    exceptions = SimpleNamespace(RayError=Death, RayTaskError=Mistake)
+
+    def __init__(self, *scripts: Sequence[Sequence[Any]]) -> None:
+        self._scripts = iter(scripts)
+        self.handed_out: list[tuple[int, ...]] = []
+        self.killed = 0
+
+    def new_worker(self) -> Any:
+        tasks = iter(next(self._scripts))
+
+        def open_model() -> Iterator[Any]:
+            return iter(next(tasks))
+
+        def run(portion: Any) -> Iterator[Any]:
+            assert [line for _, line in portion.lines] == [b"line %d" % number for number, _ in portion.lines]
+            self.handed_out.append(tuple(number for number, _ in portion.lines))
+            return iter(next(tasks))
+
+        def streaming(task: Any) -> Any:
+            return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=task))
+
+        return SimpleNamespace(open=streaming(open_model), run=streaming(run))
+
+    def wait(self, streams: Sequence[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return [streams[0]], [*streams[1:]]
+
+    def get(self, said: Any) -> Any:
+        if isinstance(said, Death):
+            raise said
+        return said
+
+    def kill(self, worker: Any) -> None:
+        self.killed += 1
+
+
+def handed_out(
+    ray: PretendedRay, workers: int, portions: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """What all workers say, of requests that are handed out in these portions."""
+    from h2o_flexgen.cli import ray_handing
+
+    monkeypatch.setattr(ray_handing, "ray", ray)
+    waiting = deque(ray_handing.Waiting(numbers) for numbers in portions)
+    handing = ray_handing.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
+    return list(handing.said(Event()))
+
+
+def done(*numbers: int) -> list[Any]:
+    from h2o_flexgen.cli.ray_worker import Broken, Said
+
+    return [Said(0, broken=Broken(number, "it is done")) for number in numbers]
+
+
+def test_what_a_dead_worker_had_not_done_is_run_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies after two of five requests, which ended in another order than they were handed out."""
+    ray = PretendedRay([[], [*done(3, 1), Death("the connection\n\nis broken\n")]], [[], done(0, 4, 2), done(6, 5)])
+    said = handed_out(ray, 1, [range(5), (5, 6)], monkeypatch)
+    assert ray.handed_out == [(0, 1, 2, 3, 4), (0, 2, 4), (5, 6)] and ray.killed == 1
+    assert [one.ended for one in said if hasattr(one, "ended")] == [3, 1, 0, 4, 2, 6, 5]
+    (lost,) = (one for one in said if not hasattr(one, "ended"))
+    assert str(lost) == "a worker has died (is broken); another one starts, and 3 requests are run again"
+
+
+def test_a_worker_that_dies_with_nothing_left_to_do_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = PretendedRay([[], [*done(0), Death("gone")]])
+    assert len(handed_out(ray, 1, [(0,)], monkeypatch)) == 2 and ray.killed == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ([[], [Death("gone")]], "4 workers have died while they ran the same 2 requests (gone); --resume goes on"),
+        ([[Death("gone")]], "4 workers have died while they opened the model (gone)"),
+        ([[], [Mistake("a mistake")]], "a worker cannot go on: a mistake"),
+    ],
+)
+def test_what_kills_every_worker_ends_the_job(script: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        handed_out(PretendedRay(*[script] * 4), 1, [(0, 1)], monkeypatch)
+
+
+def test_portions_are_shares_of_the_tokens_that_are_left() -> None:
+    from h2o_flexgen.cli.ray_portions import MOST_PORTION, cut, cut_evenly
+
+    even = [10] * 1000
+    sizes = [len(part) for part in cut(range(1000), even, 2, 500)]
+    assert sizes[:2] == [250, 187 + 1] and sizes == sorted(sizes, reverse=True) and min(sizes[:-1]) >= 50
+    uneven = [1] * 90 + [91] * 10
+    parts = cut(range(100), uneven, 2, 1)
+    loads = [sum(uneven[place] for place in part) for part in parts]
+    assert loads[0] == 90 + 2 * 91 and len(parts[0]) == 92, "tokens count, not requests"
+    assert [*chain(*parts)] == [*range(100)]
+    assert cut(range(150), even[:150], 1, 10) == [range(150)], "one worker needs no shares"
+    assert [len(part) for part in cut(range(10), even[:10], 2, 10_000)] == [5, 5], "no worker has nothing to do"
+    assert max(map(len, cut(range(9000), [1] * 9000, 1, 1))) == MOST_PORTION
+    assert cut_evenly(range(5), 2) == [range(2), range(2, 4), range(4, 5)]
+
+
+def test_workers_leave_cores_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from h2o_flexgen.cli import ray_cluster
+
+    monkeypatch.setattr(ray_cluster, "cores", lambda: 8)
+    monkeypatch.setattr(ray_cluster, "quota_cores", lambda: 8.0)
+    asked = RayRequest("local", 2, None, False)
+    assert [ray_cluster.local_threads(asked, None, busy) for busy in (0.0, 4.1, 9.0)] == [4, 2, 1]
+    assert ray_cluster.local_threads(asked, 3, 9.0) == 3
+
+
+def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has SIGTERM raise SystemExit, which would be another status than that of a command that is terminated."""
+    from h2o_flexgen.cli import ray_cluster
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+
+    def begins(address: str, **others: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        if address == "slow":
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray_cluster.ray, "init", begins)
+    try:
+        with ray_cluster.joined("quick"):
+            assert signal.getsignal(signal.SIGTERM) is own and not heard
+        with pytest.raises(SystemExit), ray_cluster.joined("slow"):
+            pass
+        assert signal.getsignal(signal.SIGTERM) is own and heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_small_job_on_this_machine_is_told_what_it_cost() -> None:
+    assert small_job_reason(1, 9.0, 1.0) is None, "that was said before"
+    assert small_job_reason(2, 9.0, 9.5) is None
+    said = small_job_reason(3, 9.04, 4.5)
+    assert said == "Ray took 9.0 s to start, and 3 workers 4.5 s for the requests; without --ray one process has so few sooner"
 
 
 def test_settings_of_a_cluster_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,19 +362,25 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def started_on_workers(file: Path, out: Path, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """A job of two workers in a process of its own, with this folder for temporary files."""
+    on_workers = ("--ray", "local", "--workers", "2", "--hand-out", "12")
+    return started(
+        "-i", file, "-o", out, *DEMO, *on_workers, *flags,
+        preexec_fn=as_in_a_terminal, env={**os.environ, "TMPDIR": str(folder)},
+    )  # fmt: skip
+
+
 def test_a_job_whose_worker_is_killed_is_that_of_one_process(tmp_path: Path, short_folder: Path) -> None:
-    """Two workers; one is killed after some records. Nothing is missing, nothing comes twice, and nothing stays behind."""
+    """Two workers; one is killed after some records. Nothing is missing, nothing comes twice, and nothing stays behind, also
+    of what an earlier job had to leave that was killed."""
     file, out, alone = write(tmp_path / "in.jsonl", demo_requests(48)), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
     assert batch.main(["-i", str(file), "-o", str(alone), *DEMO]) == 0
-    on_workers = ("--ray", "local", "--workers", "2", "--hand-out", "12")
-    command = [sys.executable, "-m", "h2o_flexgen.batch", "-i", str(file), "-o", str(out), *DEMO, *on_workers]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal,
-        env={**os.environ, "TMPDIR": str(short_folder)},
-    )  # fmt: skip
+    (short_folder / f"{RAY_PREFIX}dead").mkdir()
+    process = started_on_workers(file, out, short_folder)
     when(process, lambda: has_lines(out, 8))
     begun = children(process) if process.poll() is None else []
-    workers = [one for one in begun if "MapWorker" in one.name() or "MapWorker" in "".join(one.cmdline())]
+    workers = [one for one in begun if "Worker" in one.name() or "ray::Worker" in "".join(one.cmdline())]
     assert len(workers) == 2, has_ended(process)
     os.kill(workers[0].pid, signal.SIGKILL)
     shown, err = process.communicate()
@@ -252,6 +388,43 @@ def test_a_job_whose_worker_is_killed_is_that_of_one_process(tmp_path: Path, sho
     assert records(out) == records(alone) and len(records(out)) == 48
     document = json.loads(shown.splitlines()[-1])  # Ray says before it that a worker has died
     assert (document["requests_done"], document["requests_failed"]) == (48, 0)
+    psutil.wait_procs(begun, timeout=60)
+    assert not any(map(is_running, begun)) and list(short_folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_job_goes_on_to_its_end(tmp_path: Path, short_folder: Path) -> None:
+    """Ended three times, each in another way, and then run to its end. What it says last is one line."""
+    file, out, alone = write(tmp_path / "in.jsonl", demo_requests(160)), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
+    assert batch.main(["-i", str(file), "-o", str(alone), *DEMO]) == 0
+    ways = ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGKILL, -signal.SIGKILL, ""))
+    for count, (number, status, word) in enumerate(ways, 1):
+        before = len(ids(out)) if out.exists() else 0
+        process = started_on_workers(file, out, short_folder, "--resume")
+        when(process, partial(has_lines, out, before + 8))
+        begun = children(process)
+        process.send_signal(number)
+        ended, err = has_ended(process)
+        assert ended == status and (not word or err.splitlines()[-1] == word), err
+        assert "Traceback" not in err and 8 * count <= len(set(ids(out))) < 160
+        psutil.wait_procs(begun, timeout=60)
+        assert not any(map(is_running, begun))
+        assert len(list(short_folder.iterdir())) == (number == signal.SIGKILL)
+    process = started_on_workers(file, out, short_folder, "--resume")
+    assert has_ended(process)[0] == 0
+    assert len(ids(out)) == 160 and records(out) == records(alone) and list(short_folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_ray_starts_leaves_nothing(number: int, status: int, tmp_path: Path, short_folder: Path) -> None:
+    file, out = write(tmp_path / "in.jsonl", demo_requests(4)), tmp_path / "out.jsonl"
+    process = started_on_workers(file, out, short_folder)
+    when(process, lambda: any(place.name.startswith("session_2") for place in short_folder.glob("*/*")))
+    process.send_signal(number)
+    begun = children(process)
+    ended, err = has_ended(process)
+    assert ended == status and err.splitlines()[-1] in ("interrupted", "terminated") and "Traceback" not in err, err
     psutil.wait_procs(begun, timeout=60)
     assert not any(map(is_running, begun)) and list(short_folder.iterdir()) == []
 

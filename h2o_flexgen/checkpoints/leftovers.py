@@ -1,8 +1,9 @@
 """Leftovers: files on disk of processes that were killed. Every later run removes them, whatever else it does.
 
-A writer holds a lock until it has ended, however it ends: on its own random weights, or on the cache in which it fills a
-folder. Files without a lock are leftovers. On file systems that other hosts see too, locks may belong to one host alone, so
-only files that this host wrote are removed there; their names say who wrote them.
+A writer holds a lock until it has ended, however it ends: on its own random weights, on its own temporary folder, or on the
+cache in which it fills a folder. Files without a lock are leftovers. On file systems that other hosts see too, locks may belong
+to one host alone, so only files that this host wrote are removed there; their names say who wrote them, except those of
+temporary folders, which stay there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ import psutil
 from h2o_flexgen.core.units import format_bytes
 
 WEIGHTS_PREFIX, WEIGHTS_SUFFIX = "h2o_flexgen-weights-", ".bin"
+RAY_PREFIX = "h2o-ray-"  # of temporary folders; their names stay short, since names of sockets begin with them
 PARTIAL = ".partial-"
 BEFORE_PID = "@"  # between host and process
 LONGEST_PID = 10  # digits; a finished copy's name ends in 16, which may all be decimal ones
@@ -41,10 +44,26 @@ class Leftovers:
         return f"removed {format_bytes(self.nbytes)} from {folders}, left there by runs that were killed"
 
 
-def remove_leftovers(offload_folder: Path, caches: Sequence[Path]) -> Leftovers | None:
+def remove_leftovers(offload_folder: Path, caches: Sequence[Path], temporary: Path | None = None) -> Leftovers | None:
     """Removes leftovers and reports them; None if there are none. A run goes on without what cannot be removed."""
     found = [*_weights_in(offload_folder), *(one for cache in caches for one in _partial_folders_in(cache))]
+    found += () if temporary is None else _held_folders_in(temporary)
     return Leftovers([place for place, _ in found], sum(nbytes for _, nbytes in found)) if found else None
+
+
+@contextmanager
+def held_folder(prefix: str, parent: Path) -> Iterator[Path]:
+    """A temporary folder that is locked, and removed at the end. One that was taken for a leftover before its lock was there is
+    made again."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            with _lock(folder) as is_ours:
+                if is_ours and folder.exists():
+                    yield folder
+                    return
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def nbytes_in(folder: Path) -> int:
@@ -100,6 +119,27 @@ def _partial_folders_in(cache: Path) -> Iterator[tuple[Path, int]]:
                 nbytes = nbytes_in(place)
                 shutil.rmtree(place)
                 yield place, nbytes
+
+
+def _held_folders_in(parent: Path) -> Iterator[tuple[Path, int]]:
+    places = _glob(parent, f"{RAY_PREFIX}*")
+    for place in places if is_on_disk_of_one_host(parent) else ():
+        with _lock(place) as is_left:
+            if is_left:
+                nbytes = _nbytes_of_what_is_there(place)
+                shutil.rmtree(place, ignore_errors=True)
+                if not place.exists():
+                    yield place, nbytes
+
+
+def _nbytes_of_what_is_there(folder: Path) -> int:
+    """Files may go meanwhile, and links may lead nowhere."""
+    nbytes = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                nbytes += os.lstat(os.path.join(place, name)).st_size
+    return nbytes
 
 
 def _glob(folder: Path, pattern: str) -> list[Path]:

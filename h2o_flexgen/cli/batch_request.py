@@ -101,7 +101,7 @@ class Resuming:
 
 @dataclass(frozen=True)
 class RayRequest:
-    """A job on workers of Ray Data."""
+    """A job on workers of Ray."""
 
     address: str  # of a cluster, or LOCAL
     workers: int | None  # None: one for each machine
@@ -344,10 +344,10 @@ def add_engine(parser: Parser) -> None:
 
 
 def _add_workers(group: Group) -> None:
-    where = f"run on workers of Ray Data (extra [ray]): {LOCAL}, on this machine, or the address of a cluster that runs"
+    where = f"run on workers of Ray (extra [ray]): {LOCAL}, on this machine, or the address of a cluster that runs"
     group.value(RAY, "ADDRESS", where)
     group.value(WORKERS, "N", "each with a model and a plan of its own (default: one for each machine)", whole(1, MOST_WORKERS))
-    handed = "requests that a worker is handed at once; a worker's that died are run again (default: a sixteenth of its share)"
+    handed = "requests that a worker is handed at once; a worker's that died are run again (default: shares of what is left)"
     group.value(HAND_OUT, "N", handed, whole(1, MOST_PROMPTS))
 
 

@@ -102,7 +102,12 @@ def _together(before: Tick, now: Tick) -> Tick:
 class Ticks:
     """How far all are together who run a job's parts."""
 
-    latest: dict[int, Tick] = field(default_factory=dict)  # by part: that of one that is run again takes the old one's place
+    latest: dict[int, Tick] = field(default_factory=dict)  # by part
+
+    def end(self, part: int | None) -> None:
+        """Hears that a part has ended before all its rows had: what is left of it is another part."""
+        if part in self.latest:
+            self.latest[part] = replace(self.latest[part], alive=0)
 
     @property
     def together(self) -> Tick:

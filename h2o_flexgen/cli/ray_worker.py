@@ -1,14 +1,11 @@
-"""A worker of a job on Ray Data: an actor that opens the model under a plan for its own machine, and runs the requests that it
-is handed, a portion at a time."""
+"""A worker of a job on Ray: an actor that opens the model under a plan for its own machine, and runs the requests that it is
+handed, a portion at a time."""
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from h2o_flexgen.auto_plan import AutoPlan
 from h2o_flexgen.cli.open_llm import make_llm
@@ -26,12 +23,10 @@ from h2o_flexgen.jobs.line import LineReader
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.ray import Columns, memory_of_actor
+from h2o_flexgen.ray import memory_of_actor
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.text.dialogue import choose_style
-
-PORTION, SAID = "portion", "said"  # the columns that go to workers, and come back
 
 
 @dataclass(frozen=True)
@@ -65,14 +60,20 @@ class Broken:
 
 @dataclass(frozen=True)
 class Said:
-    """What a worker says of a portion: a request that has ended, how far it is, or why it cannot go on."""
+    """What a worker says of a portion: a request that has ended, how far it is, or why it cannot go on. It says that it has
+    begun before it has a portion."""
 
-    portion: int
+    portion: int | None = None
     completion: Completion | None = None
     broken: Broken | None = None
     tick: Tick | None = None  # the last one of this portion
-    opened: Opened | None = None  # said once
+    opened: Opened | None = None
     failure: str | None = None
+
+    @property
+    def ended(self) -> int | None:
+        """The number of the request that has ended."""
+        return self.completion.index if self.completion is not None else self.broken.number if self.broken is not None else None
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,13 @@ class Worker:
 
     def __init__(self, share: Share) -> None:
         self._share = share
-        self._is_known = False
-        self._failure: str | None = None
+
+    def open(self) -> Iterator[Said]:
         try:
             self._open()
-        except (ValueError, OSError) as error:
-            self._failure = str(error)
+            yield Said(opened=Opened(socket.gethostname(), self._llm.plan))
+        except (ValueError, TaskFailed, OSError, MemoryError) as error:
+            yield _failed(None, error)
 
     def _open(self) -> None:
         share = self._share
@@ -108,8 +110,9 @@ class Worker:
         memory = memory_of_actor() if site.cpu_mem is None else None
         site = site if memory is None else replace(site, cpu_mem=str(memory))
         self._llm = make_llm(share.model, site, asked if isinstance(asked, Plan) else asked.plan, _nobody)
-        self._auto = None if isinstance(asked, Plan) else AutoPlan(asked, share.model.dtype)
         self._refuse_another_model()
+        if not isinstance(asked, Plan):
+            AutoPlan(asked, share.model.dtype).provide(self._llm, share.longest, share.scores_texts, _nobody)
         style = None if share.style is None else choose_style(share.style, self._llm.tokenizer)
         sizes = RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size
         self._reading = Reading(self._llm.tokenizer, style, sizes)
@@ -121,31 +124,16 @@ class Worker:
                 where = f"{self._share.model.source} is another model there than on the machine that started the job"
                 raise ValueError(f"{where} ({name} differ); put the same files on every machine")
 
-    def __call__(self, batch: Columns) -> Iterator[Columns]:
-        for portion in map(pickle.loads, batch[PORTION]):
-            for said in self._all_said(portion):
-                column = np.empty(1, object)
-                column[0] = pickle.dumps(said)
-                yield {SAID: column}
-
-    def _all_said(self, portion: Portion) -> Iterator[Said]:
-        if self._failure is not None:
-            yield Said(portion.number, failure=f"{socket.gethostname()}: {self._failure}")
-            return
+    def run(self, portion: Portion) -> Iterator[Said]:
         try:
             requests = [self._request(number, line) for number, line in portion.lines]
-            if self._auto is not None:
-                self._auto.provide(self._llm, self._share.longest, self._share.scores_texts, _nobody)
-            if not self._is_known:
-                self._is_known = True
-                yield Said(portion.number, opened=Opened(socket.gethostname(), self._llm.plan))
             left = {request.index: request for request in requests}
             while left:
                 broken = yield from self._run(portion.number, left)
                 if broken is not None:
                     yield Said(portion.number, broken=broken)
         except (ValueError, TaskFailed, OSError, MemoryError) as error:
-            yield Said(portion.number, failure=f"{socket.gethostname()}: {error}")
+            yield _failed(portion.number, error)
 
     def _run(self, portion: int, left: dict[int | None, Request]) -> Generator[Said, None, Broken | None]:
         """Runs requests until all are done, or until one breaks. Those that have ended are taken out."""
@@ -168,6 +156,10 @@ class Worker:
 
     def _request(self, number: int, line: bytes) -> Request:
         return self._reading.request(number, read_line(self._share.reader, line))
+
+
+def _failed(portion: int | None, error: Exception) -> Said:
+    return Said(portion, failure=f"{socket.gethostname()}: {error}")
 
 
 def _nobody(stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:

@@ -94,6 +94,20 @@ def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:
         )
 
 
+def one_worker_reason() -> str:
+    """The reason in a single worker on this machine."""
+    return "one worker here does what this process does without --ray, and has to start first; leave it out, or give --workers"
+
+
+def small_job_reason(workers: int, start_seconds: float, run_seconds: float) -> str | None:
+    """The reason that workers on this machine took longer than one process would have. That does in the time of each worker at
+    least as much as one of them, and loads the model as they do, but nothing has to start before."""
+    if workers < 2 or (workers - 1) * run_seconds >= start_seconds:
+        return None
+    took = f"Ray took {start_seconds:.1f} s to start, and {workers} workers {run_seconds:.1f} s for the requests"
+    return f"{took}; without --ray one process has so few sooner"
+
+
 def _seconds(planned: BlockPlan, machine: Machine) -> float:
     predicted = BlockPrediction.of(planned, machine)
     return predicted.prefill_seconds + predicted.decode_seconds

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tempfile import gettempdir
+
+LONGEST_FOR_SOCKETS = 24  # characters: names of sockets have 107 at most, and Ray adds up to 80
 
 
 def cache_folder(kind: str) -> Path:
@@ -20,3 +23,9 @@ def existing_folder(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
     whole = folder.absolute()
     return next(place for place in (whole, *whole.parents) if place.exists())
+
+
+def folder_of_sockets() -> Path:
+    """The folder for temporary files, unless the names of sockets below it would be longer than the system allows."""
+    folder = gettempdir()
+    return Path(folder if len(folder) <= LONGEST_FOR_SOCKETS else "/tmp")

@@ -14,7 +14,14 @@ import pytest
 from h2o_flexgen import LLM
 from h2o_flexgen.checkpoints import leftovers
 from h2o_flexgen.checkpoints.derived import MANIFEST, DerivedFolder
-from h2o_flexgen.checkpoints.leftovers import Leftovers, is_on_disk_of_one_host, remove_leftovers, writer
+from h2o_flexgen.checkpoints.leftovers import (
+    RAY_PREFIX,
+    Leftovers,
+    held_folder,
+    is_on_disk_of_one_host,
+    remove_leftovers,
+    writer,
+)
 from h2o_flexgen.core.folders import cache_folder
 
 
@@ -70,6 +77,43 @@ def test_what_a_living_process_holds_stays(tmp_path: Path) -> None:
     assert remove_leftovers(offload, [cache]) == Leftovers([file, folder], 1100)
 
 
+def test_a_temporary_folder_stays_while_its_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, nowhere = tmp_path / f"{RAY_PREFIX}dead", tmp_path / "nowhere"
+    (dead / "session").mkdir(parents=True)
+    (dead / "session" / "log").write_bytes(bytes(70))
+    (dead / "latest").symlink_to(dead / "gone")
+    (tmp_path / "another").mkdir()
+    with held_folder(RAY_PREFIX, tmp_path) as folder:
+        assert folder.parent == tmp_path and folder.name.startswith(RAY_PREFIX)
+        removed = remove_leftovers(nowhere, [], tmp_path)
+        assert removed is not None and removed.places == [dead] and removed.nbytes >= 70
+        assert folder.is_dir() and not dead.exists() and (tmp_path / "another").is_dir()
+        (folder / "socket").touch()
+    assert not folder.exists()
+    dead.mkdir()
+    monkeypatch.setattr(leftovers, "is_on_disk_of_one_host", lambda folder: False)
+    assert remove_leftovers(nowhere, [], tmp_path) is None and dead.is_dir(), "its lock may be on another host"
+
+
+def test_a_temporary_folder_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the new folder for a leftover."""
+    made: list[Path] = []
+
+    def removed_at_first(prefix: str, dir: Path) -> str:
+        folder = dir / f"{prefix}{len(made)}"
+        folder.mkdir()
+        made.append(folder)
+        if len(made) == 1:
+            remove_leftovers(tmp_path / "nowhere", [], tmp_path)
+        return str(folder)
+
+    monkeypatch.setattr("tempfile.mkdtemp", removed_at_first)
+    with held_folder(RAY_PREFIX, tmp_path) as folder:
+        assert folder == made[1] and folder.is_dir() and not made[0].exists()
+
+
 def test_where_other_hosts_write_too_only_what_this_one_wrote_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +163,9 @@ def test_a_folder_that_is_made_is_known_by_its_writer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["converted", "packed"])
 def test_any_run_removes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    dead = [weights_of(tmp_path / "offload", "a"), partial_of(cache_folder(kind), "b@2")]
+    sockets = tmp_path / "sockets"
+    monkeypatch.setattr("h2o_flexgen.under_plan.folder_of_sockets", lambda: sockets)
+    dead = [weights_of(tmp_path / "offload", "a"), partial_of(cache_folder(kind), "b@2"), sockets / f"{RAY_PREFIX}c"]
+    dead[-1].mkdir(parents=True)
     with LLM("demo", offload_dir=tmp_path / "offload") as llm:
         assert llm.leftovers is not None and llm.leftovers.places == dead

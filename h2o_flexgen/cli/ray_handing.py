@@ -1,0 +1,127 @@
+"""Hands out requests to workers: each gets a portion at a time, and where one dies, another takes its place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import ray
+
+from h2o_flexgen.cli.batch_request import RESUME
+from h2o_flexgen.cli.ray_cluster import Pool
+from h2o_flexgen.cli.ray_worker import Portion, Said, Worker
+
+POLL_SECONDS = 0.2  # within which the end of the job is seen
+RETRIES = 3  # how often requests are run again whose worker died: some of them may be what kills it
+LONGEST_REASON = 200  # characters
+
+
+def new_actor(pool: Pool, share: Any) -> Any:
+    """A worker that Ray starts where there is room. When it dies, Ray does nothing: what it lacks is known here."""
+    actor = ray.remote(Worker).options(num_cpus=pool.cpus, num_gpus=pool.gpus, max_restarts=0, max_task_retries=0)
+    return actor.remote(share)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that died, and the requests that are handed out again."""
+
+    portion: int | None
+    requests: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"a worker has died ({self.reason}); another one starts, and {self.requests} requests are run again"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The numbers of requests that are to be handed out together."""
+
+    numbers: Sequence[int]
+    tries: int = 0  # whose worker died
+
+
+@dataclass
+class _Task:
+    """What a worker is doing: it opens the model, or runs a portion."""
+
+    worker: Any
+    tries: int  # before this one
+    portion: int | None = None
+    left: dict[int, None] = field(default_factory=dict)  # numbers of requests, in order
+
+
+@dataclass
+class Handing:
+    """Hands out portions until all requests have ended."""
+
+    new_worker: Callable[[], Any]
+    raw: Callable[[int], bytes]  # the line of a request
+    workers: int
+    waiting: deque[Waiting]
+    _tasks: dict[Any, _Task] = field(default_factory=dict)  # by what Ray knows each by
+    _idle: list[Any] = field(default_factory=list)
+    _portions: int = 0  # that were handed out
+
+    def said(self, ending: Event) -> Iterator[Said | Lost]:
+        """What workers say. Returns soon after `ending` is set."""
+        for _ in range(self.workers):
+            self._open(0)
+        while self._tasks and not ending.is_set():
+            ready, _ = ray.wait([*self._tasks], num_returns=1, timeout=POLL_SECONDS)
+            for stream in ready:
+                yield from self._next(stream)
+
+    def _next(self, stream: Any) -> Iterator[Said | Lost]:
+        task = self._tasks[stream]
+        try:
+            reference = next(stream, None)
+            said = None if reference is None else ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            raise ValueError(f"a worker cannot go on: {_last_line(error)}; {RESUME} tries again") from error
+        except ray.exceptions.RayError as error:
+            yield self._lost(stream, _last_line(error))
+            return
+        if said is None:
+            del self._tasks[stream]
+            self._idle.append(task.worker)
+            self._hand_out()
+            return
+        if said.ended is not None:
+            del task.left[said.ended]
+        yield said
+
+    def _open(self, tries: int) -> None:
+        worker = self.new_worker()
+        self._tasks[worker.open.options(num_returns="streaming").remote()] = _Task(worker, tries)
+
+    def _hand_out(self) -> None:
+        while self._idle and self.waiting:
+            worker, given, number = self._idle.pop(), self.waiting.popleft(), self._portions
+            self._portions += 1
+            portion = Portion(number, tuple((one, self.raw(one)) for one in given.numbers))
+            stream = worker.run.options(num_returns="streaming").remote(portion)
+            self._tasks[stream] = _Task(worker, given.tries, number, dict.fromkeys(given.numbers))
+
+    def _lost(self, stream: Any, reason: str) -> Lost:
+        """Puts what a worker that died has not done before everything that waits, and another worker in its place."""
+        task = self._tasks.pop(stream)
+        ray.kill(task.worker)  # it may be alive where it cannot be reached
+        opens = task.portion is None
+        if (task.left or opens) and task.tries == RETRIES:
+            doing = "while they opened the model" if opens else f"while they ran the same {len(task.left)} requests"
+            raise ValueError(f"{RETRIES + 1} workers have died {doing} ({reason}); {RESUME} goes on with what is left")
+        if task.left:
+            self.waiting.appendleft(Waiting([*task.left], task.tries + 1))
+        if self.waiting:
+            self._open(task.tries + 1 if opens else 0)
+        return Lost(task.portion, len(task.left), reason)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:LONGEST_REASON]
