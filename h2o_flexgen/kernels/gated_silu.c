@@ -1,6 +1,7 @@
 /* silu(gate) * up, where silu(x) = x / (1 + exp(-x)) is rounded to the type of the values first. What becomes of a value depends on
    nothing but the two. */
 
+#include "team.h"
 #include "vectors.h"
 
 typedef struct {
@@ -20,7 +21,7 @@ static ALWAYS_INLINE floats silu(floats x)
     return x * (over / whole);
 }
 
-#define AT_ONCE 1024 /* values that one thread takes in turn */
+#define AT_ONCE 1024 /* values of a part */
 
 static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, int kind)
 {
@@ -28,9 +29,9 @@ static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, 
     store_some(gate, value * load_some(up, count, kind), count, kind);
 }
 
-static ALWAYS_INLINE void gate_some(const gating *g, long first, long count, int kind)
+static ALWAYS_INLINE void gate_some(const gating *g, long number, int kind)
 {
-    const long size = itemsize_of(kind);
+    const long size = itemsize_of(kind), first = number * AT_ONCE, count = g->count - first < AT_ONCE ? g->count - first : AT_ONCE;
     char *gate = g->gate + first * size;
     const char *up = g->up + first * size;
 #define GATE(AT, COUNT) gate_register(gate + (AT)*size, up + (AT)*size, COUNT, kind)
@@ -38,17 +39,12 @@ static ALWAYS_INLINE void gate_some(const gating *g, long first, long count, int
 #undef GATE
 }
 
-typedef void (*part_action)(const gating *g, long first, long count);
-
-static void gate_bf16(const gating *g, long first, long count) { gate_some(g, first, count, BF16); }
-static void gate_float(const gating *g, long first, long count) { gate_some(g, first, count, FLOAT); }
-static void gate_half(const gating *g, long first, long count) { gate_some(g, first, count, HALF); }
+static void gate_bf16(const void *g, long number, int member) { gate_some(g, number, BF16); }
+static void gate_float(const void *g, long number, int member) { gate_some(g, number, FLOAT); }
+static void gate_half(const void *g, long number, int member) { gate_some(g, number, HALF); }
 
 void gated_silu(const gating *g, int threads)
 {
-    static const part_action actions[] = {[BF16] = gate_bf16, [FLOAT] = gate_float, [HALF] = gate_half};
-    const part_action action = actions[g->kind];
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long first = 0; first < g->count; first += AT_ONCE)
-        action(g, first, g->count - first < AT_ONCE ? g->count - first : AT_ONCE);
+    static part_action *const actions[] = {[BF16] = gate_bf16, [FLOAT] = gate_float, [HALF] = gate_half};
+    share_out(g, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind]);
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.cli.errors import SPINS
+from h2o_flexgen.core.openmp import SPINS
 from h2o_flexgen.engine import threads
 from h2o_flexgen.engine.threads import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
 
@@ -97,6 +97,15 @@ def test_tokens_are_the_same_with_any_number_of_threads() -> None:
 def test_threads_of_a_command_sleep_soon_unless_somebody_says_otherwise(given: dict[str, str], expected: str | None) -> None:
     """And before torch is there, which is when it is read."""
     code = "import os, sys; from h2o_flexgen import run; run.main(['--prompt', '']); print(os.environ.get('GOMP_SPINCOUNT'))"
+    told_in(code, given, expected)
+
+
+@pytest.mark.parametrize(("first", "expected"), [("", str(SPINS)), ("import torch; ", None)])
+def test_so_do_threads_of_python_that_imports_the_package_first(first: str, expected: str | None) -> None:
+    told_in(f"import os; {first}from h2o_flexgen import LLM; print(os.environ.get('GOMP_SPINCOUNT'))", {}, expected)
+
+
+def told_in(code: str, given: dict[str, str], expected: str | None) -> None:
     free = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**free, **given})
     assert done.stdout.split() == [str(expected)], done.stderr
