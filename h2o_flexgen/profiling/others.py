@@ -15,10 +15,18 @@ class Others:
     def __init__(self) -> None:
         self._begun, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return max(time.perf_counter() - self._begun, 1e-9)
+
     def cores(self) -> float:
         """The cores that others kept busy since the beginning, on average."""
-        passed = max(time.perf_counter() - self._begun, 1e-9)
-        return max(0.0, (_busy_seconds() - self._busy - (_own_seconds() - self._own)) / passed)
+        return max(0.0, (_busy_seconds() - self._busy) / self.seconds - self.own_cores())
+
+    def own_cores(self) -> float:
+        """Those that this process had."""
+        return (_own_seconds() - self._own) / self.seconds
 
     def warning(self) -> str:
         """A warning, which is empty if other processes were quiet."""

@@ -62,9 +62,13 @@ def test_room_is_made_and_told_of_unless_somebody_has_chosen(monkeypatch: pytest
 def test_threads_that_others_leave_no_cores_for_are_too_many() -> None:
     assert [crowding(busy, 2, 4) for busy in (0.0, 0.4, 2.4)] == [None] * 3
     assert crowding(2.6, 2, 4) == (
-        "2 threads compute on 4 cores, and other processes keep 2.6 of them busy; stop them, or give --threads 1"
+        "2 threads compute on 4 cores, and other processes keep 2.6 of them busy; "
+        "stop them, start them with `nice`, or give --threads 1"
     )
-    assert crowding(4.0, 1, 4) == "1 thread computes on 4 cores, and other processes keep 4.0 of them busy; stop them"
+    assert crowding(4.0, 1, 4, had=0.5) == (
+        "1 thread computes on 4 cores, and other processes keep 4.0 of them busy, which leaves 0.5 to this one; "
+        "stop them, or start them with `nice`"
+    )
 
 
 def test_a_container_may_have_less_than_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
