@@ -73,8 +73,8 @@ def kernels(processor, flags):
         f"h2o_flexgen.kernels._{processor}",
         sources=[str(file) for file in sorted(KERNELS.glob("*.c"))],
         depends=[str(file) for file in sorted(KERNELS.glob("*.h"))],
-        extra_compile_args=[*OPTIMISED, "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *flags],
-        extra_link_args=["-fopenmp"],
+        extra_compile_args=[*OPTIMISED, "-fopenmp-simd", "-pthread", "-fno-math-errno", "-fno-trapping-math", *flags],
+        extra_link_args=["-pthread"],
         optional=True,
     )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from h2o_flexgen.core.openmp import let_threads_sleep_soon
+
 if TYPE_CHECKING:
     from h2o_flexgen.core.workload import Workload
     from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
@@ -60,6 +62,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    let_threads_sleep_soon()
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

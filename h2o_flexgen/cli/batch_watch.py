@@ -13,6 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 
+from h2o_flexgen.cli.crowd import Crowd
 from h2o_flexgen.cli.watch import clock, show_stage
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.engine.progress import Progress
@@ -171,6 +172,7 @@ class JobWatch:
         self._saved = 0  # tokens that finished requests might have had and did not need
         self._began = time.perf_counter()
         self._tick = self._before = NO_TICK
+        self._crowd = Crowd(progress.note)
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
         if stage is Stage.GENERATING and self._before is NO_TICK:
@@ -192,6 +194,7 @@ class JobWatch:
             ", ".join(self._words(figures)), figures.requests_done, [f"{figures.tick.alive} of {figures.tick.seats} rows"]
         )
         self._metrics.add(figures)
+        self._crowd.look()
 
     @property
     def figures(self) -> Figures:

@@ -17,9 +17,8 @@ from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.core.chains import causes, contexts
 from h2o_flexgen.core.hints import shortened
 from h2o_flexgen.core.interrupted import raised_again
+from h2o_flexgen.core.openmp import let_threads_sleep_soon
 
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of them has decided
-SPINS = 2000  # how often a waiting thread looks for work before it sleeps
 FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # exit status of a process ended by a signal, less the signal's number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
@@ -77,7 +76,7 @@ def _is_ending() -> bool:
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
     """Runs a command and returns its exit status; 2 for wrong flags, as argparse has it."""
     _open_what_is_closed()
-    _let_threads_sleep_soon()
+    let_threads_sleep_soon()
     level = 0
     try:
         args = parse()
@@ -115,15 +114,6 @@ def _open_what_is_closed() -> None:
             stream = open(os.devnull, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # for the process
             os.set_inheritable(stream.fileno(), True)  # true for a process that this one starts, too
             setattr(sys, name, stream)
-
-
-def _let_threads_sleep_soon() -> None:
-    """Makes waiting threads sleep soon. OpenMP's threads spin long for work before they sleep: where another process wants the
-    core, each then waits for the other, and two threads are several times slower than one. Threads that sleep at once are slow
-    where nobody else is there, so these spin a little (docs/log.md has the figures). OpenMP reads the variable when torch is
-    imported; if that has happened, nothing is changed."""
-    if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
-        os.environ[WAITING[0]] = str(SPINS)
 
 
 def _say(line: str) -> None:

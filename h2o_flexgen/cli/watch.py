@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
+from h2o_flexgen.cli.crowd import Crowd
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.slow import say_slow
 from h2o_flexgen.core.cores import cores
@@ -79,6 +80,7 @@ class Watch:
         self.blocks = blocks
         self._block = blocks[0]
         self._progress = progress
+        self._crowd = Crowd(progress.note)
         self._index = -1  # index of the running block
         self._visits_ended = 0  # visits of the running block when it is over, and of all before it
         self._visits_before = self._tokens_before = self._tokens = 0
@@ -111,6 +113,7 @@ class Watch:
         self._visits = max(self._visits, self._block.schedule.number(*task.visit) + 1)  # several devices take turns
         self._count_work(task)
         self._progress.update(self._text(), self._done, self._details(task))
+        self._crowd.look()
 
     def shrink(self, num_ended: int, rest: BlockPlans, note: str) -> None:
         """Memory ran out in a block. The smaller blocks take the place of all that were to come, and the visits of the broken

@@ -54,14 +54,17 @@ def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:
     return f"{threads} of {now}: {why}; --threads chooses otherwise"
 
 
-def crowding(busy_cores: float, threads: int, own_cores: int) -> str | None:
-    """A line that says what helps if there are more threads than other processes leave cores for."""
+def crowding(busy_cores: float, threads: int, own_cores: int, had: float | None = None) -> str | None:
+    """A line that says what helps if there are more threads than other processes leave cores for. `had`: the cores that this
+    process had meanwhile."""
     free = own_cores - math.floor(busy_cores + 0.5)
     if threads <= free:
         return None
-    advice = f"stop them, or give --threads {free}" if free > 0 else "stop them"
+    fewer = f"stop them, start them with `nice`, or give --threads {free}"
+    advice = fewer if free > 0 else "stop them, or start them with `nice`"
     word = "1 thread computes" if threads == 1 else f"{threads} threads compute"
-    return f"{word} on {own_cores} cores, and other processes keep {busy_cores:.1f} of them busy; {advice}"
+    cost = "" if had is None else f", which leaves {had:.1f} to this one"
+    return f"{word} on {own_cores} cores, and other processes keep {busy_cores:.1f} of them busy{cost}; {advice}"
 
 
 def threads_beside(busy_cores: float, own_cores: int, quota: float, most: int) -> int:

@@ -3,6 +3,7 @@
 
 #include "rotation.h"
 #include "slots.h"
+#include "team.h"
 
 typedef struct {
     slots keys, values;        /* (rows, heads, slots, width) */
@@ -40,17 +41,12 @@ static ALWAYS_INLINE void append_row(const appending *a, long row, int kind)
     }
 }
 
-typedef void (*row_action)(const appending *a, long row);
-
-static void append_bf16(const appending *a, long row) { append_row(a, row, BF16); }
-static void append_float(const appending *a, long row) { append_row(a, row, FLOAT); }
-static void append_half(const appending *a, long row) { append_row(a, row, HALF); }
+static void append_bf16(const void *a, long row, int member) { append_row(a, row, BF16); }
+static void append_float(const void *a, long row, int member) { append_row(a, row, FLOAT); }
+static void append_half(const void *a, long row, int member) { append_row(a, row, HALF); }
 
 void append(const appending *a, int threads)
 {
-    static const row_action actions[] = {[BF16] = append_bf16, [FLOAT] = append_float, [HALF] = append_half};
-    const row_action action = actions[a->q.kind];
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < a->rows; row++)
-        action(a, row);
+    static part_action *const actions[] = {[BF16] = append_bf16, [FLOAT] = append_float, [HALF] = append_half};
+    share_out(a, a->rows, threads, actions[a->q.kind]);
 }

@@ -10,6 +10,7 @@
 #include "group_values.h"
 #include "sizes.h"
 #include "slots.h"
+#include "team.h"
 
 #define TOGETHER 4 /* slots per pass over the sums, so that these are loaded and stored less often */
 
@@ -270,23 +271,25 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
         add_more(a->more, unit * group + g, more[g], a->out + (unit * group + g) * dim, dim);
 }
 
-/* The same body for usual sizes, which the compiler then knows. Parallel regions call it through a pointer: a region is compiled by
-   itself, and would know nothing of sizes that are constant outside of it. */
+/* The same body for usual sizes, which the compiler then knows. A part is a KV head of a row. */
 
-typedef void (*head_action)(const attention *a, long row, long head);
+static ALWAYS_INLINE void attend_part(const attention *a, long number, long group, long dim, int key_kind, int value_kind)
+{
+    attend(a, number / a->kv_heads, number % a->kv_heads, group, dim, key_kind, value_kind);
+}
 
-#define FOR_KIND(KIND)                                                                                                           \
-    static void attend_64_##KIND(const attention *a, long row, long head) { attend(a, row, head, 1, 64, KIND, KIND); }           \
-    static void attend_128_##KIND(const attention *a, long row, long head) { attend(a, row, head, 1, 128, KIND, KIND); }         \
-    static void attend_4_128_##KIND(const attention *a, long row, long head) { attend(a, row, head, 4, 128, KIND, KIND); }       \
-    static void attend_groups_128_##KIND(const attention *a, long row, long head)                                                \
+#define FOR_SIZES(NAME, KIND, GROUP_SIZE, DIM)                                                                                   \
+    static void attend_##NAME##_##KIND(const void *given, long number, int member)                                               \
     {                                                                                                                            \
-        attend(a, row, head, a->group, 128, KIND, KIND);                                                                         \
-    }                                                                                                                            \
-    static void attend_any_##KIND(const attention *a, long row, long head)                                                       \
-    {                                                                                                                            \
-        attend(a, row, head, a->group, a->dim, KIND, KIND);                                                                      \
+        const attention *a = given;                                                                                              \
+        attend_part(a, number, GROUP_SIZE, DIM, KIND, KIND);                                                                     \
     }
+#define FOR_KIND(KIND)                                                                                                           \
+    FOR_SIZES(64, KIND, 1, 64)                                                                                                   \
+    FOR_SIZES(128, KIND, 1, 128)                                                                                                 \
+    FOR_SIZES(4_128, KIND, 4, 128)                                                                                               \
+    FOR_SIZES(groups_128, KIND, a->group, 128)                                                                                   \
+    FOR_SIZES(any, KIND, a->group, a->dim)
 
 FOR_KIND(BF16)
 FOR_KIND(FLOAT)
@@ -294,19 +297,20 @@ FOR_KIND(HALF)
 FOR_KIND(GROUP4)
 FOR_KIND(GROUP8)
 
-static void attend_mixed(const attention *a, long row, long head) /* rotated keys beside packed values */
+static void attend_mixed(const void *given, long number, int member) /* rotated keys beside packed values */
 {
-    attend(a, row, head, a->group, a->dim, a->keys.kind, a->values.kind);
+    const attention *a = given;
+    attend_part(a, number, a->group, a->dim, a->keys.kind, a->values.kind);
 }
 
 #define ACTIONS(KIND) {attend_64_##KIND, attend_128_##KIND, attend_4_128_##KIND, attend_groups_128_##KIND, attend_any_##KIND}
 
-static head_action chosen(const attention *a)
+static part_action *chosen(const attention *a)
 {
-    static const head_action actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF), ACTIONS(GROUP4), ACTIONS(GROUP8)};
+    static part_action *const actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF), ACTIONS(GROUP4), ACTIONS(GROUP8)};
     if (a->keys.kind != a->values.kind)
         return attend_mixed;
-    const head_action *of_kind = actions[a->keys.kind];
+    part_action *const *of_kind = actions[a->keys.kind];
     if (a->group == 1 && a->dim == 64)
         return of_kind[0];
     if (a->dim == 128)
@@ -316,9 +320,5 @@ static head_action chosen(const attention *a)
 
 void decode_attention(const attention *a, int threads)
 {
-    const head_action action = chosen(a);
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1)
-    for (long row = 0; row < a->rows; row++)
-        for (long head = 0; head < a->kv_heads; head++)
-            action(a, row, head);
+    share_out(a, a->rows * a->kv_heads, threads, chosen(a));
 }

@@ -2,6 +2,7 @@
    share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of sqrt(8 / pi) * (x + 0.044715 * x^3), gelu's is the normal
    distribution. What becomes of a value depends on nothing but the two. */
 
+#include "team.h"
 #include "vectors.h"
 
 typedef struct {
@@ -54,7 +55,7 @@ static ALWAYS_INLINE floats activated(floats x, int curve)
     return x * sigmoid(curve == SILU ? x : x * 1.59576912f * (x * x * 0.044715f + 1.0f));
 }
 
-#define AT_ONCE 1024 /* values that one thread takes in turn */
+#define AT_ONCE 1024 /* values of a part */
 
 static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, int kind, int curve)
 {
@@ -62,9 +63,9 @@ static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, 
     store_some(gate, up ? value * load_some(up, count, kind) : value, count, kind);
 }
 
-static ALWAYS_INLINE void gate_some(const gating *g, long first, long count, int kind, int curve)
+static ALWAYS_INLINE void gate_some(const gating *g, long number, int kind, int curve)
 {
-    const long size = itemsize_of(kind);
+    const long size = itemsize_of(kind), first = number * AT_ONCE, count = g->count - first < AT_ONCE ? g->count - first : AT_ONCE;
     char *gate = g->gate + first * size;
     const char *up = g->up ? g->up + first * size : NULL;
 #define GATE(AT, COUNT) gate_register(gate + (AT)*size, up ? up + (AT)*size : NULL, COUNT, kind, curve)
@@ -72,10 +73,8 @@ static ALWAYS_INLINE void gate_some(const gating *g, long first, long count, int
 #undef GATE
 }
 
-typedef void (*part_action)(const gating *g, long first, long count);
-
 #define OF(KIND, CURVE)                                                                                                          \
-    static void CURVE##_##KIND(const gating *g, long first, long count) { gate_some(g, first, count, KIND, CURVE); }
+    static void CURVE##_##KIND(const void *g, long number, int member) { gate_some(g, number, KIND, CURVE); }
 #define OF_KIND(KIND) OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU)
 
 OF_KIND(BF16)
@@ -85,10 +84,7 @@ OF_KIND(HALF)
 void gated(const gating *g, int threads)
 {
 #define ACTIONS(KIND) [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND}
-    static const part_action actions[][3] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+    static part_action *const actions[][3] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
 #undef ACTIONS
-    const part_action action = actions[g->kind][g->curve];
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long first = 0; first < g->count; first += AT_ONCE)
-        action(g, first, g->count - first < AT_ONCE ? g->count - first : AT_ONCE);
+    share_out(g, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind][g->curve]);
 }

@@ -1,6 +1,7 @@
 /* Decodes rows of a group codec to values of a type. */
 
 #include "kernel.h"
+#include "team.h"
 
 #ifdef __AVX512BW__
 
@@ -53,14 +54,20 @@ static ALWAYS_INLINE void decode_row(const uint8_t *row, char *out, long columns
     }
 }
 
-/* Parallel regions call through a pointer: a region is compiled by itself, and would know nothing of what is constant outside of
-   it. */
+typedef struct {
+    const uint8_t *data;
+    char *out; /* (rows, columns) */
+    long columns;
+} decoding;
 
-typedef void (*row_action)(const uint8_t *row, char *out, long columns);
+static ALWAYS_INLINE void decode_number(const decoding *d, long row, int bits, int kind)
+{
+    decode_row(d->data + row * group_row_bytes(d->columns, bits), d->out + row * d->columns * itemsize_of(kind), d->columns, bits, kind);
+}
 
 #define FOR_KIND(KIND)                                                                                                           \
-    static void decode_4_##KIND(const uint8_t *row, char *out, long columns) { decode_row(row, out, columns, 4, KIND); }         \
-    static void decode_8_##KIND(const uint8_t *row, char *out, long columns) { decode_row(row, out, columns, 8, KIND); }
+    static void decode_4_##KIND(const void *d, long row, int member) { decode_number(d, row, 4, KIND); }                         \
+    static void decode_8_##KIND(const void *d, long row, int member) { decode_number(d, row, 8, KIND); }
 
 FOR_KIND(BF16)
 FOR_KIND(FLOAT)
@@ -70,10 +77,7 @@ FOR_KIND(HALF)
 
 void group_decode(const uint8_t *data, char *out, long rows, long columns, int bits, int kind, int threads)
 {
-    static const row_action actions[][2] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
-    const row_action action = actions[kind][bits == 8];
-    const long row_bytes = group_row_bytes(columns, bits), out_bytes = columns * itemsize_of(kind);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < rows; row++)
-        action(data + row * row_bytes, out + row * out_bytes, columns);
+    static part_action *const actions[][2] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+    const decoding given = {data, out, columns};
+    share_out(&given, rows, threads, actions[kind][bits == 8]);
 }

@@ -2,6 +2,7 @@
    bfloat16 and the scale up, so that the codes reach from the least to the largest value. */
 
 #include "kernel.h"
+#include "team.h"
 #include <math.h>
 
 static ALWAYS_INLINE uint16_t next_bf16(uint16_t half, int up) /* the next number above or below */
@@ -83,11 +84,20 @@ static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns
     }
 }
 
-typedef void (*row_action)(const char *row, uint8_t *out, long columns);
+typedef struct {
+    const char *values; /* (rows, columns) */
+    uint8_t *out;
+    long columns;
+} encoding;
+
+static ALWAYS_INLINE void encode_number(const encoding *e, long row, int bits, int kind)
+{
+    encode_row(e->values + row * e->columns * itemsize_of(kind), e->out + row * group_row_bytes(e->columns, bits), e->columns, bits, kind);
+}
 
 #define FOR_KIND(KIND)                                                                                                           \
-    static void encode_4_##KIND(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 4, KIND); }         \
-    static void encode_8_##KIND(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 8, KIND); }
+    static void encode_4_##KIND(const void *e, long row, int member) { encode_number(e, row, 4, KIND); }                         \
+    static void encode_8_##KIND(const void *e, long row, int member) { encode_number(e, row, 8, KIND); }
 
 FOR_KIND(BF16)
 FOR_KIND(FLOAT)
@@ -97,10 +107,7 @@ FOR_KIND(HALF)
 
 void group_encode(const char *values, uint8_t *out, long rows, long columns, int bits, int kind, int threads)
 {
-    static const row_action actions[][2] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
-    const row_action action = actions[kind][bits == 8];
-    const long row_bytes = columns * itemsize_of(kind), out_bytes = group_row_bytes(columns, bits);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < rows; row++)
-        action(values + row * row_bytes, out + row * out_bytes, columns);
+    static part_action *const actions[][2] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+    const encoding given = {values, out, columns};
+    share_out(&given, rows, threads, actions[kind][bits == 8]);
 }

@@ -1,6 +1,7 @@
 /* Rows of values of which neighbours belong together, with those that come first before those that come second. */
 
 #include "kernel.h"
+#include "team.h"
 
 typedef struct {
     const char *x;          /* (rows, width) */
@@ -24,8 +25,9 @@ static ALWAYS_INLINE void part_shorts(const uint16_t *restrict x, uint16_t *rest
     }
 }
 
-static void part_row(const pairs *p, long row)
+static void part_row(const void *given, long row, int member)
 {
+    const pairs *p = given;
     const long at = row * 2 * p->half * p->nbytes;
     if (p->nbytes == 4)
         part_words((const uint32_t *)(p->x + at), (uint32_t *)(p->out + at), p->half);
@@ -35,7 +37,5 @@ static void part_row(const pairs *p, long row)
 
 void halves_apart(const pairs *p, int threads)
 {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < p->rows; row++)
-        part_row(p, row);
+    share_out(p, p->rows, threads, part_row);
 }

@@ -7,6 +7,7 @@
    those are slower, and rows many, they are taken apart once. */
 
 #include "int8_sums.h"
+#include "team.h"
 
 #define GROUPS_AT_ONCE (16 / TILES)
 #define PREPARED_ROWS 24 /* fewer do not pay for preparing blocks */
@@ -129,16 +130,31 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long
     finish(&p->of, first_row, rows, first_tile, sums);
 }
 
+typedef struct {
+    const product *products;
+    const long *begins; /* of the parts of each */
+    long count;
+} some_products;
+
+/* A part is the next tiles of a product, for all rows. */
+static ALWAYS_INLINE void multiply_part(const some_products *some, long number, int bits)
+{
+    const long at = work_of_part(some->begins, some->count, number);
+    const product *p = some->products + at;
+    for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
+        multiply_tiles(p, (number - some->begins[at]) * TILES, row, bits);
+}
+
+static void multiply_by_4(const void *some, long number, int member) { multiply_part(some, number, 4); }
+static void multiply_by_8(const void *some, long number, int member) { multiply_part(some, number, 8); }
+
 /* Some products. */
 void int8_product(const product *products, long count, int bits, int threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (const product *p = products; p < products + count; p++)
-#pragma omp for schedule(static) nowait
-        for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
-            for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-                if (bits == 4)
-                    multiply_tiles(p, tile, row, 4);
-                else
-                    multiply_tiles(p, tile, row, 8);
+    long begins[count + 1];
+    const some_products given = {products, begins, count};
+    begins[0] = 0;
+    for (long at = 0; at < count; at++)
+        begins[at + 1] = begins[at] + parts_of_outputs(products[at].of.outputs);
+    share_out(&given, begins[count], threads, bits == 4 ? multiply_by_4 : multiply_by_8);
 }

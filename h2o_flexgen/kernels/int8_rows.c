@@ -2,6 +2,7 @@
    NaN, and values too small for a scale become 0. Plain IEEE arithmetic in a fixed order, as in torch: the same bits everywhere. */
 
 #include "int8_dots.h"
+#include "team.h"
 
 typedef struct {
     const char *x;        /* (rows, columns) */
@@ -119,10 +120,8 @@ static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind, int
     }
 }
 
-typedef void (*row_action)(const rows_of_x *p, long row);
-
 #define OF(KIND, PART)                                                                                                           \
-    static void encode_##KIND##_by_##PART(const rows_of_x *p, long row)                                                          \
+    static void encode_##KIND##_by_##PART(const void *p, long row, int member)                                                   \
     {                                                                                                                            \
         encode_row(p, row, KIND, PART);                                                                                          \
     }
@@ -135,14 +134,9 @@ OF_KIND(HALF)
 void int8_rows(const char *x, int8_t *codes, float *scales, float *sums, int32_t *wholes, long rows, long columns, long part,
                int kind, int threads)
 {
-    static const row_action actions[3][3] = {{encode_BF16_by_16, encode_BF16_by_32, encode_BF16_by_64},
-                                             {encode_FLOAT_by_16, encode_FLOAT_by_32, encode_FLOAT_by_64},
-                                             {encode_HALF_by_16, encode_HALF_by_32, encode_HALF_by_64}};
+    static part_action *const actions[3][3] = {{encode_BF16_by_16, encode_BF16_by_32, encode_BF16_by_64},
+                                               {encode_FLOAT_by_16, encode_FLOAT_by_32, encode_FLOAT_by_64},
+                                               {encode_HALF_by_16, encode_HALF_by_32, encode_HALF_by_64}};
     const rows_of_x given = {x, codes, scales, sums, wholes, columns};
-    const row_action action = actions[kind][part / 32]; /* there are no other parts */
-    if (!rows)
-        return;
-#pragma omp parallel for num_threads(threads < rows ? threads : (int)rows) schedule(static)
-    for (long row = 0; row < rows; row++)
-        action(&given, row);
+    share_out(&given, rows, threads, actions[kind][part / 32]); /* there are no other parts */
 }

@@ -31,6 +31,12 @@ typedef struct {
     int kind; /* type of the outcome */
 } factors;
 
+/* Parts of a product: each is some tiles of its outputs. */
+static ALWAYS_INLINE long parts_of_outputs(long outputs)
+{
+    return ((outputs + TILE - 1) / TILE + TILES - 1) / TILES;
+}
+
 /* Dwords whose products with codes may be added up in 16 bits: with codes of 8 bits in planes of 4. */
 static ALWAYS_INLINE int dwords_in_shorts(int bits)
 {

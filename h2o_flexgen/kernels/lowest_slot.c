@@ -1,6 +1,7 @@
 /* The slot of each head that ranks lowest among those that may go; among equals, the oldest token's. */
 
 #include "kernel.h"
+#include "team.h"
 #include <math.h>
 #include <stddef.h>
 
@@ -38,25 +39,21 @@ static ALWAYS_INLINE long lowest(const int32_t *positions, const float *ranks, l
     return held - 1;
 }
 
-/* Parallel regions call through a pointer: what is constant outside a region stays constant only in a function of its own. */
-typedef void (*row_action)(const ranking *r, long row);
-
-static void by_rank(const ranking *r, long row)
+static void by_rank(const void *given, long row, int member)
 {
+    const ranking *r = given;
     for (long head = row * r->heads; head < (row + 1) * r->heads; head++)
         r->out[head] = lowest(r->positions + head * r->slots, r->ranks + head * r->slots, r->held[row], r->from[row], r->to[row]);
 }
 
-static void by_age(const ranking *r, long row)
+static void by_age(const void *given, long row, int member)
 {
+    const ranking *r = given;
     for (long head = row * r->heads; head < (row + 1) * r->heads; head++)
         r->out[head] = lowest(r->positions + head * r->slots, NULL, r->held[row], r->from[row], r->to[row]);
 }
 
 void lowest_slot(const ranking *r, int threads)
 {
-    const row_action action = r->ranks ? by_rank : by_age;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < r->rows; row++)
-        action(r, row);
+    share_out(r, r->rows, threads, r->ranks ? by_rank : by_age);
 }

@@ -50,17 +50,15 @@ static void fill_plain(const product *p, long output, long pair, long pairs, pan
 
 /* -- the product ------------------------------------------------------------------------------------------------------------- */
 
+static void multiply_plain(const void *some, long number, int member) { multiply_panels(some, number, fill_plain, add_pair_panel); }
+static void multiply_4(const void *some, long number, int member) { multiply_panels(some, number, fill_4, add_pair_panel); }
+static void multiply_8(const void *some, long number, int member) { multiply_panels(some, number, fill_8, add_pair_panel); }
+
 /* Some products, with rows each, of codes of 4 or 8 bits in tiles, or of plain values (0). */
 void pair_product(const product *products, long count, int bits, int threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (const product *p = products; p < products + count; p++)
-        if (bits == PLAIN_PAIRS)
-            multiply_panels(p, threads, PAIR_PANELS, fill_plain, add_pair_panel);
-        else if (bits == 4)
-            multiply_panels(p, threads, PAIR_PANELS, fill_4, add_pair_panel);
-        else
-            multiply_panels(p, threads, PAIR_PANELS, fill_8, add_pair_panel);
+    const some_products some = {(const char *)products, sizeof *products, count, PAIR_PANELS, .threads = threads};
+    share_products(some, works_of, bits == PLAIN_PAIRS ? multiply_plain : bits == 4 ? multiply_4 : multiply_8);
 }
 
 #endif

@@ -94,54 +94,65 @@ OF_KIND(BF16)
 OF_KIND(FLOAT)
 OF_KIND(HALF)
 
-static void arrange_blocks(const product *p, const char *x, long nbytes, block_action action)
+/* Rows that are arranged. `runs` are rows that meet a matrix of their own: the first of each and how many there are. */
+typedef struct {
+    const char *x;
+    float *out;
+    const long (*runs)[2];
+    const long *begins; /* of the blocks of each run */
+    long count, inputs, columns, nbytes; /* bytes of a row of x */
+    long floats_of_row;                  /* of what comes out */
+    row_action of_rows;                  /* one of both */
+    block_action of_blocks;
+} arranging;
+
+static void arrange_part(const void *given, long number, int member)
 {
-#pragma omp for schedule(static) nowait
-    for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++) {
-        const long first = first_row(block, p->rows), rows = first_row(block + 1, p->rows) - first;
-        action(x + first * nbytes, (float *)block_of_x(p, block), rows, nbytes, p->columns);
-    }
+    const arranging *a = given;
+    const long at = work_of_part(a->begins, a->count, number), run = a->runs[at][0], block = number - a->begins[at];
+    const product p = {.x = a->out + run * a->floats_of_row, .rows = a->runs[at][1], .inputs = a->inputs, .columns = a->columns};
+    const long first = first_row(block, p.rows), rows = first_row(block + 1, p.rows) - first;
+    const char *x = a->x + (run + first) * a->nbytes;
+    float *values = (float *)block_of_x(&p, block), *sums = (float *)block_of_group_sums(&p, block);
+    if (a->of_blocks)
+        a->of_blocks(x, values, rows, a->nbytes, p.columns);
+    else
+        for (long row = 0; row < rows; row++)
+            a->of_rows(x + row * a->nbytes, values + row, sums + row, rows, p.inputs);
 }
 
-static void arrange_row_by_row(const product *p, const char *x, long nbytes, row_action action)
+static void arrange_runs(arranging some, int threads)
 {
-#pragma omp for schedule(static) nowait
-    for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++) {
-        const long first = first_row(block, p->rows), rows = first_row(block + 1, p->rows) - first;
-        float *values = (float *)block_of_x(p, block), *sums = (float *)block_of_group_sums(p, block);
-        for (long row = 0; row < rows; row++)
-            action(x + (first + row) * nbytes, values + row, sums + row, rows, p->inputs);
-    }
+    long begins[some.count + 1];
+    begins[0] = 0;
+    for (long at = 0; at < some.count; at++)
+        begins[at + 1] = begins[at] + parts_of(some.runs[at][1], MOST_ROWS);
+    some.begins = begins;
+    share_out(&some, begins[some.count], threads, arrange_part);
 }
 
 /* Arranges x (rows, inputs) for a matrix whose codes have so many bits, or for a plain one (0), and sums up its groups for codes.
-   `runs` are rows that meet a matrix of their own: the first of each and how many there are. Other rows are left out. */
+   Rows of no run are left out. */
 void arrange_rows(const char *x, float *out, const long (*runs)[2], long count, long inputs, int kind, int bits, int threads)
 {
     static const row_action actions[3][2] = {{arrange_BF16_for_4, arrange_BF16_for_8},
                                              {arrange_FLOAT_for_4, arrange_FLOAT_for_8},
                                              {arrange_HALF_for_4, arrange_HALF_for_8}};
     static const block_action blocks[] = {[BF16] = arrange_block_BF16, [FLOAT] = arrange_block_FLOAT, [HALF] = arrange_block_HALF};
-    const row_action action = actions[kind][bits / 8];
     const long columns = parts_of(inputs, GROUP) * GROUP;
-    const long nbytes = inputs * itemsize_of(kind), floats_of_row = columns + (bits ? columns / GROUP : 0);
-#pragma omp parallel num_threads(threads)
-    for (long run = 0; run < count; run++) {
-        const product p = {.x = out + runs[run][0] * floats_of_row, .rows = runs[run][1], .inputs = inputs, .columns = columns};
-        if (bits)
-            arrange_row_by_row(&p, x + runs[run][0] * nbytes, nbytes, action);
-        else
-            arrange_blocks(&p, x + runs[run][0] * nbytes, nbytes, blocks[kind]);
+    arranging some = {x, out, runs, NULL, count, inputs, columns, inputs * itemsize_of(kind), columns};
+    if (bits) {
+        some.floats_of_row += columns / GROUP;
+        some.of_rows = actions[kind][bits / 8];
+    } else {
+        some.of_blocks = blocks[kind];
     }
+    arrange_runs(some, threads);
 }
 
 /* Arranges x (rows, inputs), bfloat16, in pairs of inputs: words that are moved as they are. */
 void arrange_row_pairs(const char *x, float *out, const long (*runs)[2], long count, long inputs, int threads)
 {
     const long columns = parts_of(inputs, GROUP) * GROUP / 2;
-#pragma omp parallel num_threads(threads)
-    for (long run = 0; run < count; run++) {
-        const product p = {.x = out + runs[run][0] * columns, .rows = runs[run][1], .columns = columns};
-        arrange_blocks(&p, x + runs[run][0] * inputs * 2, inputs * 2, arrange_block_FLOAT);
-    }
+    arrange_runs((arranging){x, out, runs, NULL, count, inputs, columns, inputs * 2, columns, .of_blocks = arrange_block_FLOAT}, threads);
 }

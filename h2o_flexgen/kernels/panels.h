@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "team.h"
 #include "vectors.h"
 
 #define PANEL (2 * LANES) /* outputs */
@@ -165,13 +166,48 @@ static ALWAYS_INLINE work work_number(const product *p, long number, long panels
     return (work){panel, all_panels - panel < panels ? all_panels - panel : panels, block, behind - block};
 }
 
-/* The caller is the parallel region: a region is compiled by itself, and knows nothing of what is constant outside of it. Threads
-   that find nothing left to do go on to the next product, if there are several. */
-static ALWAYS_INLINE void multiply_panels(const product *p, int threads, long at_most, fill_panel fill, add_panel add)
+/* Some products, whose parts threads take. */
+typedef struct {
+    const char *products; /* each begins with a `product` */
+    long size;            /* bytes from one to the next */
+    long count, at_most;
+    const long *begins;   /* of the parts of each */
+    int threads, form;    /* a form of stored matrices, if they are such */
+} some_products;
+
+static ALWAYS_INLINE const product *product_number(const some_products *some, long number)
 {
-    const long panels = panels_together(p, threads, at_most);
-    const long groups_of_blocks = parts_of(parts_of(p->rows, MOST_ROWS), GROUP_BLOCKS);
-#pragma omp for schedule(dynamic) nowait
-    for (long number = 0; number < parts_of(parts_of(p->outputs, PANEL), panels) * groups_of_blocks; number++)
-        multiply_work(p, work_number(p, number, panels, groups_of_blocks), fill, add);
+    return (const product *)(some->products + number * some->size);
+}
+
+static ALWAYS_INLINE long groups_of_blocks(const product *p)
+{
+    return parts_of(parts_of(p->rows, MOST_ROWS), GROUP_BLOCKS);
+}
+
+/* How many parts a product has. */
+typedef long count_parts(const product *p, long threads, long at_most);
+
+static long works_of(const product *p, long threads, long at_most)
+{
+    return parts_of(parts_of(p->outputs, PANEL), panels_together(p, threads, at_most)) * groups_of_blocks(p);
+}
+
+/* The caller is a function for one kind of panels, which the compiler then knows. */
+static ALWAYS_INLINE void multiply_panels(const some_products *some, long number, fill_panel fill, add_panel add)
+{
+    const long at = work_of_part(some->begins, some->count, number);
+    const product *p = product_number(some, at);
+    const long panels = panels_together(p, some->threads, some->at_most);
+    multiply_work(p, work_number(p, number - some->begins[at], panels, groups_of_blocks(p)), fill, add);
+}
+
+static ALWAYS_INLINE void share_products(some_products some, count_parts count_own, part_action action)
+{
+    long begins[some.count + 1];
+    begins[0] = 0;
+    for (long at = 0; at < some.count; at++)
+        begins[at + 1] = begins[at] + count_own(product_number(&some, at), some.threads, some.at_most);
+    some.begins = begins;
+    share_out(&some, begins[some.count], some.threads, action);
 }

@@ -8,7 +8,7 @@
    float32. */
 
 #include "query_blocks.h"
-#include <omp.h>
+#include "team.h"
 
 typedef struct {
     slots q, keys, values;  /* (rows, heads or kv_heads, new or all tokens, dim), all of the kind of the outcome */
@@ -147,18 +147,17 @@ static ALWAYS_INLINE void attend(const prompt *p, long row, long kv_head, float 
         memcpy(p->got + (row * p->kv_heads + kv_head) * p->all_tokens, room.got, p->all_tokens * sizeof(float));
 }
 
-typedef void (*head_action)(const prompt *p, long row, long kv_head, float *room);
+static ALWAYS_INLINE void attend_part(const prompt *p, long number, int member, int kind)
+{
+    attend(p, number / p->kv_heads, number % p->kv_heads, p->room + member * p->wide.end, kind);
+}
 
-static void attend_bf16(const prompt *p, long row, long kv_head, float *room) { attend(p, row, kv_head, room, BF16); }
-static void attend_float(const prompt *p, long row, long kv_head, float *room) { attend(p, row, kv_head, room, FLOAT); }
-static void attend_half(const prompt *p, long row, long kv_head, float *room) { attend(p, row, kv_head, room, HALF); }
+static void attend_bf16(const void *p, long number, int member) { attend_part(p, number, member, BF16); }
+static void attend_float(const void *p, long number, int member) { attend_part(p, number, member, FLOAT); }
+static void attend_half(const void *p, long number, int member) { attend_part(p, number, member, HALF); }
 
 void prompt_attention(const prompt *p, int threads)
 {
-    static const head_action actions[] = {[BF16] = attend_bf16, [FLOAT] = attend_float, [HALF] = attend_half};
-    const head_action action = actions[p->q.kind];
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1)
-    for (long row = 0; row < p->rows; row++)
-        for (long kv_head = 0; kv_head < p->kv_heads; kv_head++)
-            action(p, row, kv_head, p->room + omp_get_thread_num() * p->wide.end);
+    static part_action *const actions[] = {[BF16] = attend_bf16, [FLOAT] = attend_float, [HALF] = attend_half};
+    share_out(p, p->rows * p->kv_heads, threads, actions[p->q.kind]);
 }

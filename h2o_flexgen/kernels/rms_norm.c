@@ -1,6 +1,7 @@
 /* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. A row's
    squares are summed up lane by lane in the order of its values, and what becomes of it depends on nothing else. */
 
+#include "team.h"
 #include "vectors.h"
 #include <math.h>
 
@@ -47,17 +48,12 @@ static ALWAYS_INLINE void norm_row(const norm *n, long row, int kind)
 #undef SCALE
 }
 
-typedef void (*row_action)(const norm *n, long row);
-
-static void norm_bf16(const norm *n, long row) { norm_row(n, row, BF16); }
-static void norm_float(const norm *n, long row) { norm_row(n, row, FLOAT); }
-static void norm_half(const norm *n, long row) { norm_row(n, row, HALF); }
+static void norm_bf16(const void *n, long row, int member) { norm_row(n, row, BF16); }
+static void norm_float(const void *n, long row, int member) { norm_row(n, row, FLOAT); }
+static void norm_half(const void *n, long row, int member) { norm_row(n, row, HALF); }
 
 void rms_norm(const norm *n, int threads)
 {
-    static const row_action actions[] = {[BF16] = norm_bf16, [FLOAT] = norm_float, [HALF] = norm_half};
-    const row_action action = actions[n->kind];
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < n->rows; row++)
-        action(n, row);
+    static part_action *const actions[] = {[BF16] = norm_bf16, [FLOAT] = norm_float, [HALF] = norm_half};
+    share_out(n, n->rows, threads, actions[n->kind]);
 }

@@ -6,7 +6,7 @@
    A query sums over keys from the first on, piece by piece, so its outcome depends on nothing but itself. All sums are in float32. */
 
 #include "query_blocks.h"
-#include <omp.h>
+#include "team.h"
 
 typedef struct {
     slots q;              /* (1, heads, queries, dim) */
@@ -163,28 +163,33 @@ static ALWAYS_INLINE void attend(const sharing *s, part own, float *from, int ki
     put_out(s, own, &done);
 }
 
-typedef void (*part_action)(const sharing *s, part own, float *room);
+typedef struct {
+    const sharing *of;
+    long parts; /* of each KV head */
+} shared_parts;
 
-static void attend_bf16(const sharing *s, part own, float *room) { attend(s, own, room, BF16); }
-static void attend_float(const sharing *s, part own, float *room) { attend(s, own, room, FLOAT); }
-static void attend_half(const sharing *s, part own, float *room) { attend(s, own, room, HALF); }
-static void attend_group4(const sharing *s, part own, float *room) { attend(s, own, room, GROUP4); }
-static void attend_group8(const sharing *s, part own, float *room) { attend(s, own, room, GROUP8); }
+static ALWAYS_INLINE void attend_part(const shared_parts *given, long number, int member, int kind)
+{
+    const sharing *s = given->of;
+    const long group = s->heads / s->kv_heads, all_here = s->queries * group, at = number % given->parts;
+    const long first = all_here * at / given->parts, behind = all_here * (at + 1) / given->parts;
+    const part own = {number / given->parts, group, first, behind - first};
+    attend(s, own, s->room + member * s->wide.end, kind);
+}
+
+static void attend_bf16(const void *s, long number, int member) { attend_part(s, number, member, BF16); }
+static void attend_float(const void *s, long number, int member) { attend_part(s, number, member, FLOAT); }
+static void attend_half(const void *s, long number, int member) { attend_part(s, number, member, HALF); }
+static void attend_group4(const void *s, long number, int member) { attend_part(s, number, member, GROUP4); }
+static void attend_group8(const void *s, long number, int member) { attend_part(s, number, member, GROUP8); }
 
 /* Where there are fewer KV heads than threads, some threads share a head's queries. */
 void shared_attention(const sharing *s, int threads)
 {
-    static const part_action actions[] = {
+    static part_action *const actions[] = {
         [BF16] = attend_bf16, [FLOAT] = attend_float, [HALF] = attend_half, [GROUP4] = attend_group4, [GROUP8] = attend_group8};
-    const part_action action = actions[s->keys.kind];
-    const long group = s->heads / s->kv_heads, all_here = s->queries * group;
+    const long all_here = s->queries * (s->heads / s->kv_heads);
     const long needed = (all_here + SHARED_QUERIES - 1) / SHARED_QUERIES, wanted = (threads + s->kv_heads - 1) / s->kv_heads;
-    const long parts = needed > wanted ? needed : wanted;
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1)
-    for (long kv_head = 0; kv_head < s->kv_heads; kv_head++)
-        for (long number = 0; number < parts; number++) {
-            const long first = all_here * number / parts, behind = all_here * (number + 1) / parts;
-            const part own = {kv_head, group, first, behind - first};
-            action(s, own, s->room + omp_get_thread_num() * s->wide.end);
-        }
+    const shared_parts given = {s, needed > wanted ? needed : wanted};
+    share_out(&given, s->kv_heads * given.parts, threads, actions[s->keys.kind]);
 }

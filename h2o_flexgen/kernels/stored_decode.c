@@ -1,6 +1,7 @@
 /* Decodes rows of stored forms to values of a type. */
 
 #include "stored_values.h"
+#include "team.h"
 
 static ALWAYS_INLINE void store_piece(const floats *values, char *out, int kind)
 {
@@ -40,16 +41,19 @@ static ALWAYS_INLINE void decode_row(const stored_matrix *m, long output, const 
     }
 }
 
-/* Parallel regions call through a pointer: a region is compiled by itself, and would know nothing of what is constant outside of
-   it. */
+typedef struct {
+    const stored_matrix *matrix;
+    const int32_t *order;
+    char *out; /* (outputs, inputs) */
+} decoding;
 
-typedef void (*row_action)(const stored_matrix *m, long output, const int32_t *order, char *out);
+static ALWAYS_INLINE void decode_number(const decoding *d, long output, int form, int kind)
+{
+    decode_row(d->matrix, output, d->order, d->out + output * d->matrix->inputs * itemsize_of(kind), form, kind);
+}
 
 #define OF_KIND(FORM, KIND)                                                                                                      \
-    static void decode_##FORM##_##KIND(const stored_matrix *m, long output, const int32_t *order, char *out)                     \
-    {                                                                                                                            \
-        decode_row(m, output, order, out, FORM, KIND);                                                                           \
-    }
+    static void decode_##FORM##_##KIND(const void *d, long output, int member) { decode_number(d, output, FORM, KIND); }
 #define OF_FORM(FORM) OF_KIND(FORM, BF16) OF_KIND(FORM, FLOAT) OF_KIND(FORM, HALF)
 EACH_FORM(OF_FORM)
 
@@ -57,9 +61,7 @@ EACH_FORM(OF_FORM)
 void stored_decode(const stored_matrix *m, const int32_t *order, char *out, int form, int kind, int threads)
 {
 #define ACTIONS(FORM) {decode_##FORM##_BF16, decode_##FORM##_FLOAT, decode_##FORM##_HALF},
-    static const row_action actions[][3] = {EACH_FORM(ACTIONS)};
-    const row_action action = actions[form][kind];
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long output = 0; output < m->outputs; output++)
-        action(m, output, order, out + output * m->inputs * itemsize_of(kind));
+    static part_action *const actions[][3] = {EACH_FORM(ACTIONS)};
+    const decoding given = {m, order, out};
+    share_out(&given, m->outputs, threads, actions[form][kind]);
 }

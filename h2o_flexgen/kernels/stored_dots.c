@@ -21,7 +21,6 @@
 #endif
 #define LINE 64 /* bytes that come from memory together */
 #define MOST_OUTPUTS 4
-#define AT_ONCE 8 /* groups of outputs that a thread takes at once */
 
 /* -- rows -------------------------------------------------------------------------------------------------------------------- */
 
@@ -31,16 +30,28 @@ static ALWAYS_INLINE int lies_in_turn(int form)
     return form == FP4 || form == INT4;
 }
 
+typedef struct {
+    const char *x;
+    float *out;
+    long inputs, columns;
+    int kind, in_pairs;
+} arranging;
+
+static void arrange_row(const void *given, long row, int member)
+{
+    const arranging *a = given;
+    const long size = itemsize_of(a->kind);
+    for (long at = 0; at < a->columns; at++) {
+        const long within = at % PIECE, input = a->in_pairs ? at - within + within % 16 * 2 + within / 16 : at;
+        a->out[row * a->columns + at] = input < a->inputs ? load_value(a->x + (row * a->inputs + input) * size, a->kind) : 0.0f;
+    }
+}
+
 /* Arranges x (rows, inputs) as float32, with zeros behind the last input of a row; `in_pairs`: for codes that lie in pairs. */
 void arrange_dots(const char *x, float *out, long rows, long inputs, int kind, int in_pairs, int threads)
 {
-    const long columns = parts_of(inputs, PIECE) * PIECE, size = itemsize_of(kind);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < rows; row++)
-        for (long at = 0; at < columns; at++) {
-            const long within = at % PIECE, input = in_pairs ? at - within + within % 16 * 2 + within / 16 : at;
-            out[row * columns + at] = input < inputs ? load_value(x + (row * inputs + input) * size, kind) : 0.0f;
-        }
+    const arranging given = {x, out, inputs, parts_of(inputs, PIECE) * PIECE, kind, in_pairs};
+    share_out(&given, rows, threads, arrange_row);
 }
 
 /* -- 32 inputs of an output -------------------------------------------------------------------------------------------------- */
@@ -196,25 +207,37 @@ static ALWAYS_INLINE long outputs_of(long rows)
     return OUTPUTS_OF(rows);
 }
 
-static void multiply_all(const product_of_stored *p, int form)
+typedef struct {
+    const product_of_stored *products;
+    const long *begins; /* of the parts of each */
+    long count;
+    int form;
+} some_dots;
+
+/* A part is as many outputs as are multiplied together at most, for all rows. */
+static void multiply_part(const void *given, long number, int member)
 {
 #define NAMES(FORM) {EACH_FEW(NAMED, FORM)},
     static const dots_action actions[][FEW_ROWS] = {EACH_FORM(NAMES)};
 #undef NAMES
+    const some_dots *some = given;
+    const long at = work_of_part(some->begins, some->count, number), group = number - some->begins[at];
+    const product_of_stored *p = some->products + at;
     const long blocks = parts_of(p->given.rows, FEW_ROWS), outputs = p->matrix.outputs;
-#pragma omp for schedule(dynamic, AT_ONCE) nowait
-    for (long group = 0; group < parts_of(outputs, MOST_OUTPUTS); group++)
-        for (long block = 0; block < blocks; block++) {
-            const long first = block * p->given.rows / blocks, count = (block + 1) * p->given.rows / blocks - first;
-            for (long output = group * MOST_OUTPUTS; output < (group + 1) * MOST_OUTPUTS && output < outputs; output += outputs_of(count))
-                actions[form][count - 1](p, output, first);
-        }
+    for (long block = 0; block < blocks; block++) {
+        const long first = block * p->given.rows / blocks, count = (block + 1) * p->given.rows / blocks - first;
+        for (long output = group * MOST_OUTPUTS; output < (group + 1) * MOST_OUTPUTS && output < outputs; output += outputs_of(count))
+            actions[some->form][count - 1](p, output, first);
+    }
 }
 
 /* Some products, with rows each. */
 void stored_dots(const product_of_stored *products, long count, int form, int threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (const product_of_stored *p = products; p < products + count; p++)
-        multiply_all(p, form);
+    long begins[count + 1];
+    const some_dots given = {products, begins, count, form};
+    begins[0] = 0;
+    for (long at = 0; at < count; at++)
+        begins[at + 1] = begins[at] + parts_of(products[at].matrix.outputs, MOST_OUTPUTS);
+    share_out(&given, begins[count], threads, multiply_part);
 }

@@ -14,6 +14,7 @@
 #include "int8_sums.h"
 #include "squares.h"
 #include "stored_values.h"
+#include "team.h"
 
 #define GROUPS_OF_STRETCH (STRETCH / GROUP)
 #define GROUPS_AT_ONCE (2 * GROUPS_OF_STRETCH)
@@ -316,14 +317,30 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, const action *actions
     finish(&p->of, first_row, rows, first_tile, sums);
 }
 
+typedef struct {
+    const product *products;
+    const action *actions;
+    const long *begins; /* of the parts of each */
+    long count;
+} some_products;
+
+/* A part is the next tiles of a product, for all rows. */
+static void multiply_part(const void *given, long number, int member)
+{
+    const some_products *some = given;
+    const long at = work_of_part(some->begins, some->count, number);
+    const product *p = some->products + at;
+    for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
+        multiply_tiles(p, some->actions, (number - some->begins[at]) * TILES, row);
+}
+
 /* Some products with matrices of one form. */
 void stored_int8_product(const product *products, long count, int threads)
 {
-    const action *actions = actions_of(kind_of(&products->matrix, products->form));
-#pragma omp parallel num_threads(threads)
-    for (const product *p = products; p < products + count; p++)
-#pragma omp for schedule(static) nowait
-        for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
-            for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-                multiply_tiles(p, actions, tile, row);
+    long begins[count + 1];
+    const some_products given = {products, actions_of(kind_of(&products->matrix, products->form)), begins, count};
+    begins[0] = 0;
+    for (long at = 0; at < count; at++)
+        begins[at + 1] = begins[at] + parts_of_outputs(products[at].of.outputs);
+    share_out(&given, begins[count], threads, multiply_part);
 }

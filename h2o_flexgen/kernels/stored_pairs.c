@@ -25,15 +25,20 @@ static ALWAYS_INLINE void fill_pairs(const product *p, long output, long input, 
     }
 EACH_FORM(FILL)
 
-/* Some products, with rows each. */
-void stored_pairs(const product_of_stored *products, long count, int form, int threads)
+static void multiply_part(const void *given, long number, int member)
 {
 #define NAMED(FORM) fill_##FORM,
     static fill_panel *const fills[] = {EACH_FORM(NAMED)};
 #undef NAMED
-#pragma omp parallel num_threads(threads)
-    for (const product_of_stored *p = products; p < products + count; p++)
-        multiply_panels(&p->given, threads, PAIR_PANELS, fills[form], add_pair_panel);
+    const some_products *some = given;
+    multiply_panels(some, number, fills[some->form], add_pair_panel);
+}
+
+/* Some products, with rows each. */
+void stored_pairs(const product_of_stored *products, long count, int form, int threads)
+{
+    const some_products some = {(const char *)products, sizeof *products, count, PAIR_PANELS, .threads = threads, .form = form};
+    share_products(some, works_of, multiply_part);
 }
 
 #endif

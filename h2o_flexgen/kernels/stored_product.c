@@ -16,13 +16,18 @@ static ALWAYS_INLINE void store_both(floats first, floats second, long input, fl
     }
 EACH_FORM(FILL)
 
-/* Some products, with rows each. */
-void stored_product(const product_of_stored *products, long count, int form, int threads)
+static void multiply_part(const void *given, long number, int member)
 {
 #define NAMED(FORM) fill_##FORM,
     static fill_panel *const fills[] = {EACH_FORM(NAMED)};
 #undef NAMED
-#pragma omp parallel num_threads(threads)
-    for (const product_of_stored *p = products; p < products + count; p++)
-        multiply_panels(&p->given, threads, GROUP_PANELS, fills[form], add_plain_panel);
+    const some_products *some = given;
+    multiply_panels(some, number, fills[some->form], add_plain_panel);
+}
+
+/* Some products, with rows each. */
+void stored_product(const product_of_stored *products, long count, int form, int threads)
+{
+    const some_products some = {(const char *)products, sizeof *products, count, GROUP_PANELS, .threads = threads, .form = form};
+    share_products(some, works_of, multiply_part);
 }

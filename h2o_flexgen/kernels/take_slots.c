@@ -1,6 +1,7 @@
 /* Copies slots that each head chooses: the kept part of a prompt goes to its place in the cache. */
 
 #include "slots.h"
+#include "team.h"
 
 typedef struct {
     slots from, to;       /* (rows, heads, slots, width), (rows, heads, count, width) */
@@ -9,13 +10,16 @@ typedef struct {
     long rows, heads, count, width; /* width in bytes */
 } taking;
 
+static void take_slots_of_head(const void *given, long number, int member)
+{
+    const taking *t = given;
+    const long row = number / t->heads, head = number % t->heads;
+    const int64_t *index = t->index + row * t->index_row + head * t->index_head;
+    for (long slot = 0; slot < t->count; slot++)
+        memcpy((char *)slot_at(&t->to, row, head, slot), slot_at(&t->from, row, head, index[slot]), t->width);
+}
+
 void take_slots(const taking *t, int threads)
 {
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
-    for (long row = 0; row < t->rows; row++)
-        for (long head = 0; head < t->heads; head++) {
-            const int64_t *index = t->index + row * t->index_row + head * t->index_head;
-            for (long slot = 0; slot < t->count; slot++)
-                memcpy((char *)slot_at(&t->to, row, head, slot), slot_at(&t->from, row, head, index[slot]), t->width);
-        }
+    share_out(t, t->rows * t->heads, threads, take_slots_of_head);
 }

@@ -78,15 +78,14 @@ typedef void (*codes_action)(const product *p, long output, long block);
     static void multiply_##ROWS##_by_8(const product *p, long output, long block) { multiply_codes(p, output, block, ROWS, 8); }
 EACH_NUMBER_OF_ROWS(FOR_ROWS)
 
-static void multiply_few(const product *p, int bits)
+/* A part is a panel, for all rows. */
+static ALWAYS_INLINE void multiply_few(const product *p, long panel, int bits)
 {
 #define OF(ROWS) {multiply_##ROWS##_by_4, multiply_##ROWS##_by_8},
     static const codes_action actions[MOST_ROWS][2] = {EACH_NUMBER_OF_ROWS(OF)};
 #undef OF
-#pragma omp for schedule(dynamic, 4) nowait
-    for (long output = 0; output < p->outputs; output += PANEL)
-        for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++)
-            actions[first_row(block + 1, p->rows) - first_row(block, p->rows) - 1][bits == 8](p, output, block);
+    for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++)
+        actions[first_row(block + 1, p->rows) - first_row(block, p->rows) - 1][bits == 8](p, panel * PANEL, block);
 }
 
 /* -- many rows --------------------------------------------------------------------------------------------------------------- */
@@ -149,15 +148,31 @@ static void add(const product *p, long block, long input, long inputs, const pan
     actions[rows - 1](x, x_sums, inputs, panel, total);
 }
 
+static int are_few(const product *p)
+{
+    return parts_of(p->rows, MOST_ROWS) <= FEW_BLOCKS;
+}
+
+static long parts_of_product(const product *p, long threads, long at_most)
+{
+    return are_few(p) ? parts_of(p->outputs, PANEL) : works_of(p, threads, at_most);
+}
+
+static ALWAYS_INLINE void multiply_part(const some_products *some, long number, fill_panel fill_own, int bits)
+{
+    const long at = work_of_part(some->begins, some->count, number);
+    if (are_few(product_number(some, at)))
+        multiply_few(product_number(some, at), number - some->begins[at], bits);
+    else
+        multiply_panels(some, number, fill_own, add);
+}
+
+static void multiply_by_4(const void *some, long number, int member) { multiply_part(some, number, fill_4, 4); }
+static void multiply_by_8(const void *some, long number, int member) { multiply_part(some, number, fill_8, 8); }
+
 /* Some products, with rows each. */
 void tile_product(const product *products, long count, int bits, int threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (const product *p = products; p < products + count; p++)
-        if (parts_of(p->rows, MOST_ROWS) <= FEW_BLOCKS)
-            multiply_few(p, bits);
-        else if (bits == 4)
-            multiply_panels(p, threads, GROUP_PANELS, fill_4, add);
-        else
-            multiply_panels(p, threads, GROUP_PANELS, fill_8, add);
+    const some_products some = {(const char *)products, sizeof *products, count, GROUP_PANELS, .threads = threads};
+    share_products(some, parts_of_product, bits == 4 ? multiply_by_4 : multiply_by_8);
 }

@@ -1,5 +1,6 @@
 /* Between tiles and rows of the group codec: the same codes, scales and minima in another order. */
 
+#include "team.h"
 #include "tiles.h"
 
 /* The codes of one output in a block, four bytes from each 16 dwords, and those of its row: half of the codes' order. */
@@ -38,40 +39,56 @@ static ALWAYS_INLINE void block_to_row(const uint8_t *block, uint8_t *row, long 
         row[j] = (uint8_t)(codes[j] | codes[j + GROUP / 2] << 4);
 }
 
+typedef struct {
+    const uint8_t *from;
+    uint8_t *to;
+    const int64_t *numbers; /* of the rows that are taken out */
+    long outputs, columns;
+    int bits;
+} reordering;
+
+static void rows_to_tile(const void *given, long tile, int member)
+{
+    const reordering *r = given;
+    const long groups = groups_of(r->columns), row_bytes = group_row_bytes(r->columns, r->bits), code_bytes = GROUP / 8 * r->bits;
+    uint8_t *own = r->to + tile * tile_bytes(r->columns, r->bits);
+    memset(own, 0, tile_bytes(r->columns, r->bits));
+    for (long output = 0; output < TILE && tile * TILE + output < r->outputs; output++) {
+        const uint8_t *row = r->from + (tile * TILE + output) * row_bytes, *scales = row + groups * code_bytes;
+        for (long group = 0; group < groups; group++) {
+            uint8_t *block = own + group * block_bytes(r->bits);
+            row_to_block(row + group * code_bytes, block, output, r->bits);
+            memcpy(block + block_code_bytes(r->bits) + 2 * output, scales + 2 * group, 2);
+            memcpy(block + block_code_bytes(r->bits) + 2 * (TILE + output), scales + 2 * (groups + group), 2);
+        }
+    }
+}
+
 /* Puts rows of the group codec, whole tiles of them but for the last, into tiles. */
 void rows_to_tiles(const uint8_t *rows, uint8_t *tiles, long outputs, long columns, int bits, int threads)
 {
-    const long groups = groups_of(columns), row_bytes = group_row_bytes(columns, bits), code_bytes = GROUP / 8 * bits;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long tile = 0; tile < (outputs + TILE - 1) / TILE; tile++) {
-        uint8_t *own = tiles + tile * tile_bytes(columns, bits);
-        memset(own, 0, tile_bytes(columns, bits));
-        for (long output = 0; output < TILE && tile * TILE + output < outputs; output++) {
-            const uint8_t *row = rows + (tile * TILE + output) * row_bytes, *scales = row + groups * code_bytes;
-            for (long group = 0; group < groups; group++) {
-                uint8_t *block = own + group * block_bytes(bits);
-                row_to_block(row + group * code_bytes, block, output, bits);
-                memcpy(block + block_code_bytes(bits) + 2 * output, scales + 2 * group, 2);
-                memcpy(block + block_code_bytes(bits) + 2 * (TILE + output), scales + 2 * (groups + group), 2);
-            }
-        }
+    const reordering given = {.from = rows, .to = tiles, .outputs = outputs, .columns = columns, .bits = bits};
+    share_out(&given, (outputs + TILE - 1) / TILE, threads, rows_to_tile);
+}
+
+static void row_of_tile(const void *given, long place, int member)
+{
+    const reordering *r = given;
+    const long groups = groups_of(r->columns), row_bytes = group_row_bytes(r->columns, r->bits), code_bytes = GROUP / 8 * r->bits;
+    const long output = r->numbers[place] % TILE;
+    const uint8_t *own = r->from + r->numbers[place] / TILE * tile_bytes(r->columns, r->bits);
+    uint8_t *row = r->to + place * row_bytes, *scales = row + groups * code_bytes;
+    for (long group = 0; group < groups; group++) {
+        const uint8_t *block = own + group * block_bytes(r->bits);
+        block_to_row(block, row + group * code_bytes, output, r->bits);
+        memcpy(scales + 2 * group, block_scales(block, r->bits) + 2 * output, 2);
+        memcpy(scales + 2 * (groups + group), block_minima(block, r->bits) + 2 * output, 2);
     }
 }
 
 /* Takes the rows with these numbers out of tiles. */
 void tiles_to_rows(const uint8_t *tiles, const int64_t *numbers, uint8_t *rows, long count, long columns, int bits, int threads)
 {
-    const long groups = groups_of(columns), row_bytes = group_row_bytes(columns, bits), code_bytes = GROUP / 8 * bits;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long place = 0; place < count; place++) {
-        const long output = numbers[place] % TILE;
-        const uint8_t *own = tiles + numbers[place] / TILE * tile_bytes(columns, bits);
-        uint8_t *row = rows + place * row_bytes, *scales = row + groups * code_bytes;
-        for (long group = 0; group < groups; group++) {
-            const uint8_t *block = own + group * block_bytes(bits);
-            block_to_row(block, row + group * code_bytes, output, bits);
-            memcpy(scales + 2 * group, block_scales(block, bits) + 2 * output, 2);
-            memcpy(scales + 2 * (groups + group), block_minima(block, bits) + 2 * output, 2);
-        }
-    }
+    const reordering given = {.from = tiles, .to = rows, .numbers = numbers, .columns = columns, .bits = bits};
+    share_out(&given, count, threads, row_of_tile);
 }

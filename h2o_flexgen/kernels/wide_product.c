@@ -19,15 +19,14 @@ static void fill_half(const product *p, long output, long input, long inputs, pa
     fill_from_rows(p, output, input, inputs, to, HALF, 1);
 }
 
+static void multiply_bf16(const void *some, long number, int member) { multiply_panels(some, number, fill_bf16, add_plain_panel); }
+static void multiply_float(const void *some, long number, int member) { multiply_panels(some, number, fill_float, add_plain_panel); }
+static void multiply_half(const void *some, long number, int member) { multiply_panels(some, number, fill_half, add_plain_panel); }
+
 /* Some products, with rows each. */
 void wide_product(const product *products, long count, int kind, int threads)
 {
-#pragma omp parallel num_threads(threads)
-    for (const product *p = products; p < products + count; p++)
-        if (kind == BF16)
-            multiply_panels(p, threads, GROUP_PANELS, fill_bf16, add_plain_panel);
-        else if (kind == HALF)
-            multiply_panels(p, threads, GROUP_PANELS, fill_half, add_plain_panel);
-        else
-            multiply_panels(p, threads, GROUP_PANELS, fill_float, add_plain_panel);
+    static part_action *const actions[] = {[BF16] = multiply_bf16, [FLOAT] = multiply_float, [HALF] = multiply_half};
+    const some_products some = {(const char *)products, sizeof *products, count, GROUP_PANELS, .threads = threads};
+    share_products(some, works_of, actions[kind]);
 }

@@ -1,7 +1,8 @@
 """Threads: started while there is memory for them, with clear errors if there is not.
 
 A thread needs a stack in the address space (`ulimit -v`) and a place among the user's processes (`ulimit -u`). The threads that
-compute are OpenMP's, which ends the process when it cannot start one. So all are started before memory is spent.
+compute for torch are OpenMP's, which ends the process when it cannot start one; those of kernels are a team of our own, which
+does with fewer. All are started before memory is spent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
+
+from h2o_flexgen.kernels.team import start_team
 
 CANNOT_START = "can't start new thread"  # in Python's error
 ADVICE = "a thread could not be started: raise the limit on memory or address space (ulimit -v), or on processes (ulimit -u)"
@@ -129,10 +132,11 @@ def refuse_forked(process: int, what: str) -> None:
 
 def start_computing_threads(teams: int = 1) -> None:
     """Starts the OpenMP threads of the calling thread, after a trial with threads that can fail: as many as all `teams` have,
-    for every thread that calls functions of torch has one of its own."""
+    for every thread that calls functions of torch has one of its own. Then starts those that kernels have in common."""
     do_without_lost_threads()
     _first_to_compute()
     threads = torch.get_num_threads()
     if threads > 1:
         started_pool(teams * threads, "trial").shutdown(wait=True)
         torch.zeros(threads * VALUES_OF_A_THREAD).add_(1.0)
+        start_team(threads)

@@ -26,13 +26,22 @@ class Others:
         self._begun, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
         self._moved = self._moved_by_others()
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return max(time.perf_counter() - self._begun, 1e-9)
+
     def cores(self) -> float:
         """The cores that others kept busy since the beginning, on average."""
-        return max(0.0, (_busy_seconds() - self._busy - (_own_seconds() - self._own)) / self._passed)
+        return max(0.0, (_busy_seconds() - self._busy) / self.seconds - self.own_cores())
+
+    def own_cores(self) -> float:
+        """Those that this process had."""
+        return (_own_seconds() - self._own) / self.seconds
 
     def disk_bytes_per_s(self) -> float:
         """The bytes a second that others moved to and from the disk since the beginning."""
-        return max(0.0, (self._moved_by_others() - self._moved) / self._passed)
+        return max(0.0, (self._moved_by_others() - self._moved) / self.seconds)
 
     def disturbances(self) -> tuple[str, ...]:
         """What they did that a measurement feels: a line for each; none if other processes were quiet."""
@@ -43,10 +52,6 @@ class Others:
         if moved > DISTURBING_BYTES:
             found.append(f"other processes moved {moved / 1e6:.0f} MB/s to and from the disk meanwhile")
         return tuple(found)
-
-    @property
-    def _passed(self) -> float:
-        return max(time.perf_counter() - self._begun, 1e-9)
 
     def _moved_by_others(self) -> int:
         return 0 if self._disk is None else _moved_bytes(self._disk) - _own_moved_bytes()

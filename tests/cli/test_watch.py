@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from h2o_flexgen.cli.crowd import Crowd
 from h2o_flexgen.cli.watch import Watch, clock
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
@@ -51,6 +52,15 @@ def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) 
     assert sum(watch.flops.values()) == pytest.approx(flops)
     assert watch.flops.keys() == {2 * 9, 2 * 5, 3, 2, 1}  # rows of the products: prefills of the batches, decode steps
     assert [set(ends) for ends in watch.first_decode_ends] == [set(range(len(spec.layers)))] * 2
+
+
+def test_a_run_looks_for_a_crowd_at_the_end_of_each_visit(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, watch = list[bool](), Watch(planned(spec), Progress(0, "run", io.StringIO()))
+    monkeypatch.setattr(Crowd, "look", lambda self: looks.append(True))
+    visits = [task for task in planned(spec)[0].schedule.tasks() if task.op is Op.COMPUTE][:3]
+    for task in visits:
+        watch.visit(task, tokens=0)
+    assert len(looks) == 3
 
 
 @pytest.mark.parametrize("visits", [0, 1, 10])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.cli.errors import SPINS
+from h2o_flexgen.core.openmp import SPINS
 from h2o_flexgen.engine import threads
 from h2o_flexgen.engine.threads import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
 from h2o_flexgen.memory.host import KEPT_PRODUCTS
@@ -63,9 +63,13 @@ def test_room_is_made_and_told_of_unless_somebody_has_chosen(monkeypatch: pytest
 def test_threads_that_others_leave_no_cores_for_are_too_many() -> None:
     assert [crowding(busy, 2, 4) for busy in (0.0, 0.4, 2.4)] == [None] * 3
     assert crowding(2.6, 2, 4) == (
-        "2 threads compute on 4 cores, and other processes keep 2.6 of them busy; stop them, or give --threads 1"
+        "2 threads compute on 4 cores, and other processes keep 2.6 of them busy; "
+        "stop them, start them with `nice`, or give --threads 1"
     )
-    assert crowding(4.0, 1, 4) == "1 thread computes on 4 cores, and other processes keep 4.0 of them busy; stop them"
+    assert crowding(4.0, 1, 4, had=0.5) == (
+        "1 thread computes on 4 cores, and other processes keep 4.0 of them busy, which leaves 0.5 to this one; "
+        "stop them, or start them with `nice`"
+    )
 
 
 def test_a_container_may_have_less_than_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +102,15 @@ def test_tokens_are_the_same_with_any_number_of_threads() -> None:
 def test_threads_of_a_command_sleep_soon_unless_somebody_says_otherwise(given: dict[str, str], expected: str | None) -> None:
     """And before torch is there, which is when it is read."""
     code = "import os, sys; from h2o_flexgen import run; run.main(['--prompt', '']); print(os.environ.get('GOMP_SPINCOUNT'))"
+    told_in(code, given, expected)
+
+
+@pytest.mark.parametrize(("first", "expected"), [("", str(SPINS)), ("import torch; ", None)])
+def test_so_do_threads_of_python_that_imports_the_package_first(first: str, expected: str | None) -> None:
+    told_in(f"import os; {first}from h2o_flexgen import LLM; print(os.environ.get('GOMP_SPINCOUNT'))", {}, expected)
+
+
+def told_in(code: str, given: dict[str, str], expected: str | None) -> None:
     free = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**free, **given})
     assert done.stdout.split() == [str(expected)], done.stderr

@@ -1,0 +1,57 @@
+"""A crowd that comes while a run computes: said once, and only if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from h2o_flexgen.cli import crowd
+from h2o_flexgen.cli.crowd import Crowd
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What was seen in a window."""
+
+    seconds: float
+    busy: float
+    own: float = 0.0
+
+    def cores(self) -> float:
+        return self.busy
+
+    def own_cores(self) -> float:
+        return self.own
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowd, "cores", lambda: 4)
+    monkeypatch.setattr(crowd, "get_num_threads", lambda: 4)
+
+
+def told(windows: Sequence[Planted]) -> list[str]:
+    """What is said by the end, with a look in each window."""
+    lines, left = list[str](), iter(windows)
+    watching = Crowd(lines.append, lambda: next(left))
+    for _ in windows[1:]:
+        watching.look()
+    return lines
+
+
+def test_a_crowd_is_said_once_with_what_it_costs_and_what_helps() -> None:
+    quiet, late = Planted(1.5, 0.1, 3.9), Planted(1.2, 2.1, 1.8)
+    assert told([quiet, quiet, late, late, late, quiet]) == [
+        "slow: 4 threads compute on 4 cores, and other processes keep 2.1 of them busy, which leaves 1.8 to this one; "
+        "stop them, start them with `nice`, or give --threads 2"
+    ]
+
+
+def test_on_a_quiet_machine_nothing_is_said() -> None:
+    assert told([Planted(2.0, 0.3, 3.5)] * 5) == []
+
+
+def test_a_window_too_short_to_tell_is_waited_for() -> None:
+    assert told([Planted(0.2, 4.0)] * 5) == []
