@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from h2o_flexgen.checkpoints.files import read_object
-from h2o_flexgen.checkpoints.gguf_config import config_in
+from h2o_flexgen.checkpoints.gguf_config import OWN_KEYS, config_in
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.documents import parse_json
@@ -110,7 +110,8 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
         found = sorted(file.name for file in folder.glob(f"*{SUFFIX}"))
         advice = f"give {folder / found[0]}" if found else "give the folder of a Hugging Face checkpoint"
         raise ValueError(f"folder {str(folder)!r} has no config.json; {advice}")
-    return read_object(file, "give the folder of a Hugging Face checkpoint")
+    values = read_object(file, "give the folder of a Hugging Face checkpoint")
+    return {name: value for name, value in values.items() if name not in OWN_KEYS}
 
 
 def _checked_architecture(architecture: object) -> str:

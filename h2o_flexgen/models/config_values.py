@@ -30,6 +30,7 @@ OPTIONAL = {
     "moe_intermediate_size": MOST_WIDTH,
     "shared_expert_intermediate_size": MOST_WIDTH,
     "n_shared_experts": MOST_EXPERTS,
+    "decoder_sparse_step": BLOCKS,
 }
 NONE_IF_ZERO = ("sliding_window",)
 EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
