@@ -15,7 +15,7 @@ from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.models.config_values import check_config, what_is_unsupported
+from h2o_flexgen.models.config_values import check_config, parts_beside_text, what_is_unsupported
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
@@ -94,6 +94,12 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
     if unsupported := what_is_unsupported(values):
         raise ValueError(f"the model {name!r} cannot be run: {unsupported} not supported; give another one")
+    if beside := parts_beside_text(values):
+        kind, parts = shown(values.get("model_type")), ", ".join(beside)
+        raise ValueError(
+            f"the model {name!r} is of the architecture {kind}, which has {parts} beside its text part (text_config); "
+            "the text part of such a model is not read yet; give a checkpoint of the text model alone"
+        )
     architecture = _checked_architecture(values.get("model_type"))
     check_config(values, architecture, name)
     from transformers import CONFIG_MAPPING

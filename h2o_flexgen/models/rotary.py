@@ -89,6 +89,10 @@ class Rope:
         """The rotation for heads of which the first `width` values are rotated."""
         if self.kind not in SCALINGS:
             raise ValueError(f"rope type {self.kind!r} is not supported; known are {', '.join(SCALINGS)}")
+        if width < 1:
+            raise ValueError(f"partial_rotary_factor is {self.share:g}, by which no value is rotated; download the model again")
+        if width % 2 and self.share == 1.0:
+            raise ValueError(f"heads have {width} values, which are not rotated in pairs; download the model again")
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
         stretch = STRETCHES[self.kind](self.scaling) if self.kind in STRETCHES else 1.0
         return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, **self.scaling}), stretch)
@@ -144,6 +148,8 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them by their
     number."""
     count, length = len(frequencies), _positive(scaling, ORIGINAL_LENGTH)
+    if scaling["rope_theta"] == 1:
+        raise ValueError("rope_theta is 1, by which all values rotate alike, but YaRN tells them apart; download it again")
 
     def number(turns: float) -> float:
         """The number of the wave that fits so often into the original length."""
