@@ -74,6 +74,7 @@ class OpenedModel:
             model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:
             self.checkpoint.require(model.spec.tensors)
+            self.checkpoint.locate(model.spec.tensors.values())  # with shapes of the file, rows are whole blocks of their form
             model.spec = model.spec.map_tensors(self._as_stored)
             _refuse_tables(model.spec, self.checkpoint)
         elif quantisation := _quantisation(self.config):

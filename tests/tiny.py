@@ -135,8 +135,12 @@ def tiny_config(kind: str, **changes: Any) -> PretrainedConfig:
 
 
 def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return random_model(tiny_config(kind, **changes), seed)
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model in fp32. Every parameter is random, norms and biases too, so that none can be forgotten unnoticed."""
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     counts_from_one = model.config.model_type.startswith("gemma")  # the weights of norms
     for name, parameter in model.named_parameters():

@@ -18,6 +18,7 @@ ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
+OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart"  # transformers reads none of them: only a GGUF file may say so
 
 # The architectures, as files name them (Mistral's models and Mixtral come as llama), and whether llama.cpp's rows are
 # interleaved there: it has moved those of queries and keys so that values that are rotated together are neighbours.

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from h2o_flexgen.checkpoints.files import read_object
-from h2o_flexgen.checkpoints.gguf_config import config_in
+from h2o_flexgen.checkpoints.gguf_config import OWN_KEYS, config_in
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.models.config_values import check_config, what_is_unsupported
+from h2o_flexgen.models.config_values import check_config, parts_beside_text, what_is_unsupported
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
@@ -94,6 +94,12 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
     if unsupported := what_is_unsupported(values):
         raise ValueError(f"the model {name!r} cannot be run: {unsupported} not supported; give another one")
+    if beside := parts_beside_text(values):
+        kind, parts = shown(values.get("model_type")), ", ".join(beside)
+        raise ValueError(
+            f"the model {name!r} is of the architecture {kind}, which has {parts} beside its text part (text_config); "
+            "the text part of such a model is not read yet; give a checkpoint of the text model alone"
+        )
     architecture = _checked_architecture(values.get("model_type"))
     check_config(values, architecture, name)
     from transformers import CONFIG_MAPPING
@@ -110,7 +116,8 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
         found = sorted(file.name for file in folder.glob(f"*{SUFFIX}"))
         advice = f"give {folder / found[0]}" if found else "give the folder of a Hugging Face checkpoint"
         raise ValueError(f"folder {str(folder)!r} has no config.json; {advice}")
-    return read_object(file, "give the folder of a Hugging Face checkpoint")
+    values = read_object(file, "give the folder of a Hugging Face checkpoint")
+    return {name: value for name, value in values.items() if name not in OWN_KEYS}
 
 
 def _checked_architecture(architecture: object) -> str:

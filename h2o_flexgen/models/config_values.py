@@ -30,6 +30,7 @@ OPTIONAL = {
     "moe_intermediate_size": MOST_WIDTH,
     "shared_expert_intermediate_size": MOST_WIDTH,
     "n_shared_experts": MOST_EXPERTS,
+    "decoder_sparse_step": BLOCKS,
 }
 NONE_IF_ZERO = ("sliding_window",)
 EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
@@ -51,6 +52,7 @@ NUMBERS = {
     "attn_logit_softcapping": SOFTCAP,
 }
 EOS = "eos_token_id"
+TEXT_PART, NO_PARTS = "text_config", ("quantization_config", "generation_config")
 
 
 def check_config(values: Mapping[str, Any], architecture: str, name: str) -> None:
@@ -82,6 +84,15 @@ def what_is_unsupported(values: Mapping[str, Any]) -> str | None:
         chosen = f" and topk_group {shown(values['topk_group'])}" if "topk_group" in values else ""
         return f"n_group is {shown(groups)}{chosen}: experts that are chosen by groups are"
     return None
+
+
+def parts_beside_text(values: Mapping[str, Any]) -> list[str]:
+    """The parts of a model that has a config for each of them; nothing for one that is its text part alone."""
+    if not isinstance(values.get(TEXT_PART), Mapping):
+        return []
+    own = [key for key, value in values.items() if key.endswith("_config") and key != TEXT_PART and isinstance(value, Mapping)]
+    named = [key for key in own if key not in NO_PARTS]
+    return named or ["other parts"]
 
 
 def _check_size(key: str, value: object, most: int) -> None:

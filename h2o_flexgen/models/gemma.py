@@ -16,10 +16,10 @@ from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import Config, Origin
-from h2o_flexgen.models.llama import MLP, SLIDING, Llama, Traits, attention_parameters, windows_of
+from h2o_flexgen.models.llama import FULL, MLP, SLIDING, Llama, Traits, attention_parameters, windows_by_kind
 from h2o_flexgen.models.rotary import Rope, Rotary
 
-SECOND, FULL = "gemma2", "full_attention"
+SECOND = "gemma2"
 BEHIND_ATTENTION, BEFORE_MLP, BEHIND_MLP = (
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -46,7 +46,7 @@ class Gemma(Llama):
     def traits_of(config: Config) -> Traits:
         bias, is_third = config.attention_bias, config.model_type != SECOND
         cap = None if is_third else config.attn_logit_softcapping  # the third has a word for it, and no use
-        return Traits(bias, bias, head_norm=is_third, windows=windows_of(config), attention_cap=cap)
+        return Traits(bias, bias, head_norm=is_third, windows=windows_by_kind(config), attention_cap=cap)
 
     @staticmethod
     def activation_of(config: Config) -> str:
@@ -55,7 +55,9 @@ class Gemma(Llama):
 
     def ropes_of(self, config: Config) -> Sequence[Rope]:
         """The rotations of layers with a window, and of those that see everything."""
-        return super().ropes_of(config) if config.model_type == SECOND else [Rope.of(config, kind) for kind in (SLIDING, FULL)]
+        if config.model_type == SECOND:
+            return super().ropes_of(config)
+        return [Rope.of(config, kind, partly=self.rotates_parts) for kind in (SLIDING, FULL)]
 
     def rotary_of(self, config: Config) -> Rotary:
         *_, everything = self.ropes_of(config)

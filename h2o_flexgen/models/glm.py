@@ -17,6 +17,8 @@ LEAST_SUM = 1e-20  # so that nobody divides by zero
 
 
 class GlmMoe(MixtureOfExperts):
+    rotates_parts = True
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         super().__init__(config, dtype, sep_layer, name)
         self._factor = float(config.routed_scaling_factor)

@@ -16,7 +16,7 @@ from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Parameters
-from h2o_flexgen.models.llama import Traits, windows_of
+from h2o_flexgen.models.llama import Traits, windows_by_kind
 from h2o_flexgen.models.mixture import Asked, Mixture, MixtureOfExperts
 
 ROUTER = "mlp.router"
@@ -35,7 +35,7 @@ class GptOss(MixtureOfExperts):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         bias = config.attention_bias
-        return Traits(bias, bias, windows=windows_of(config, dense=0), sinks=True)
+        return Traits(bias, bias, windows=windows_by_kind(config), sinks=True)
 
     @staticmethod
     def mixture_of(config: Config) -> Mixture:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, ops
@@ -27,19 +28,22 @@ class Traits:
     mlp_bias: bool = False
     head_norm: bool = False  # queries and keys are normalised head by head
     whole_norm: bool = False  # all heads of a query, and of a key, are normalised at once
-    windows: tuple[int | None, ...] | None = None  # of each layer, the tokens that a token sees; None: all that are before it
+    windows: Windows = None
     clip: float | None = None  # queries, keys and values are no larger
     sinks: bool = False  # each query head has a score beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
 
 
-SLIDING, SINKS = "sliding_attention", "self_attn.sinks"
+SLIDING, FULL, SINKS = "sliding_attention", "full_attention", "self_attn.sinks"
+Windows: TypeAlias = tuple[int | None, ...] | None  # of each layer, the tokens that a token sees; None: all that are before it
 
 TRAITS: Mapping[str, Callable[[Config], Traits]] = {
     "llama": lambda config: Traits(config.attention_bias, config.attention_bias, config.mlp_bias),
-    "mistral": lambda config: Traits(windows=windows_of(config)),
-    "qwen2": lambda config: Traits(qkv_bias=True, windows=windows_of(config)),
-    "qwen3": lambda config: Traits(config.attention_bias, config.attention_bias, head_norm=True, windows=windows_of(config)),
+    "mistral": lambda config: Traits(windows=same_windows(config)),
+    "qwen2": lambda config: Traits(qkv_bias=True, windows=windows_by_kind(config)),
+    "qwen3": lambda config: Traits(
+        config.attention_bias, config.attention_bias, head_norm=True, windows=windows_by_kind(config)
+    ),
 }
 
 
@@ -67,6 +71,8 @@ MLP = GatedMlp.of("mlp")
 
 
 class Llama(InHalves):
+    rotates_parts = False  # of each head, where the config asks for it
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._traits = self.traits_of(config)
         self.spec = self._spec(config, dtype, sep_layer, name)
@@ -92,7 +98,7 @@ class Llama(InHalves):
 
     def ropes_of(self, config: Config) -> Sequence[Rope]:
         """The rotations that its layers have."""
-        return [Rope.of(config)]
+        return [Rope.of(config, partly=self.rotates_parts)]
 
     def attention_layer(
         self, width: int, q_width: int, kv_width: int, head_dim: int, origin: Origin, window: int | None
@@ -191,17 +197,28 @@ class Llama(InHalves):
         return layout.mlp(Llama.mlp, parameters, width, inner, origin)
 
 
-def windows_of(config: Config, dense: int | None = None) -> tuple[int | None, ...] | None:
-    """The window of each layer. Those that no text can be longer than are none. `dense`: so many layers see everything, if the
-    architecture has a say in that."""
-    window, blocks = getattr(config, "sliding_window", None), config.num_hidden_layers
-    if not window or window >= config.max_position_embeddings or not getattr(config, "use_sliding_window", True):
+def same_windows(config: Config) -> Windows:
+    """Those of an architecture whose layers all have the window that its config names, if it names one."""
+    is_there = config.sliding_window is not None
+    return _windows(config, [is_there] * config.num_hidden_layers)
+
+
+def windows_by_kind(config: Config) -> Windows:
+    """Those of an architecture whose config says layer by layer what has a window."""
+    kinds, blocks = getattr(config, "layer_types", None), config.num_hidden_layers
+    if kinds is None:  # transformers 4 says how many layers have none
+        kinds = [SLIDING if block >= config.max_window_layers and config.sliding_window else FULL for block in range(blocks)]
+    return _windows(config, [kind == SLIDING for kind in kinds])
+
+
+def _windows(config: Config, slides: Sequence[bool]) -> Windows:
+    """Windows that no text can be longer than are none."""
+    window = config.sliding_window
+    if any(slides) and not window:
+        raise ValueError(f"sliding_window is {shown(window)}, but layers have one; download the model again")
+    if not any(slides) or window >= config.max_position_embeddings:
         return None
-    kinds = getattr(config, "layer_types", None)  # transformers 5 says it layer by layer, 4 by the number of dense layers
-    if kinds is not None:
-        return tuple(window if kind == SLIDING else None for kind in kinds)
-    first = getattr(config, "max_window_layers", 0) if dense is None else dense
-    return tuple(None if block < first else window for block in range(blocks))
+    return tuple(window if has_one else None for has_one in slides)
 
 
 def attention_parameters(

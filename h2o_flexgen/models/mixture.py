@@ -23,7 +23,7 @@ from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import MLP_STATES, Config, Origin
-from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, windows_of
+from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, same_windows, windows_by_kind
 
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
@@ -57,6 +57,8 @@ class Mixture:
         return (range(first, min(first + step, self.experts)) for first in range(0, self.experts, step))
 
 
+OF_QWEN = "qwen2_moe", "qwen3_moe"
+
 MIXTURES: Mapping[str, Callable[[Config], Mixture]] = {
     "mixtral": lambda config: Mixture(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, True),
     "olmoe": lambda config: _of_qwen(config, config.intermediate_size),
@@ -67,9 +69,9 @@ MIXTURES: Mapping[str, Callable[[Config], Mixture]] = {
 TRAITS_OF_MIXTURES: Mapping[str, Callable[[Config], Traits]] = {
     "mixtral": TRAITS["mistral"],
     "olmoe": lambda config: Traits(config.attention_bias, config.attention_bias, whole_norm=True, clip=config.clip_qkv),
-    "qwen2_moe": lambda config: Traits(qkv_bias=getattr(config, "qkv_bias", True), windows=windows_of(config)),
+    "qwen2_moe": lambda config: Traits(qkv_bias=getattr(config, "qkv_bias", True), windows=windows_by_kind(config)),
     "qwen3_moe": lambda config: Traits(
-        config.attention_bias, config.attention_bias, head_norm=True, windows=windows_of(config, dense=0)
+        config.attention_bias, config.attention_bias, head_norm=True, windows=same_windows(config)
     ),
 }
 
@@ -158,6 +160,8 @@ class MixtureOfExperts(Llama):
     @staticmethod
     def has_experts(config: Config, block: int) -> bool:
         """Whether a block has experts; in Qwen's models some may have a single mlp."""
+        if config.model_type not in OF_QWEN:
+            return True
         if block in (getattr(config, "mlp_only_layers", None) or ()):
             return False
         return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0

@@ -18,6 +18,7 @@ class NeoX(InHalves):
     """A parallel residual feeds the mlp the attention's input, so attention hands on that and its result."""
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        _refuse_other_heads(config)
         self.spec = _spec(config, dtype, sep_layer, name)
         self._activation = ops.activation(config.hidden_act)
         self._eps = config.layer_norm_eps
@@ -73,6 +74,14 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     head = layout.head(NeoX.head, layout.norm("final_layer_norm", width), logits, outside)
     layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
     return layout.model_spec(config, dtype, name, ffn, layers)
+
+
+def _refuse_other_heads(config: Config) -> None:
+    width = config.hidden_size // config.num_attention_heads
+    if getattr(config, "head_dim", None) not in (None, width):
+        raise ValueError(
+            f"head_dim is {config.head_dim}, but heads of {config.model_type} have {width} values; give another model"
+        )
 
 
 def _attention_parameters(width: int, bias: bool) -> tuple[Parameters, Parameters]:

@@ -11,16 +11,18 @@ from h2o_flexgen.core.model_spec import LayerSpec
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Origin
-from h2o_flexgen.models.llama import GatedMlp, Llama, Traits, windows_of
+from h2o_flexgen.models.llama import GatedMlp, Llama, Traits, same_windows
 
 QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
 FUSED_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
 
 
 class Phi3(Llama):
+    rotates_parts = True
+
     @staticmethod
     def traits_of(config: Config) -> Traits:
-        return Traits(windows=windows_of(config))
+        return Traits(windows=same_windows(config))
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 

@@ -50,9 +50,9 @@ class Rope:
     scaling: Mapping[str, Any]
 
     @classmethod
-    def of(cls, config: Config, layers: str | None = None) -> Rope:
+    def of(cls, config: Config, layers: str | None = None, partly: bool = True) -> Rope:
         """Reads configs of transformers 5 (rope_parameters has everything) and of 4 (rope_scaling, and attributes). `layers` is
-        the kind of layer that is asked for, where they differ."""
+        the kind of layer that is asked for, where they differ. `partly`: the architecture can rotate a part of each head."""
         scaling = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
         scaling = scaling if layers is None else dict(scaling[layers])
         if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
@@ -62,16 +62,22 @@ class Rope:
             found = [scaling.get(name, getattr(config, name, None)) for name in names]
             return next((float(value) for value in found if value is not None), default)
 
-        kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+        if "rope_theta" in scaling and scaling["rope_theta"] is None:
+            raise ValueError("rope_theta of the rope parameters is None, which is no number; download the model again")
+        kind = str(scaling.get("rope_type") or scaling.get("type") or DEFAULT)
+        kind = LONGROPE if kind in LONG else kind
         theta = read("rope_theta", "rotary_emb_base", default=10000.0)
-        share = read("partial_rotary_factor", "rotary_pct", default=1.0)
+        share = read("partial_rotary_factor", *(["rotary_pct"] if partly else []), default=1.0)
+        share = share if partly else _whole(share, kind, config)
         divisors = getattr(config, "rope_divisors", None)  # of a GGUF file: transformers has no such kind
         if divisors is not None:
             return cls(DIVIDED, theta, share, {"rope_divisors": divisors})
-        if kind in LONG:
-            scaling = {ORIGINAL_LENGTH: getattr(config, ORIGINAL_LENGTH, None), **scaling}
+        length = getattr(config, ORIGINAL_LENGTH, None)
+        if kind in OF_ORIGINAL_LENGTH and layers is None and length is not None:
+            scaling[ORIGINAL_LENGTH] = length  # beside them, it outweighs that among the rope parameters
+        if kind == LONGROPE:
             scaling = {"factor": config.max_position_embeddings / _positive(scaling, ORIGINAL_LENGTH), **scaling}
-        return cls(LONGROPE if kind in LONG else kind, theta, share, scaling)
+        return cls(kind, theta, share, scaling)
 
     def longest(self, config: Config) -> int:
         """The tokens of the longest text. One that outgrew the original length of longrope would have all of its tokens turned
@@ -83,9 +89,23 @@ class Rope:
         """The rotation for heads of which the first `width` values are rotated."""
         if self.kind not in SCALINGS:
             raise ValueError(f"rope type {self.kind!r} is not supported; known are {', '.join(SCALINGS)}")
+        if width < 1:
+            raise ValueError(f"partial_rotary_factor is {self.share:g}, by which no value is rotated; download the model again")
+        if width % 2 and self.share == 1.0:
+            raise ValueError(f"heads have {width} values, which are not rotated in pairs; download the model again")
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
         stretch = STRETCHES[self.kind](self.scaling) if self.kind in STRETCHES else 1.0
         return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, **self.scaling}), stretch)
+
+
+def _whole(share: float, kind: str, config: Config) -> float:
+    """The share of an architecture that rotates whole heads. Without a scaling, what its config says is read by nobody."""
+    if share != 1.0 and kind != DEFAULT and kind in SCALINGS:
+        raise ValueError(
+            f"partial_rotary_factor is {share:g} and the rope type {shown(kind)}, but {config.model_type} rotates whole heads; "
+            "give another model"
+        )
+    return 1.0
 
 
 def _unscaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
@@ -114,6 +134,11 @@ def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them."""
     low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
+    if low >= high:
+        raise ValueError(
+            f"low_freq_factor of the rope scaling is {low:g}, which is not below high_freq_factor {high:g}; "
+            "download the model again"
+        )
     turns = frequencies * (_positive(scaling, ORIGINAL_LENGTH) / (2 * math.pi))  # over the original length
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / _positive(scaling, "factor"))
@@ -123,6 +148,8 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them by their
     number."""
     count, length = len(frequencies), _positive(scaling, ORIGINAL_LENGTH)
+    if scaling["rope_theta"] == 1:
+        raise ValueError("rope_theta is 1, by which all values rotate alike, but YaRN tells them apart; download it again")
 
     def number(turns: float) -> float:
         """The number of the wave that fits so often into the original length."""
@@ -132,7 +159,8 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * count - 1)
-    stretched = ((torch.arange(count, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    between = high - low or 0.001  # below 0 where all waves fit often, or beta_fast is below beta_slow
+    stretched = ((torch.arange(count, dtype=torch.float32) - low) / between).clamp(0.0, 1.0)
     return frequencies * (1.0 - stretched) + frequencies / _positive(scaling, "factor") * stretched
 
 
@@ -177,14 +205,15 @@ def _by_divisors(frequencies: Tensor, scaling: Mapping[str, Any], name: str) -> 
     return frequencies / torch.tensor(divisors, dtype=torch.float32)
 
 
-DIVIDED, YARN, LONGROPE = "divided", "yarn", "longrope"
+DEFAULT, DIVIDED, LLAMA3, YARN, LONGROPE = "default", "divided", "llama3", "yarn", "longrope"
 LONG = LONGROPE, "su"  # its first name
+OF_ORIGINAL_LENGTH = LLAMA3, YARN, LONGROPE
 STRETCHES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {YARN: _stretch_of_yarn, LONGROPE: _stretch_of_longrope}
 SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
-    "default": _unscaled,
+    DEFAULT: _unscaled,
     "dynamic": _unscaled,  # what it does is done to texts longer than the model has positions
     "linear": _linear,
-    "llama3": _llama3,
+    LLAMA3: _llama3,
     YARN: _yarn,
     LONGROPE: _longrope,
     DIVIDED: _divided,

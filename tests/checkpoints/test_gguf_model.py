@@ -4,7 +4,7 @@ what would be computed otherwise than the file means is refused."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ RELATIVES = [kind for kind, (of, _) in KINDS.items() if of in ARCHITECTURES and 
 PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13]]
 RESIDENT, IN_HOST, ON_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 STEPS = 5
+OPENED: Mapping[str, Any] = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu"}
+LENGTH_BYTES, TYPE_BYTES = 8, 4  # before a key, and between it and its value
 
 
 def generated(file: Path, percent: Sequence[float], offload: Path, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
@@ -381,6 +383,46 @@ def test_a_tensor_of_another_shape_or_none_is_named(tmp_path: Path) -> None:
     spec, checkpoint = create_model(load_config(str(file)), "float32").spec, open_checkpoint(file)
     assert "(8,)" in one_line(lambda: checkpoint.locate([spec.tensors["model.layers.0.input_layernorm.weight"]]))
     assert "mlp.up_proj" in one_line(lambda: checkpoint.locate([spec.tensors["model.layers.0.mlp.up_proj.weight"]]))
+
+
+@pytest.fixture(scope="module")
+def whole_numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, int]]:
+    """A file, and where its metadata have the whole numbers of its architecture."""
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    save_gguf("glm4-moe", file)
+    keys = {key: field for key, field in GGUFReader(file).fields.items() if key.startswith("glm4moe.")}
+    return file, {key: int(field.offset) for key, field in keys.items() if field.types == [gguf.GGUFValueType.UINT32]}
+
+
+def with_number(file: Path, key: str, begin: int, number: int, folder: Path) -> Path:
+    """The file with another number behind a key."""
+    data, edited = bytearray(file.read_bytes()), folder / "edited.gguf"
+    at = begin + LENGTH_BYTES + len(key) + TYPE_BYTES
+    data[at : at + 4] = number.to_bytes(4, "little")
+    edited.write_bytes(data)
+    return edited
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3, 2**31 - 1, 2**32 - 1])
+def test_no_whole_number_of_the_metadata_ends_in_anything_but_one_line(
+    wrong: int, whole_numbers: tuple[Path, Mapping[str, int]], tmp_path: Path
+) -> None:
+    file, places = whole_numbers
+    assert len(places) > 10
+    for key, begin in places.items():
+        edited = with_number(file, key, begin, wrong, tmp_path)
+        try:
+            with LLM(edited, offload_dir=tmp_path / "offload", **OPENED) as llm:
+                llm.generate([[3, 50, 7]], SamplingParams(max_tokens=2))
+        except ValueError as error:
+            assert "\n" not in str(error), key
+
+
+def test_rows_that_are_no_whole_blocks_are_named(whole_numbers: tuple[Path, Mapping[str, int]], tmp_path: Path) -> None:
+    (file, places), key = whole_numbers, "glm4moe.feed_forward_length"
+    edited = with_number(file, key, places[key], 3, tmp_path)
+    said = one_line(lambda: LLM(edited, offload_dir=tmp_path / "offload", **OPENED))
+    assert "but the model's config asks for (3, 64)" in said
 
 
 def test_a_folder_with_a_gguf_file_is_answered_with_its_name(tmp_path: Path) -> None:

@@ -1,0 +1,300 @@
+"""Every key of a config against transformers: a key that the class of an architecture reads changes our logits as it changes
+theirs, one that it does not read changes nothing, and what cannot be computed as they do is refused in one line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from h2o_flexgen.models import MODELS, create_model, load_config
+from tests.reference import reference_generate, weights_by_layer
+from tests.refusals import one_line
+from tests.tiny import KINDS, VOCAB, checkpoint_tensors, random_model
+
+BLOCKS, WINDOW = 2, 6
+TEXT = torch.randint(VOCAB // 2, (24,), generator=torch.Generator().manual_seed(1)).tolist()  # longer than the window
+ENDS = (1, 8, 24)  # tokens of the texts whose logits are compared
+NEAR = 1e-4
+KEYS_TOGETHER, MOST_AT_RANDOM = 12, 8
+VALUES_TRIED, ROPES_TRIED = 1, 3  # of a key of each architecture; all of them are tried where tests are many
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.1, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 30.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+BY_KIND = {FULL: {"rope_theta": 30.0, "rope_type": "linear", "factor": 3.0}, SLIDING: {"rope_theta": 20.0}}
+ROPES = ("rope_parameters", "rope_scaling")  # one of them says all
+
+# every key that an architecture here or its class in transformers reads, with values of which at least one is not the usual
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "vocab_size": (90,),
+    "hidden_size": (48, 64),
+    "num_hidden_layers": (3,),
+    "num_attention_heads": (2, 8),
+    "num_key_value_heads": (1, 4, None),
+    "head_dim": (16, 8, None),
+    "intermediate_size": (40,),
+    "ffn_dim": (40,),
+    "max_position_embeddings": (40, 2000),
+    "tie_word_embeddings": (True, False),
+    "hidden_act": ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "quick_gelu", "swish"),
+    "hidden_activation": ("silu", "gelu"),
+    "activation_function": ("gelu", "silu"),
+    "rms_norm_eps": (0.1,),
+    "layer_norm_eps": (0.1,),
+    "attention_bias": (True, False),
+    "mlp_bias": (True,),
+    "qkv_bias": (False,),
+    "use_qk_norm": (True, False),
+    "enable_bias": (False,),
+    "layer_norm_elementwise_affine": (False,),
+    "do_layer_norm_before": (False,),
+    "_remove_final_layer_norm": (True,),
+    "word_embed_proj_dim": (24, None),
+    "use_parallel_residual": (True, False),
+    "sliding_window": (3, 9, 0, None, 500),
+    "use_sliding_window": (True, False),
+    "max_window_layers": (0, 1, 5),
+    "layer_types": ([FULL, SLIDING], [SLIDING, SLIDING], [FULL, FULL], None),
+    "sliding_window_pattern": (2, 1),
+    "clip_qkv": (0.5, 0, None),
+    "norm_topk_prob": (True, False),
+    "decoder_sparse_step": (2, 3),
+    "mlp_only_layers": ([0], [0, 1], None),
+    "num_experts_per_tok": (1, 3),
+    "num_experts": (5,),
+    "num_local_experts": (5,),
+    "n_routed_experts": (5,),
+    "n_shared_experts": (1, 3),
+    "moe_intermediate_size": (16,),
+    "shared_expert_intermediate_size": (16,),
+    "routed_scaling_factor": (0.3,),
+    "first_k_dense_replace": (0, 1, 2),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "swiglu_limit": (1.0,),
+    "swiglu_alpha": (0.7,),
+    "query_pre_attn_scalar": (3, 40),
+    "attn_logit_softcapping": (0.5, None),
+    "final_logit_softcapping": (0.5, None),
+    "use_bidirectional_attention": (False, None),
+    "rope_theta": (50.0, 10),
+    "rotary_emb_base": (50,),
+    "rope_local_base_freq": (50.0,),
+    "rotary_pct": (0.25, 0.5, 1.0),
+    "partial_rotary_factor": (0.25, 0.5, 1.0),
+    "rope_interleave": (True,),
+    "rope_divisors": ([1.0, 2.0, 3.0, 4.0],),
+    "experts_apart": (True,),
+    "original_max_position_embeddings": (16, 64),
+    "rope_scaling": (
+        {"type": "linear", "factor": 3.0},
+        {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.5},
+        {"rope_type": "dynamic", "factor": 3.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        LLAMA3,
+    ),
+    "rope_parameters": (
+        {"rope_theta": 30.0},
+        {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.5},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 30.0},
+        {**YARN, "mscale": 0.5, "mscale_all_dim": 0.9},
+        {**YARN, "beta_fast": 1, "beta_slow": 8},
+        {**YARN, "original_max_position_embeddings": 4_000_000},
+        {**YARN, "attention_factor": 0.7, "truncate": False},
+        LONGROPE,
+        {**LONGROPE, "factor": 3.0},
+        {**LONGROPE, "attention_factor": 1.3},
+        BY_KIND,
+        None,
+    ),
+    # what is read, but changes nothing where text is made
+    "is_decoder": (True, False),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "classifier_dropout", "dropout", "layerdrop"), (0.5,)),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "router_jitter_noise", "router_aux_loss_coef"), (0.5,)),
+    **dict.fromkeys(("initializer_range", "init_std"), (0.5,)),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), (7,)),
+    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp"), (2,)),
+    "use_cache": (False,),
+    "output_router_logits": (False,),
+}
+Pair = tuple[str, Any]
+
+
+def values_of(model_type: str) -> dict[str, Any]:
+    """A tiny model of the architecture, with a window that the text outgrows wherever there can be one."""
+    own = next(values for own_type, values in KINDS.values() if own_type == model_type)
+    usual = {
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "num_hidden_layers": BLOCKS,
+        "tie_word_embeddings": model_type == "opt",
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **own,
+        "sliding_window": WINDOW,
+    }
+    return usual | ({"layer_types": own["layer_types"][:BLOCKS]} if "layer_types" in own else {})
+
+
+def changed(values: Mapping[str, Any], *pairs: Pair) -> dict[str, Any]:
+    keys = {key for key, _ in pairs}
+    kept = {key: value for key, value in values.items() if not (key in ROPES and keys.intersection(ROPES))}
+    return copied({**kept, **dict(pairs)})
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Because configs write into the dicts that they are given."""
+    return dict(json.loads(json.dumps(values)))
+
+
+def held(values: Mapping[str, Any], folder: Path) -> str:
+    """How our logits of a config relate to those of transformers; what differs is an error."""
+    (folder / "config.json").write_text(json.dumps(values))
+    try:
+        model = create_model(load_config(str(folder)), "float32")
+    except ValueError as error:
+        assert "\n" not in str(error)
+        return "refused"
+    ends = [end for end in ENDS if end <= model.spec.max_positions]
+    theirs = _theirs(values, ends)
+    if theirs is None:
+        return "theirs alone fails"
+    tensors, logits = theirs
+    _, made = reference_generate(model, weights_by_layer(model, tensors), [TEXT[:end] for end in ends], 1)
+    torch.testing.assert_close(made[0], logits, atol=NEAR, rtol=0, msg=lambda message: f"{values}: {message}")
+    return "equal"
+
+
+def _theirs(values: Mapping[str, Any], ends: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
+    """The tensors of a random model, and its logits behind each text; None: transformers cannot compute it."""
+    try:
+        model = random_model(CONFIG_MAPPING[values["model_type"]].from_dict(copied(values)))
+        with torch.inference_mode():
+            found = model(torch.tensor([TEXT[: max(ends)]]), use_cache=False).logits[0]
+    except Exception:  # whatever it is, there is nothing that ours could be held to
+        return None
+    return checkpoint_tensors(model), found[[end - 1 for end in ends]]
+
+
+def held_together(values: Mapping[str, Any], pack: list[Pair], folder: Path) -> list[str]:
+    """The outcome of each pair: what hides the others is found by halves."""
+    together = held(changed(values, *pack), folder)
+    if together == "equal" or len(pack) == 1:
+        return [together] * len(pack)
+    middle = len(pack) // 2
+    return held_together(values, pack[:middle], folder) + held_together(values, pack[middle:], folder)
+
+
+def packs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """All pairs, some at a time, with no key twice."""
+    left = list(pairs)
+    while left:
+        pack: list[Pair] = []
+        for pair in left:
+            keys = {key for key, _ in pack}
+            is_second_rope = pair[0] in ROPES and keys.intersection(ROPES)
+            if len(pack) < KEYS_TOGETHER and pair[0] not in keys and not is_second_rope:
+                pack.append(pair)
+        left = [pair for pair in left if pair not in pack]
+        yield pack
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_key_means_what_it_means_to_transformers(model_type: str, tmp_path: Path) -> None:
+    random, values = Random(model_type), values_of(model_type)
+    most = {key: ROPES_TRIED if key in ROPES else VALUES_TRIED for key in VALUES}
+    pairs = [(key, value) for key, own in VALUES.items() for value in random.sample(own, min(most[key], len(own)))]
+    assert held(values, tmp_path) == "equal"
+    random.shuffle(pairs)
+    outcomes = [outcome for pack in packs(pairs) for outcome in held_together(values, pack, tmp_path)]
+    assert outcomes.count("equal") > 0.8 * len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "pairs"),
+    [
+        ("llama", [("partial_rotary_factor", 0.5)]),
+        ("qwen3_moe", [("rope_parameters", {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.5})]),
+        ("gpt_oss", [("rotary_pct", 0.25)]),
+        ("llama", [("rope_interleave", True)]),
+        ("llama", [("rope_divisors", [1.0, 2.0, 3.0, 4.0])]),
+        ("llama", [("rope_parameters", {**YARN, "beta_fast": 1, "beta_slow": 8})]),
+        ("glm4_moe", [("rope_parameters", {**YARN, "original_max_position_embeddings": 4_000_000})]),
+        ("llama", [("rope_scaling", LLAMA3), ("original_max_position_embeddings", 64)]),
+        ("gpt_oss", [("original_max_position_embeddings", 16)]),
+        ("gpt_oss", [("experts_apart", True)]),
+        ("gemma3_text", [("use_sliding_window", False)]),
+        ("mistral", [("max_window_layers", 5)]),
+        ("phi3", [("layer_types", [FULL, FULL])]),
+        ("mixtral", [("mlp_only_layers", [0])]),
+        ("olmoe", [("decoder_sparse_step", 2)]),
+    ],
+)
+def test_a_key_that_is_read_elsewhere_or_by_nobody_changes_nothing_more(
+    model_type: str, pairs: list[Pair], tmp_path: Path
+) -> None:
+    assert held(changed(values_of(model_type), *pairs), tmp_path) == "equal"
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_value_of_every_key(model_type: str, tmp_path: Path) -> None:
+    for pair in ((key, value) for key, own in VALUES.items() for value in own):
+        held(changed(values_of(model_type), pair), tmp_path)
+
+
+@pytest.mark.fuzz
+def test_many_keys_at_once(fuzz_seed: int, tmp_path: Path) -> None:
+    random = Random(fuzz_seed)
+    for model_type in MODELS:
+        keys = random.sample(sorted(VALUES), random.randint(1, MOST_AT_RANDOM))
+        keys = [key for key in keys if key != ROPES[1] or ROPES[0] not in keys]
+        held(changed(values_of(model_type), *((key, random.choice(VALUES[key])) for key in keys)), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_key_of_the_class_in_transformers_is_varied(model_type: str) -> None:
+    own, usual = (set(inspect.signature(kind).parameters) for kind in (CONFIG_MAPPING[model_type], PretrainedConfig))
+    assert own - usual <= VALUES.keys() | {"args", "kwargs"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "pair", "said"),
+    [
+        ("llama", ("rope_scaling", VALUES["rope_scaling"][1]), "partial_rotary_factor is 0.5 and the rope type 'linear'"),
+        ("llama", ("rope_parameters", {**LLAMA3, "high_freq_factor": 1.0}), "low_freq_factor of the rope scaling is 1"),
+        ("llama", ("rope_theta", None), "rope_theta of the rope parameters is None"),
+        ("mistral", ("sliding_window", 0), "sliding_window is 0, but layers have one"),
+        ("gpt_oss", ("sliding_window", None), "sliding_window is None, but layers have one"),
+        ("llama", ("head_dim", 3), "heads have 3 values, which are not rotated in pairs"),
+        ("glm4_moe", ("partial_rotary_factor", 0.0), "partial_rotary_factor is 0, by which no value is rotated"),
+        ("qwen3", ("rope_parameters", {**YARN, "rope_theta": 1.0}), "rope_theta is 1, by which all values rotate alike"),
+        ("gpt_neox", ("head_dim", 16), "head_dim is 16, but heads of gpt_neox have"),
+        ("qwen3_moe", ("decoder_sparse_step", 0), "decoder_sparse_step is 0"),
+    ],
+)
+def test_what_transformers_cannot_compute_is_refused(model_type: str, pair: Pair, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(changed(values_of(model_type), pair)))
+    assert said in one_line(lambda: create_model(load_config(str(tmp_path)), "float32"))
