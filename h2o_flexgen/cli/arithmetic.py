@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
+from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN, chosen_codec
@@ -53,6 +53,16 @@ class Arithmetic:
         op = PRODUCTS[self.plan.compute]
         kernel = choose(op, form, self.dtype, processor.runs, rows) or choose(PRODUCT, PLAIN, self.dtype, processor.runs, rows)
         return self.dtype if kernel is None else kernel.within or self.dtype
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether kernels in C do the products: their threads wait for none that another process keeps from its core."""
+        own = self.processor
+        if own is None or own.device != CPU:
+            return False
+        op = {form: PRODUCTS[self.plan.compute] if form in self.rounded else PRODUCT for form in self.forms}
+        found = [choose(op[form], form, self.dtype, own.runs, self.decode_rows) for form in self.forms]
+        return all(kernel is not None and kernel.libraries for kernel in found)
 
     # -- in words ----------------------------------------------------------------------------------------------------------
 

@@ -238,7 +238,7 @@ class BatchJob:
             self.tell(self.plan_lines())
             say_slow(kernel_reasons(self.plan_report.arithmetic))
             say_slow(experts_reason(self.plan_report.planned.blocks.first))
-            say_threads(self.request.others, self.request.site.threads)
+            say_threads(self.request.others, self.request.site.threads, self.plan_report.arithmetic)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
         records = RecordMaker(Answers(self.request.model.name, self.llm.tokenizer), manifest.created)

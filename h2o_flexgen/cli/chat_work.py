@@ -42,7 +42,7 @@ def work(request: ChatRequest) -> None:
         params.check_vocabulary(llm.spec.vocab, llm.name)
         if not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before anything is loaded
-        say_threads(request.others, request.site.threads)
+        say_threads(request.others, request.site.threads, _arithmetic(llm))
         say_slow(kernel_reasons(_arithmetic(llm)))
         style = choose_style(request.style, llm.tokenizer, request.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))

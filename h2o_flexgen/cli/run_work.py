@@ -56,7 +56,7 @@ def work(request: RunRequest) -> None:
             job.say_slow()
             RunApart.of(job).run()
         else:
-            say_threads(request.others, request.site.threads)
+            say_threads(request.others, request.site.threads, job.plan_report.arithmetic)
             job.say_slow()
             job.run()
 

@@ -134,7 +134,7 @@ class Preparing:
         self._tell([*report.lines(), *self._unshared(arrivals)])
         say_slow(kernel_reasons(report.arithmetic))
         say_slow(experts_reason(report.first))
-        say_threads(self.request.others, self.request.site.threads)
+        say_threads(self.request.others, self.request.site.threads, report.arithmetic)
 
     def _unshared(self, arrivals: Arrivals) -> Iterator[str]:
         """Why requests share nothing, if nobody has asked for that."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
+from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.crowd import Crowd
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.slow import say_slow
@@ -55,11 +56,12 @@ def _copy(stage: Stage, total_bytes: int) -> str:
     return f"{what}, once: a copy of {format_bytes(total_bytes)}, which is kept in {cache_folder(kind)}"
 
 
-def say_threads(others: Others, asked: int | None) -> None:
-    """Uses fewer threads if other processes are busy, or tells of the crowd, in a line. `others` have been watched, at no cost,
-    since the command began. Plans and profiles come before this: they are for the undisturbed machine."""
+def say_threads(others: Others, asked: int | None, arithmetic: Arithmetic) -> None:
+    """Uses fewer threads if other processes are busy and threads would wait for each other, or tells of the crowd, in a line.
+    `others` have been watched, at no cost, since the command began. Plans and profiles come before this: they are for the
+    undisturbed machine."""
     busy = others.cores()
-    line = make_room_for_others(busy, asked)
+    line = make_room_for_others(0.0 if arithmetic.shares_work else busy, asked)
     if line is not None:
         say([f"threads   {line}"])
     elif crowded := crowding(busy, get_num_threads(), cores()):

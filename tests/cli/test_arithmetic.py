@@ -115,3 +115,12 @@ def test_the_kernels_of_the_package_say_what_they_multiply_in(
         for form, options in ((PLAIN, {}), ("tiles4", {}), ("tiles4", {"compute": "int8"}))
     )
     assert (as_they_are.products, in_4_bits.products, rounded.products) == (plain, packed, ("int8",))
+
+
+def test_kernels_in_c_share_work_out_and_torch_does_not() -> None:
+    """With instructions of its own torch multiplies plain matrices in bfloat16, and on a GPU no thread of the CPU computes."""
+    packed = {"weight_codec": "group4"}
+    assert [arithmetic(own).shares_work for own in (OLD, NEW, GPU, BARE, None)] == [True, False, False, False, False]
+    assert arithmetic(NEW, **packed, compute="int8").shares_work and arithmetic(NEW, **packed).shares_work
+    assert not replace(arithmetic(NEW, **packed), decode_rows=17).shares_work, "so many rows meet decoded weights"
+    assert not replace(arithmetic(NEW, **packed), forms=("tiles4", PLAIN)).shares_work

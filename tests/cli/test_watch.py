@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
+from h2o_flexgen.cli import watch as watch_module
+from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.crowd import Crowd
-from h2o_flexgen.cli.watch import Watch, clock
+from h2o_flexgen.cli.watch import Watch, clock, say_threads
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine import threads as engine_threads
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
@@ -52,6 +57,33 @@ def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) 
     assert sum(watch.flops.values()) == pytest.approx(flops)
     assert watch.flops.keys() == {2 * 9, 2 * 5, 3, 2, 1}  # rows of the products: prefills of the batches, decode steps
     assert [set(ends) for ends in watch.first_decode_ends] == [set(range(len(spec.layers)))] * 2
+
+
+class Busy:
+    """Others that keep a core busy."""
+
+    def cores(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("shares", "threads"), [(False, 1), (True, 2)])
+def test_threads_that_share_work_out_need_not_be_fewer_in_a_crowd(
+    shares: bool, threads: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    had = torch.get_num_threads()
+    monkeypatch.setattr(Arithmetic, "shares_work", shares)
+    monkeypatch.setattr(engine_threads, "cores", lambda: 2)
+    monkeypatch.setattr(watch_module, "cores", lambda: 2)
+    monkeypatch.setattr(engine_threads, "quota_cores", lambda: math.inf)
+    for name in engine_threads.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(2)
+    try:
+        say_threads(Busy(), None, Arithmetic(PLAN, "float32", None))  # type: ignore[arg-type]
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(had)
+    assert ("slow: 2 threads compute on 2 cores" in capsys.readouterr().err) is shares
 
 
 def test_a_run_looks_for_a_crowd_at_the_end_of_each_visit(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
