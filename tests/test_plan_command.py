@@ -126,6 +126,36 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:
     assert {one["slots"] for one in (*document["front"], *document["runners_up"])} == {document["plan"]["slots"]} == {2}
 
 
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ((), "chosen    of plans within 5% of the most tokens/s, which count as equal, the one whose block ends soonest"),
+        (
+            ("--prefer", "latency"),
+            "chosen    of plans whose block ends within 5% of the soonest, which count as equal, the one with most tokens/s",
+        ),
+    ],
+)
+def test_it_says_by_which_rule_its_plan_was_chosen_and_which_plans_counted_as_equal(
+    command: Any, flags: tuple[str, ...], rule: str
+) -> None:
+    result = command(*WORK, *flags)
+    out = list(result.out)
+    assert rule in out
+    equal, others = (out.index(line) if line in out else len(out) for line in ("counted as equal to it:", "next best:"))
+    assert min(equal, others) > out.index(rule) and (equal < others or equal == len(out))
+    for title in (line for line in ("counted as equal to it:", "next best:") if line in out):
+        assert "all prefills s" in out[out.index(title) + 1] and "one block s" in out[out.index(title) + 1]
+
+
+def test_seconds_of_all_blocks_are_told_from_those_of_one(command: Any) -> None:
+    flags = ("--evaluate", "--percent", 0, 100, 100, 0, 100, 0, "--gpu-batch-size", 4)
+    (line,) = (line for line in command(*WORK, *flags).out if line.startswith("expected "))
+    assert "s of all 3 blocks together" in line and line.endswith("s until one block is over")
+    (line,) = (line for line in command(*WORK, *flags[:-1], 12).out if line.startswith("expected "))
+    assert "s of the one block" in line
+
+
 def test_graphs_are_refused_where_a_run_would_refuse_them(command: Any, machines: dict[str, Path]) -> None:
     flags = (*WORK, "--evaluate", "--cuda-graphs", "on", "--percent")
     refused = command(*flags, 100, 0, 0, 100, 100, 0, machine=machines["accelerator"])

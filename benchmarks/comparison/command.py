@@ -39,7 +39,7 @@ from benchmarks.comparison.cap import open_cap
 from benchmarks.comparison.ceiling import Ceiling
 from benchmarks.comparison.checkpoint import checkpoint_of, spec_of
 from benchmarks.comparison.launch import Failed, Launcher
-from benchmarks.comparison.picture import draw
+from benchmarks.comparison.picture import draw, lines_of
 from benchmarks.comparison.point import Point
 from benchmarks.comparison.report import Entry, Report, version_of
 from benchmarks.comparison.search import Search
@@ -65,7 +65,7 @@ def main() -> int:
             Path(args.output).mkdir(parents=True, exist_ok=True)
             write_text(Path(args.output) / f"compare-{report.name}.json", json.dumps(documents[-1], indent=1) + "\n")
         if args.picture:
-            draw(report, Path(args.picture) / f"compare-{report.name}.png")
+            draw(report.title, lines_of(report), Path(args.picture) / f"compare-{report.name}.png")
     print(json.dumps(documents))
     return 0
 

@@ -1,29 +1,59 @@
-"""Throughput against rows, and latency against throughput, of every system that was compared."""
+"""Throughput against rows, and latency against throughput, of every system that was compared.
+
+python -m benchmarks.comparison.picture benchmarks/results/compare-....json docs/pictures      # draws what was found again
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.comparison.point import Point
 from benchmarks.comparison.report import Report
-
-COLOURS = 10  # of matplotlib's cycle: from there on lines differ
-LINES = ("-", "--", ":")
+from h2o_flexgen.evaluation.picture import style
 
 
-def draw(report: Report, path: Path) -> None:
+@dataclass(frozen=True)
+class Line:
+    """A system: rows, tokens per second, and seconds until the last token."""
+
+    name: str
+    points: Sequence[tuple[int, float, float]]
+
+
+def lines_of(report: Report) -> list[Line]:
+    return [
+        Line(entry.name, sorted((point.rows, point.tokens_per_s, point.seconds) for point in entry.points))
+        for entry in report.entries
+    ]
+
+
+def lines_in(document: Mapping[str, Any]) -> list[Line]:
+    """The same of a report's JSON document."""
+    return [
+        Line(
+            row["name"],
+            sorted((one["rows"], one["tokens_per_s"], one["prefill_seconds"] + one["decode_seconds"]) for one in row["points"]),
+        )
+        for row in document["rows"]
+    ]
+
+
+def draw(title: str, lines: Sequence[Line], path: Path) -> None:
     from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     figure = Figure(figsize=(14, 5), layout="constrained")
-    figure.suptitle(report.title)
+    figure.suptitle(title)
     by_rows, by_throughput = figure.subplots(1, 2)
-    for number, entry in enumerate(report.entries):
-        points = sorted(entry.points, key=lambda point: point.rows)
-        style = {"marker": "o", "label": entry.name, "linestyle": LINES[number // COLOURS % len(LINES)]}
-        by_rows.plot([point.rows for point in points], _throughputs(points), **style)
-        by_throughput.plot(_throughputs(points), [point.seconds for point in points], **style)
+    for number, line in enumerate(lines):
+        rows, throughputs, seconds = zip(*line.points)
+        looks = {"label": line.name, **style(number, len(lines))}
+        by_rows.plot(rows, throughputs, **looks)
+        by_throughput.plot(throughputs, seconds, **looks)
     by_rows.set(xscale="log", yscale="log", xlabel="rows", ylabel="tokens/s")
     by_throughput.set(xscale="log", yscale="log", xlabel="tokens/s", ylabel="seconds until the last token")
     handles, names = by_rows.get_legend_handles_labels()
@@ -42,5 +72,7 @@ def _plain(value: float, _: int | None) -> str:
     return f"{value:g}"
 
 
-def _throughputs(points: Sequence[Point]) -> list[float]:
-    return [point.tokens_per_s for point in points]
+if __name__ == "__main__":
+    file, folder = map(Path, sys.argv[1:])
+    found = json.loads(file.read_text(encoding="utf-8"))
+    draw(found["title"], lines_in(found), folder / f"{file.stem}.png")

@@ -16,7 +16,7 @@ from h2o_flexgen.cli.errors import Ended, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import printable, say
 from h2o_flexgen.cli.promise import say_broken
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.hints import did_you_mean
@@ -27,6 +27,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
+from h2o_flexgen.profiling.kept import profile_at_hand
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style, choose_style
@@ -48,6 +49,9 @@ def work(request: ChatRequest) -> None:
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:
             say_slow(experts_reason(talk.planned_reply, is_talk=True))
+            machine = profile_at_hand(llm.device, llm.offload_folder, llm.spec.dtype)
+            if machine is not None:
+                say_slow(visits_reason(talk.planned_reply, machine, is_talk=True))
             chat = Chat(talk, style, params, is_typed)
             say(chat.greeting(llm))
             chat.run(turns)

@@ -25,7 +25,7 @@ from h2o_flexgen.evaluation.cells import Cell, Cells
 from h2o_flexgen.evaluation.figures import Figure
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.model_identity import model_identity
-from h2o_flexgen.evaluation.picture import draw_quality
+from h2o_flexgen.evaluation.picture import draw_quality, panels_of
 from h2o_flexgen.evaluation.run import Evaluation
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.facts_picture import draw_facts
@@ -227,4 +227,4 @@ def write_report(report: Report, folder: Path) -> None:
     if find_spec("matplotlib") is None:
         print(f"no {PICTURE}: it needs matplotlib; install it, or the extra [plot]", file=sys.stderr)
         return
-    draw_quality(report.results, folder / PICTURE, f"{report.model}: quality against what is kept")
+    draw_quality(panels_of(report.results), folder / PICTURE, f"{report.model}: quality against what is kept")

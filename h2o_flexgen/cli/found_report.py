@@ -22,11 +22,11 @@ from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
-from h2o_flexgen.planning.search import NEAR, Candidate, Found, NoPlan, Problem, search
+from h2o_flexgen.planning.search import Candidate, Found, NoPlan, Problem, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 
-HEAD = ("block", "percent", "slots", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
+HEAD = ("block", "percent", "slots", "weights, KV as", "all prefills s", "s/step", "tokens/s", "one block s")
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
 BINDS = 0.9  # share of a budget below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
@@ -96,21 +96,29 @@ class FoundReport:
         one, prediction = self.found.best, self.found.best.prediction
         yield from self.why.lines(with_more=self.is_searched)
         yield (
-            f"expected  prefill {prediction.prefill_seconds:.3f} s, {prediction.step_seconds:.4f} s a decode step, "
-            f"{one.tokens_per_second:.3f} tokens/s, {one.block_seconds:.3f} s until a block is over"
+            f"expected  prefill {prediction.prefill_seconds:.3f} s {self._of_blocks}, "
+            f"{prediction.step_seconds:.4f} s a decode step, {one.tokens_per_second:.3f} tokens/s, "
+            f"{one.block_seconds:.3f} s until one block is over"
         )
         if (gpus := self.request.site.gpus) > 1:
             each = "each of them, beside the others; weights in CPU memory are held once"
             yield f"together  {gpus} processes: {gpus * one.tokens_per_second:.3f} tokens/s; all else is that of {each}"
         yield f"run       {RUN} {shlex.join(self.flags)}"
 
+    @property
+    def _of_blocks(self) -> str:
+        count = len(self.planned.blocks)
+        return "of the one block" if count == 1 else f"of all {count} blocks together"
+
     def _others(self) -> Iterator[str]:
         if not self.is_searched:
             return
         yield f"searched  {self.found.cases} sizes and codecs in {self.search_seconds:.1f} s"
-        if self.found.runners_up:
-            near = f"next best (of what is within {NEAR:.0%} of each other, the soonest end has won):"
-            yield from ("", near, *candidate_lines(self.found.runners_up))
+        yield f"chosen    {rule_of(self.problem)}"
+        equal, others = self.found.runners_up[: self.found.equals], self.found.runners_up[self.found.equals :]
+        for title, candidates in (("counted as equal to it:", equal), ("next best:", others)):
+            if candidates:
+                yield from ("", title, *candidate_lines(candidates))
         yield from ("", "from the soonest end to most tokens per second:", *candidate_lines(self.found.front))
 
     # -- JSON ----------------------------------------------------------------------------------------------------------

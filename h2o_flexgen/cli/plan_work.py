@@ -11,7 +11,7 @@ from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.requests import site_of_each
-from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
@@ -41,6 +41,7 @@ def work(request: PlanRequest) -> None:
     say_slow(kernel_reasons(report.plan_report.arithmetic))
     say_slow(experts_reason(report.first))
     say_slow(int8_reason(report.first, problem.machine))
+    say_slow(visits_reason(report.first, problem.machine))
     print(json.dumps(document), flush=True)
 
 

@@ -17,7 +17,7 @@ from h2o_flexgen.cli.requests import check_device
 from h2o_flexgen.cli.run_apart import RunApart
 from h2o_flexgen.cli.run_report import Outcome
 from h2o_flexgen.cli.run_request import MadeUp, RunRequest
-from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.summary import after_first_layers
 from h2o_flexgen.cli.watch import Watch, say_threads
 from h2o_flexgen.core.dealing import longest_part
@@ -210,6 +210,7 @@ class Job:
         machine = self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
         if machine is not None:
             say_slow(int8_reason(self.planned.blocks.first, machine))
+            say_slow(visits_reason(self.planned.blocks.first, machine))
 
     # -- the run -------------------------------------------------------------------------------------------------------
 

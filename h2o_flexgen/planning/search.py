@@ -130,6 +130,7 @@ class Found:
     runners_up: tuple[Candidate, ...]
     front: tuple[Candidate, ...]  # fastest block first: none has both more tokens per second and less latency than another
     cases: int  # cases that the program has solved
+    equals: int = 0  # so many runners-up, the first ones, counted as equal to the best
 
     @property
     def all(self) -> tuple[Candidate, ...]:
@@ -165,13 +166,15 @@ def _search(problem: Problem) -> Found:
     chosen, front = _simulated(problem, answers)
     everything = sorted({one.plan: one for one in (*chosen, *front)}.values(), key=lambda one: _order(problem, one))
     in_time = [one for one in everything if problem.latency_limit is None or one.block_seconds <= problem.latency_limit]
-    best = _soonest_of_the_best(problem, in_time)
+    near = _near_the_best(problem, in_time)
+    best = _chosen_of_equals(problem, near)
     refined = _with_more_slots(problem, _in_larger_parts(problem, best))
     return Found(
         best=refined,
         runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
         front=_front([*everything, refined]),
         cases=cases,
+        equals=len(near) - 1,
     )
 
 
@@ -345,9 +348,19 @@ def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
     return [*best, *others[: SIMULATED - len(best)]]
 
 
-def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Candidate:
+def rule_of(problem: Problem) -> str:
+    """The rule by which the plan is chosen, for people: what `_near_the_best` and `_chosen_of_equals` do."""
+    if problem.prefer == LATENCY:
+        return f"of plans whose block ends within {NEAR:.0%} of the soonest, which count as equal, the one with most tokens/s"
+    return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one whose block ends soonest"
+
+
+def _near_the_best(problem: Problem, ordered: Sequence[Candidate]) -> list[Candidate]:
     first = _order(problem, ordered[0])[0]
-    near = [one for one in ordered if abs(_order(problem, one)[0] - first) <= NEAR * abs(first)]
+    return [one for one in ordered if abs(_order(problem, one)[0] - first) <= NEAR * abs(first)]
+
+
+def _chosen_of_equals(problem: Problem, near: Sequence[Candidate]) -> Candidate:
     if problem.prefer == LATENCY:  # among plans that end about as soon, the one that does most meanwhile
         return max(near, key=lambda one: one.tokens_per_second)
     return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))

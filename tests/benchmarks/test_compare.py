@@ -29,6 +29,7 @@ from benchmarks.comparison.cap import Ballast, ControlGroup, NoCap, SystemdScope
 from benchmarks.comparison.ceiling import Ceiling
 from benchmarks.comparison.checkpoint import checkpoint_of, spec_of
 from benchmarks.comparison.launch import Failed, Launcher, _Watched
+from benchmarks.comparison.picture import lines_in, lines_of
 from benchmarks.comparison.point import Point
 from benchmarks.comparison.report import Entry, Report
 from benchmarks.comparison.search import Search
@@ -286,8 +287,13 @@ def test_the_picture_shows_every_system(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.comparison.picture import draw
 
-    draw(report("first", "second"), tmp_path / "new" / "a.png")
+    draw("two systems", lines_of(report("first", "second")), tmp_path / "new" / "a.png")
     assert (tmp_path / "new" / "a.png").stat().st_size > 1000
+
+
+def test_the_document_of_a_report_is_drawn_as_the_report_is() -> None:
+    found = report("first", "second")
+    assert lines_in(json.loads(json.dumps(found.document("command", "abc")))) == lines_of(found)
 
 
 # -- whole -------------------------------------------------------------------------------------------------------------------

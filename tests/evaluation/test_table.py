@@ -10,7 +10,7 @@ import pytest
 from h2o_flexgen.evaluation.cells import Cell
 from h2o_flexgen.evaluation.figures import Figure, mean
 from h2o_flexgen.evaluation.grid import Grid, Share
-from h2o_flexgen.evaluation.picture import _scale, draw_quality, panel_title
+from h2o_flexgen.evaluation.picture import _scale, draw_quality, panel_title, panels_of, style
 from h2o_flexgen.evaluation.table import Results, details, tables
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RecallTask
@@ -73,9 +73,19 @@ def test_details_tell_figures_by_kind_of_example() -> None:
     assert len(lines) == 9
 
 
+def test_no_two_lines_of_a_picture_look_alike_and_none_is_hidden_by_a_later_one() -> None:
+    for count in (1, 2, 11, 24):
+        drawn = [style(number, count) for number in range(count)]
+        assert len({(one["color"], one["linestyle"]) for one in drawn}) == count
+        assert count > 12 or len({one["color"] for one in drawn}) == len({one["marker"] for one in drawn}) == count
+        for size in ("linewidth", "markersize"):
+            sizes = [one[size] for one in drawn]
+            assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == count
+
+
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    draw_quality(results(), tmp_path / "picture.png", "made up")
+    draw_quality(panels_of(results()), tmp_path / "picture.png", "made up")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -93,6 +103,6 @@ def test_titles_say_nothing_twice_and_shares_begin_at_nothing() -> None:
     ):
         axes = Page().subplots()
         axes.plot(values)
-        _scale(axes, shown, values)
+        _scale(axes, shown.is_share, values)
         bottom, top = axes.get_ylim()
         assert axes.get_yscale() == scale and all(one in (None, found) for one, found in zip(limits, (bottom, top)))
