@@ -329,6 +329,19 @@ def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytes
         signal.signal(signal.SIGTERM, before)
 
 
+def test_an_alarm_of_rays_library_is_taken_back() -> None:
+    """It sets one when it hears SIGTERM, and aborts the process after it."""
+    from h2o_flexgen.cli import ray_cluster
+
+    try:
+        with pytest.raises(KeyboardInterrupt), ray_cluster.waiting():
+            signal.alarm(1000)
+            raise KeyboardInterrupt
+        assert signal.alarm(0) == 0
+    finally:
+        signal.alarm(0)
+
+
 def test_a_small_job_on_this_machine_is_told_what_it_cost() -> None:
     assert small_job_reason(1, 9.0, 1.0) is None, "that was said before"
     assert small_job_reason(2, 9.0, 9.5) is None

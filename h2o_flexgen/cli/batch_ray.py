@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
@@ -18,7 +18,7 @@ from h2o_flexgen.cli.aside import Aside
 from h2o_flexgen.cli.batch_request import LOCAL, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Listening, OnBroken
 from h2o_flexgen.cli.batch_watch import Ticks
-from h2o_flexgen.cli.ray_cluster import Pool, connected, joined
+from h2o_flexgen.cli.ray_cluster import Pool, answer_sigterm_again, connected, joined, waiting
 from h2o_flexgen.cli.ray_handing import Handing, Lost, Waiting, new_actor
 from h2o_flexgen.cli.ray_portions import cut, cut_evenly
 from h2o_flexgen.cli.ray_worker import Said, Share
@@ -50,10 +50,11 @@ class RayJob:
         """The completion of every request, once."""
         ticks, clock = Ticks(), _Clock()
         self._tell_before()
-        aside = Aside(self._work, self.listening.interrupts.put_aside)  # nothing is lost by ending in a wait
+        aside = Aside(self._work, self._wait)
         with joined(self.asked.address), closing(aside.said()) as all_said:
             for said in all_said:
                 if isinstance(said, Pool):
+                    answer_sigterm_again()
                     clock.connected(said)
                     self._tell(f"workers: {said}; Ray has started after {clock.ray_seconds:.1f} s")
                 elif isinstance(said, Lost):
@@ -63,6 +64,11 @@ class RayJob:
                     yield from self._heard(said, ticks, clock)
         if self.asked.address == LOCAL and (reason := small_job_reason(clock.workers, clock.ray_seconds, clock.run_seconds)):
             self.listening.progress.note(f"{SLOW}: {reason}")
+
+    @contextmanager
+    def _wait(self) -> Iterator[None]:
+        with self.listening.interrupts.put_aside(), waiting():  # nothing is lost by ending then
+            yield
 
     def _heard(self, said: Said, ticks: Ticks, clock: _Clock) -> Iterator[Completion]:
         if said.failure is not None:

@@ -93,6 +93,25 @@ def _own_answer_to_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def answer_sigterm_again() -> None:
+    """Makes this process's own answer to SIGTERM valid again. Ray's library takes its place, unseen by Python, when Ray begins
+    in whatever thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """A context in which the main thread waits for Ray. If a signal was heard by Ray's library first, that has set an alarm,
+    which aborts the process although it is about to end by itself: it is taken back."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        answer_sigterm_again()
+        signal.alarm(0)
+        raise
+
+
 @contextmanager
 def _of_this_machine(cpus: int) -> Iterator[None]:
     with held_folder(RAY_PREFIX, folder_of_sockets()) as folder:
