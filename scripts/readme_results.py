@@ -37,7 +37,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TIMELINE, HEADLINE, MIXTURES = "results", "timeline", "headline", "mixtures"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
 COMPARISON = "compare"  # the first file of this kind is the headline, with these of its columns
-HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "times slower", "of ceiling")
+HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "of ceiling")
+EXACTLY, BASE = "exactly, in 16 bits", "accelerate"  # the work that all systems can do, and whose rate the others are shown by
+OWN, STAR, OF_STARS = "h2o_flexgen", " *", "With a star: "
+LEFT_TO_THE_WHOLE_TABLE = ("skipped", "killed")
 ELSEWHERE = ("published-t4",)  # not run here: docs/cost-model.md has it
 Content = Mapping[str, object]
 
@@ -257,16 +260,46 @@ def parts_of(results: Sequence[Result]) -> dict[str, str]:
     if (drawn := next((result for result in results if result.timeline), None)) is not None:
         parts[TIMELINE] = f"```\n{drawn.timeline}\n```\n\n{drawn.title}; `{drawn.command}`.\n"
     if (first := next((result for result in results if result.kind == COMPARISON), None)) is not None:
-        parts[HEADLINE] = _table(_headline(first))
+        parts[HEADLINE] = _headline(first)
     if headlines := [result.headline for result in results if result.headline]:
         parts[MIXTURES] = "\n".join(_lines([[*headlines[0]], *([*one.values()] for one in headlines)])) + "\n"
     return parts
 
 
-def _headline(result: Result) -> Result:
-    places = [place for place, name in enumerate(result.cells[0]) if name in HEADLINE_COLUMNS]
-    cells = tuple(tuple(row[place] for place in places) for row in result.cells)
-    return replace(result, cells=cells, notes="What the stars mean, and who was killed, stands with the whole table.")
+def _headline(result: Result) -> str:
+    """Two tables of a comparison: systems that do the same work, and then what doing less work adds."""
+    head, *rows = result.cells
+    column = {name: place for place, name in enumerate(head)}
+    same = [row for row in rows if row[column["computes"]] == EXACTLY] if "computes" in column else rows
+    less = [row for row in rows if row not in same]
+    shown = [place for name, place in column.items() if name in HEADLINE_COLUMNS]
+    names, rate = _names(rows, column.get("version")), column.get("tokens/s")
+    base = next((float(row[rate]) for row in rows if rate is not None and names[row[0]] == BASE), None)
+
+    def lines(title: str, chosen: Sequence[Sequence[str]]) -> list[str]:
+        cells = [[names[row[0]], *(row[place] for place in shown[1:])] for row in chosen]
+        top = [head[place] for place in shown]
+        if base is not None and rate is not None:
+            top.append(f"times {BASE}")
+            cells = [[*line, f"{float(row[rate]) / base:.1f}"] for line, row in zip(cells, chosen, strict=True)]
+        return [title, "", *_lines([top, *cells]), ""]
+
+    text = [f"**{result.title}**", ""]
+    text += lines("The same work:", same)
+    text += lines("With less work, which is this engine's own part:", less) if less else []
+    text += [f"Machine: {result.machine}. Ceiling: {result.ceiling}. Command: `{result.command}`"]
+    notes = result.notes.removeprefix(OF_STARS) if all(row[0].endswith(STAR) for row in rows) else result.notes
+    told = [note for note in notes.split(". ") if note and not any(word in note for word in LEFT_TO_THE_WHOLE_TABLE)]
+    text += ["", ". ".join(told).rstrip(".") + "."] if told else []
+    return "\n".join(text) + "\n"
+
+
+def _names(rows: Sequence[Sequence[str]], version: int | None) -> dict[str, str]:
+    """The systems' names without stars, which all rows of a headline have or none; variants of this engine bear its name."""
+    plain = {row[0]: row[0].removesuffix(STAR) for row in rows}
+    own = {row[version] for row in rows if plain[row[0]] == OWN} if version is not None else set()
+    variants = {row[0] for row in rows if version is not None and row[version] in own and plain[row[0]] != OWN}
+    return {name: f"{OWN}, {text}" if name in variants else text for name, text in plain.items()}
 
 
 def rewritten(documents: Mapping[Path, str], parts: Mapping[str, str]) -> dict[Path, str]:

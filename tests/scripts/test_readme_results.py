@@ -160,9 +160,29 @@ def test_each_part_has_its_place_in_one_of_several_documents(tmp_path: Path) -> 
     (results / "overlap.json").write_text(json.dumps(OVERLAP))
     arguments = ["--documents", str(readme), str(tables), "--results", str(results)]
     assert SCRIPT.main(arguments) == 0 and SCRIPT.main([*arguments, "--check"]) == 0
-    assert "| this * | 159 | 55% |" in readme.read_text() and "few steps" not in readme.read_text()
+    assert "| this | 159 | 55% |" in readme.read_text() and "\n\nfew steps." in readme.read_text()
     assert "|W1.0--|" in readme.read_text() and "|W1.0--|" not in tables.read_text()
     assert "| this * | 0.1.0 | 159 | 55% |" in tables.read_text() and "few steps" in tables.read_text()
+
+
+def test_a_headline_has_the_same_work_first_and_then_what_less_work_adds(tmp_path: Path) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text("\n".join((*SCRIPT.marks("headline"), *SCRIPT.marks("results"))))
+    results.mkdir()
+    cells = [
+        ["ours *", "4 bits", "80", "55%"],
+        ["16 bits *", SCRIPT.EXACTLY, "20", "9%"],
+        ["accelerate *", SCRIPT.EXACTLY, "5", "4%"],
+    ]
+    origin = {**RESULT, "date": "2026-11-21", "commit": "abc", "columns": ["system", "computes", "tokens/s", "of ceiling"]}
+    notes = "With a star: few steps. flexgen: skipped, it wants a GPU. deepspeed, 3 rows: killed"
+    (results / "compare.json").write_text(json.dumps({**origin, "benchmark": "compare", "cells": cells, "notes": notes}))
+    assert SCRIPT.main(["--documents", str(readme), "--results", str(results)]) == 0
+    text = readme.read_text().partition("headline: end")[0]
+    same, less = text.split("With less work")
+    assert "| 16 bits | exactly, in 16 bits | 20 | 9% | 4.0 |" in same and "| accelerate |" in same and "ours" not in same
+    assert "| ours | 4 bits | 80 | 55% | 16.0 |" in less and "times accelerate" in less
+    assert "\n\nfew steps." in less and "skipped" not in less and "killed" not in less
 
 
 @pytest.mark.parametrize("key", ["machine", "command", "ceiling", "model", "workload", "schedules"])
