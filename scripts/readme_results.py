@@ -1,5 +1,7 @@
-"""Writes the results in docs/results.md, and a table and the picture of a timeline in README.md, from the JSON files in
-benchmarks/results, between comments that mark their places.
+"""Writes the figures of the documents from the JSON files in benchmarks/results, between comments that mark their places.
+
+README.md has a comparison and the picture of a timeline, docs/results.md one table of all comparisons and one of all
+mixtures, benchmarks/results/README.md the table of each file.
 
     python scripts/readme_results.py            # rewrites the documents
     python scripts/readme_results.py --check    # says whether they are what the files say; exit status 1 if they are not
@@ -20,7 +22,8 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
 `compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`, `published.py --gpus`,
 `published_mixtures.py`, `published_data_wrangling.py`, `serving.py` and `moe.py` in benchmarks write brings a table of its
-own; what the last one writes is besides a line each in a table of all mixtures.
+own; what `moe.py` writes is besides a line in the table of all mixtures, and what `compare.py` writes a column in that of
+all comparisons.
 """
 
 from __future__ import annotations
@@ -34,10 +37,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, TIMELINE, HEADLINE, MIXTURES = "results", "timeline", "headline", "mixtures"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
+RESULTS, TIMELINE, HEADLINE, MIXTURES, COMPARISONS = "results", "timeline", "headline", "mixtures", "comparisons"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results" / "README.md")
 COMPARISON = "compare"  # the first file of this kind is the headline, with these of its columns
-HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "times slower", "of ceiling")
+HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "of ceiling")
+EXACTLY, BASE = "exactly, in 16 bits", "accelerate"  # the work that all systems can do, and whose rate the others are shown by
+OWN, STAR, OF_STARS = "h2o_flexgen", " *", "With a star: "
+LEFT_TO_THE_WHOLE_TABLE = ("skipped", "killed")
 ELSEWHERE = ("published-t4",)  # not run here: docs/cost-model.md has it
 Content = Mapping[str, object]
 
@@ -257,16 +263,70 @@ def parts_of(results: Sequence[Result]) -> dict[str, str]:
     if (drawn := next((result for result in results if result.timeline), None)) is not None:
         parts[TIMELINE] = f"```\n{drawn.timeline}\n```\n\n{drawn.title}; `{drawn.command}`.\n"
     if (first := next((result for result in results if result.kind == COMPARISON), None)) is not None:
-        parts[HEADLINE] = _table(_headline(first))
+        parts[HEADLINE] = _headline(first)
+        parts[COMPARISONS] = _comparisons([result for result in results if result.kind == COMPARISON])
     if headlines := [result.headline for result in results if result.headline]:
         parts[MIXTURES] = "\n".join(_lines([[*headlines[0]], *([*one.values()] for one in headlines)])) + "\n"
     return parts
 
 
-def _headline(result: Result) -> Result:
-    places = [place for place, name in enumerate(result.cells[0]) if name in HEADLINE_COLUMNS]
-    cells = tuple(tuple(row[place] for place in places) for row in result.cells)
-    return replace(result, cells=cells, notes="What the stars mean, and who was killed, stands with the whole table.")
+def _headline(result: Result) -> str:
+    """Two tables of a comparison: systems that do the same work, and then what doing less work adds."""
+    head, *rows = result.cells
+    column = {name: place for place, name in enumerate(head)}
+    same = [row for row in rows if row[column["computes"]] == EXACTLY] if "computes" in column else rows
+    less = [row for row in rows if row not in same]
+    shown = [place for name, place in column.items() if name in HEADLINE_COLUMNS]
+    names, rate = _names(rows, column.get("version")), column.get("tokens/s")
+    base = next((float(row[rate]) for row in rows if rate is not None and names[row[0]] == BASE), None)
+
+    def lines(title: str, chosen: Sequence[Sequence[str]]) -> list[str]:
+        cells = [[names[row[0]], *(row[place] for place in shown[1:])] for row in chosen]
+        top = [head[place] for place in shown]
+        if base is not None and rate is not None:
+            top.append(f"times {BASE}")
+            cells = [[*line, f"{float(row[rate]) / base:.1f}"] for line, row in zip(cells, chosen, strict=True)]
+        return [title, "", *_lines([top, *cells]), ""]
+
+    text = [f"**{result.title}**", ""]
+    text += lines("The same work:", same)
+    text += lines("With less work, which is this engine's own part:", less) if less else []
+    text += [f"Machine: {result.machine}. Ceiling: {result.ceiling}. Command: `{result.command}`"]
+    notes = result.notes.removeprefix(OF_STARS) if all(row[0].endswith(STAR) for row in rows) else result.notes
+    told = [note for note in notes.split(". ") if note and not any(word in note for word in LEFT_TO_THE_WHOLE_TABLE)]
+    text += ["", ". ".join(told).rstrip(".") + "."] if told else []
+    return "\n".join(text) + "\n"
+
+
+def _comparisons(results: Sequence[Result]) -> str:
+    """A line for each system, those of the same work first: its tokens/s in every comparison, beside those of the base."""
+    lines: dict[tuple[str, str], dict[int, list[str]]] = {}
+    for place, result in enumerate(results):
+        head, *rows = result.cells
+        column = {name: number for number, name in enumerate(head)}
+        names = _names(rows, column.get("version"))
+        base = next((float(row[column["tokens/s"]]) for row in rows if names[row[0]] == BASE), None)
+        for row in rows:
+            rate = row[column["tokens/s"]]
+            computes = row[column["computes"]] if "computes" in column else ""
+            times = "" if base is None else f"{float(rate) / base:.1f}"
+            lines.setdefault((names[row[0]], computes), {})[place] = [rate, times]
+    top = ["system", "computes"]
+    for result in results:
+        top += [f"{result.title.split()[0]} {result.title.rpartition(', ')[2]}: tokens/s", f"times {BASE}"]
+    same_work_first = sorted(lines.items(), key=lambda line: line[0][1] != EXACTLY)
+    cells = []
+    for system, found in same_work_first:
+        cells.append([*system, *(cell for place in range(len(results)) for cell in found.get(place, ["", ""]))])
+    return "\n".join(_lines([top, *cells])) + "\n"
+
+
+def _names(rows: Sequence[Sequence[str]], version: int | None) -> dict[str, str]:
+    """The systems' names without stars, which all rows of a headline have or none; variants of this engine bear its name."""
+    plain = {row[0]: row[0].removesuffix(STAR) for row in rows}
+    own = {row[version] for row in rows if plain[row[0]] == OWN} if version is not None else set()
+    variants = {row[0] for row in rows if version is not None and row[version] in own and plain[row[0]] != OWN}
+    return {name: f"{OWN}, {text}" if name in variants else text for name, text in plain.items()}
 
 
 def rewritten(documents: Mapping[Path, str], parts: Mapping[str, str]) -> dict[Path, str]:

@@ -115,6 +115,28 @@ def test_every_local_link_in_the_documents_leads_somewhere() -> None:
     assert [f"{place(path)}: {link}" for path, link in links if not (path.parent / link).exists()] == []
 
 
+def section_names(markdown: str) -> set[str]:
+    """The names by which links lead to the headings of a document."""
+    outside = re.sub(r"^[ ]*```.*?^[ ]*```", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_to_a_section_leads_to_one() -> None:
+    found = []
+    for path in (path for path in FILES if path.suffix == ".md"):
+        for link, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text("utf-8")):
+            document = path.parent / link if link else path
+            if document.exists() and section not in section_names(document.read_text("utf-8")):
+                found.append(f"{place(path)}: {link}#{section}")
+    assert found == []
+
+
+def test_the_reader_of_sections_names_them_as_links_do() -> None:
+    page = "# Texts that go on, and scores\n```\n# no heading\n```\n## `kv_budget` and C++\n"
+    assert section_names(page) == {"texts-that-go-on-and-scores", "kv_budget-and-c"}
+
+
 def test_the_reader_of_file_trees_puts_names_into_their_folders() -> None:
     tree = "a/   one\n  b.py   two\n  c/   three\n    d.py   four\ne/   five\nf   six\n"
     assert tree_paths(tree) == ["a/", "a/b.py", "a/c/", "a/c/d.py", "e/", "f"]

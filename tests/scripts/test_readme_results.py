@@ -1,4 +1,4 @@
-"""Results come into the README only with machine, command and ceiling, and only between the two marks."""
+"""Results come into documents only with machine, command and ceiling, and only between the two marks."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_mixtures_are_a_line_each_in_one_table_besides(readme: Path) -> None:
 def test_each_part_has_its_place_in_one_of_several_documents(tmp_path: Path) -> None:
     """Of the comparison the README has the columns that matter most, and the other document has all."""
     readme, tables, results = tmp_path / "README.md", tmp_path / "results.md", tmp_path / "results"
-    readme.write_text("\n".join((*SCRIPT.marks("headline"), *SCRIPT.marks("timeline"))))
+    readme.write_text("\n".join(mark for part in ("headline", "comparisons", "timeline") for mark in SCRIPT.marks(part)))
     tables.write_text("\n".join(SCRIPT.marks("results")))
     results.mkdir()
     head, row = ["system", "version", "tokens/s", "of ceiling"], ["this *", "0.1.0", "159", "55%"]
@@ -160,9 +160,50 @@ def test_each_part_has_its_place_in_one_of_several_documents(tmp_path: Path) -> 
     (results / "overlap.json").write_text(json.dumps(OVERLAP))
     arguments = ["--documents", str(readme), str(tables), "--results", str(results)]
     assert SCRIPT.main(arguments) == 0 and SCRIPT.main([*arguments, "--check"]) == 0
-    assert "| this * | 159 | 55% |" in readme.read_text() and "few steps" not in readme.read_text()
+    assert "| this | 159 | 55% |" in readme.read_text() and "\n\nfew steps." in readme.read_text()
     assert "|W1.0--|" in readme.read_text() and "|W1.0--|" not in tables.read_text()
     assert "| this * | 0.1.0 | 159 | 55% |" in tables.read_text() and "few steps" in tables.read_text()
+
+
+def test_a_headline_has_the_same_work_first_and_then_what_less_work_adds(tmp_path: Path) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text("\n".join(mark for part in ("headline", "comparisons", "results") for mark in SCRIPT.marks(part)))
+    results.mkdir()
+    cells = [
+        ["ours *", "4 bits", "80", "55%"],
+        ["16 bits *", SCRIPT.EXACTLY, "20", "9%"],
+        ["accelerate *", SCRIPT.EXACTLY, "5", "4%"],
+    ]
+    origin = {**RESULT, "date": "2026-11-21", "commit": "abc", "columns": ["system", "computes", "tokens/s", "of ceiling"]}
+    notes = "With a star: few steps. flexgen: skipped, it wants a GPU. deepspeed, 3 rows: killed"
+    (results / "compare.json").write_text(json.dumps({**origin, "benchmark": "compare", "cells": cells, "notes": notes}))
+    assert SCRIPT.main(["--documents", str(readme), "--results", str(results)]) == 0
+    text = readme.read_text().partition("headline: end")[0]
+    same, less = text.split("With less work")
+    assert "| 16 bits | exactly, in 16 bits | 20 | 9% | 4.0 |" in same and "| accelerate |" in same and "ours" not in same
+    assert "| ours | 4 bits | 80 | 55% | 16.0 |" in less and "times accelerate" in less
+    assert "\n\nfew steps." in less and "skipped" not in less and "killed" not in less
+
+
+def test_all_comparisons_are_one_table_with_the_same_work_first(readme: Path) -> None:
+    """A system that one comparison lacks has an empty cell there; a comparison without the base has no factors."""
+    readme.write_text("\n".join((readme.read_text(), *SCRIPT.marks("headline"), *SCRIPT.marks("comparisons"))))
+    head = ["system", "version", "computes", "tokens/s"]
+    peer, ours = ["accelerate *", "1.15", SCRIPT.EXACTLY, "5"], ["h2o_flexgen *", "0.1", "4 bits", "80"]
+    exact = ["16 bits *", "0.1", SCRIPT.EXACTLY, "20"]
+    origin = {**RESULT, "date": "2026-11-21", "commit": "abc", "benchmark": "compare", "columns": head}
+    small = {**origin, "title": "opt-1.3b shapes, 64+256 tokens, in 1.5 GiB", "cells": [ours, exact, peer]}
+    large = {**origin, "title": "opt-6.7b shapes, 64+256 tokens, in 4 GiB", "cells": [ours]}
+    assert run(readme, small, large) == 0
+    table = readme.read_text().partition(SCRIPT.marks("comparisons")[0])[2].strip().splitlines()
+    small_head, large_head = (f"{title}: tokens/s | times accelerate" for title in ("opt-1.3b in 1.5 GiB", "opt-6.7b in 4 GiB"))
+    assert table[:5] == [
+        f"| system | computes | {small_head} | {large_head} |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        f"| h2o_flexgen, 16 bits | {SCRIPT.EXACTLY} | 20 | 4.0 |  |  |",
+        f"| accelerate | {SCRIPT.EXACTLY} | 5 | 1.0 |  |  |",
+        "| h2o_flexgen | 4 bits | 80 | 16.0 | 80 |  |",
+    ]
 
 
 @pytest.mark.parametrize("key", ["machine", "command", "ceiling", "model", "workload", "schedules"])
