@@ -8,7 +8,7 @@ from h2o_flexgen.kernels.gathering import MAX
 from h2o_flexgen.policies.occupancy import Budget
 from h2o_flexgen.policies.policy import BUDGETS, PROTECTION, KVPolicy
 
-RECENT_PART = 5  # of the budget: what the echo says of tokens is worth more than that they are new (docs/log.md)
+RECENT_PART = 5  # of the budget: what the echo says of tokens is worth more than that they are new (docs/log/eviction.md)
 
 
 class KVzip(KVPolicy):

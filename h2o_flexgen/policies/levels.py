@@ -20,7 +20,7 @@ from h2o_flexgen.policies.options import DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.window import Window
 
-MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log.md)
+MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log/eviction.md)
 NEARLY_ALL = 0.9  # heads that would keep more than this keep all
 FINENESS = 100  # shares are told apart to a hundredth
 LEAST_SHARE = 1e-9  # stands for none, which no policy takes: such a head keeps one slot

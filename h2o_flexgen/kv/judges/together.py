@@ -1,6 +1,6 @@
 """Together: compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add tokens that
 no such pass has judged yet: comparing would need all keys of all layers at every step. They are the first to go once nothing
-protects them, or else a long answer would push out all that was judged (docs/log.md).
+protects them, or else a long answer would push out all that was judged (docs/log/eviction.md).
 """
 
 from __future__ import annotations
