@@ -115,14 +115,14 @@ def _refuse_batches_that_wait(plan: Plan, block: Block) -> None:
 def _refuse_rows_of_a_pipeline(plan: Plan, block: Block) -> None:
     """Refuses rows that come and go, and texts that live on: what they hold would have to be known on every device at once."""
     if plan.pipeline > 1 and (block.is_running or any(batch.lives_on or any(batch.seen) for batch in block.batches)):
-        what = "rows that come and go" if block.is_running else "a text that goes on turn by turn"
+        what = "rows that come and go" if block.is_running else "a text that continues turn by turn"
         raise ValueError(f"a pipeline of {plan.pipeline} devices is for blocks of prompts, not for {what}; give pipeline=1")
 
 
 @dataclass(frozen=True)
 class BlockPlans:
     """Blocks in the order in which they run. There may be hundreds of thousands, but neighbours of one shape lie alike: they
-    are planned once, and each is made when somebody asks for it."""
+    are planned once, and each is made when it is asked for."""
 
     groups: tuple[tuple[BlockPlan, Sequence[int]], ...]  # the first of neighbours of one shape, and the rows of all of them
 

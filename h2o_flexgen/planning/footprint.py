@@ -62,8 +62,8 @@ def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, in
 
 
 def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
-    """The footprint of a block. `scored_at_once`: positions of prompts whose logits are made together; 0 if only the last of
-    each row has logits. Of several devices it has the parts of the one that holds most, and what all need of the host."""
+    """The footprint of a block. `scored_at_once`: positions of prompts for which logits are made together; 0 if only the last
+    of each row has logits. Of several devices it has the parts of the one that holds most, and what all need of the host."""
     each = [_parts(section, site, scored_at_once) for section in planned.sections]
     if len(each) == 1:
         return Footprint(each[0])
