@@ -14,8 +14,8 @@ LARGEST_DOCUMENT = 1 << 28  # bytes: far more than any description that is read 
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file that somebody named; `what` begins the error of one that cannot be read. A pipe or a device may not
-    end: of that, no more is read than of a document."""
+    """The text of a file that the user named; `what` begins the error of one that cannot be read. A pipe or a device may not
+    end: no more is read of it than of a document."""
     try:
         with path.open(encoding="utf-8") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -42,7 +42,7 @@ def read_document(path: Path) -> bytes:
 
 
 def read_document_text(path: Path, what: str) -> str:
-    """The text of a small file that somebody named; `what` begins the error of one that cannot be read."""
+    """The text of a small file that the user named; `what` begins the error of one that cannot be read."""
     try:
         return read_document(path).decode()
     except OSError as error:

@@ -24,7 +24,7 @@ RULES: Mapping[Rule, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class KVOptions:
-    """The options of a policy; None stands for one that was not asked for."""
+    """The options of a policy; None is one that was not asked for."""
 
     heavy: int | None = None
     recent: int | None = None
