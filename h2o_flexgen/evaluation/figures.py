@@ -1,4 +1,4 @@
-"""Figures: the values measured in one cell, each with its standard error and the number of examples behind it."""
+"""Figures: the values measured in one cell, each with its standard error and its number of examples."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def of_means(values: Sequence[float], of_full: Sequence[float]) -> Relation | No
 
 
 def of_exponents(values: Sequence[float], of_full: Sequence[float]) -> Relation | None:
-    """The ratio of two perplexities, whose examples are mean losses."""
+    """The ratio of two perplexities; their examples are mean losses."""
     if len(values) != len(of_full):
         return None
     differences = [value - full for value, full in zip(values, of_full)]

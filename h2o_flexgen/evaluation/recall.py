@@ -1,4 +1,4 @@
-"""Recall tasks: facts noted somewhere in prose, followed by a question whose answer stands in one of the notes.
+"""Recall tasks: facts noted somewhere in prose, followed by a question with its answer in one of the notes.
 
 Every answer has several tokens. The prompt decides the first, and every policy attends to the whole prompt; only the others
 show what the cache has kept. A note says its fact twice, as a passkey in prose always did. It may repeat it more often, since
