@@ -56,7 +56,7 @@ def _too_large() -> OSError:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes the text to a neighbour that then takes the file's name, so neither a reader nor a crash meets half of it. A link
+    """Writes the text to a temporary file that is then renamed, so that neither a reader nor a crash leaves half of it. A link
     stays a link, and a device or a pipe is written to, not replaced."""
     write_bytes(path, text.encode())
 
@@ -77,7 +77,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes the text as `write_text` does; when this returns, a loss of power leaves it there."""
+    """Writes the text as `write_text` does; when this returns, the text survives a loss of power."""
     neighbour = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with neighbour.open("w", encoding="utf-8") as opened:

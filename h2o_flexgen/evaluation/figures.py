@@ -50,7 +50,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def ratio_of_sums(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float | None]:
-    """The ratio and its standard error, which comes from what the ratio does not explain in each example."""
+    """The ratio and its standard error, from the residual of each example against the ratio."""
     ratio = math.fsum(parts) / math.fsum(wholes)
     left = standard_error([part - ratio * whole for part, whole in zip(parts, wholes)])
     return ratio, None if left is None else left / fmean(wholes)

@@ -53,7 +53,7 @@ class Fact:
     answer: str
 
     def said(self, mentions: int) -> Fact:
-        """The fact with its note repeated until it is said `mentions` times. Several notes are examples, each said once."""
+        """The fact with its note repeated until it occurs `mentions` times. Several notes are examples, each said once."""
         if len(self.notes) > 1:
             return self
         *first, again = self.notes[0]

@@ -1,4 +1,4 @@
-"""What answers depend on, under the names that a person gives it by: for manifests of jobs and for keys of caches."""
+"""What answers depend on, under the names by which users give it: for manifests of jobs and for keys of caches."""
 
 from __future__ import annotations
 

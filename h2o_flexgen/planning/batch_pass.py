@@ -1,5 +1,5 @@
 """BatchPass: what one batch does in one pass over the weights: the newest tokens of some rows, and prompts, part by part; and
-the KV that is moved for it. Cost and pricing ask it, whether the rows of a block begin together or come and go."""
+the KV that is moved for it. Cost and pricing read it, whether the rows of a block begin together or come and go."""
 
 from __future__ import annotations
 

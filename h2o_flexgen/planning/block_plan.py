@@ -57,14 +57,14 @@ class BlockPlan:
 
     @cached_property
     def sections(self) -> tuple[BlockPlan, ...]:
-        """What each device of a pipeline has of it; the whole, where there is one."""
+        """The part of each device of a pipeline; the whole, where there is only one device."""
         lanes = self.schedule.traffic.lanes
         if lanes.devices == 1:
             return (self,)
         return tuple(self._section(layers_of(lanes.device_of, device)) for device in range(lanes.devices))
 
     def _section(self, layers: tuple[int, ...]) -> BlockPlan:
-        """The block as a device sees it that computes these layers. Visits keep their numbers."""
+        """The block as seen by the device that computes these layers. Visits keep their numbers."""
         traffic = self.schedule.traffic
         own = replace(
             traffic,

@@ -1,4 +1,4 @@
-"""The cost of a task: the bytes that it moves and the flops that it does. `pricing` makes seconds of them.
+"""The cost of a task: the bytes that it moves and the flops that it does. `pricing` turns them into seconds.
 
 The bytes are exact: a test compares them with what a run moved.
 """
@@ -113,7 +113,7 @@ class Cost:
         return values + shared + worth
 
     def _is_judged(self, layer: int) -> bool:
-        """Whether it counts for any head of a layer what tokens are worth when they are written."""
+        """Whether any head of a layer uses the worth that tokens have when they are written."""
         place = self.spec.kv_layers.index(layer)
         return any(level.policy.judge is not None and level.heads[place] for level in self.planned.levels)
 

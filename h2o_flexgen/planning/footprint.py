@@ -113,7 +113,7 @@ def _add_weights(parts: Parts, planned: BlockPlan, compute: str, written: bool) 
 
 
 def _worked_out(function: Callable[..., int], planned: BlockPlan, *tiers: str) -> int:
-    """What follows of the weights on these tiers: it is the same for all blocks of a model with the same shares."""
+    """The parts that depend on the weights alone: they are the same for all blocks of a model with the same shares."""
     key, known = (function, planned.plan.weights, tiers), planned.spec.worked_out
     if key not in known:
         known[key] = function(planned.spec, planned.placement, *tiers)

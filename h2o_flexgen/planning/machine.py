@@ -104,7 +104,7 @@ class Machine:
         return self.flop_rate(dtype, rows) if kernel is None else at_rows(self.packed_flops_per_s[kernel.price], rows)
 
     def decoding_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed weights decoded per second: a form of checkpoints as the one that is measured for it. A codec that was not
+        """Packed weights decoded per second. A form of checkpoints counts as the one that is measured in its place. A codec not
         measured is as slow as the slowest that was. If none was, a value takes as long as attention takes to read
         `value_bytes`, the bytes read and written per value, in the memory that is computed in."""
         tier, measured = DEVICE if self.has_accelerator else HOST, self.decoded_values_per_s
@@ -162,7 +162,7 @@ class Machine:
         )
 
     def shared_by(self, processes: int) -> Machine:
-        """The machine as each of several processes has it that are busy alike, with a device and a link of its own. Links are
+        """The machine as each of several equally busy processes has it, with a device and a link of its own. Links are
         as fast as they are, until all together take what the host's memory gives; the disk is divided."""
         if processes == 1:
             return self

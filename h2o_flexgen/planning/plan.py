@@ -238,7 +238,7 @@ class Plan:
 
     @property
     def has_own_slots(self) -> bool:
-        """Whether the schedule has a fixed number of buffers, so that none can be chosen."""
+        """Whether the schedule fixes its number of buffers, so that a plan cannot choose it."""
         return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
 
     def without_overlap(self) -> Plan:

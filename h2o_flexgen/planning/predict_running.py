@@ -55,7 +55,7 @@ class RunningPrediction:
         return found
 
     def _add(self, stretch: Stretch, pricing: Pricing, seconds: Mapping[int, float], weighed: int) -> None:
-        """Adds a stretch. Passes that read prompts are weighed apart from the others, which are of another kind."""
+        """Adds a stretch. Passes that read prompts are weighed separately, as they are of another kind."""
         bounds = {number: pricing.bounds(number) for number in {*stretch.simulated, *_some(stretch.passes, weighed)}}
         longer = sum(seconds[number] for number in stretch.simulated) / sum(
             max(bounds[number].values()) for number in stretch.simulated

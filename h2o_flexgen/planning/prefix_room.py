@@ -34,14 +34,14 @@ def prefix_rooms(plan: Plan, prompt_len: int, asked: int | None = None) -> list[
 
 
 def rooms_to_search(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:
-    """Tokens that a plan is searched with room for, likewise: one prefix, or else none."""
+    """The rooms, in tokens, that a search tries in the same way: one prefix, or else none."""
     if asked is not None:
         return [_checked(plan, asked)]
     return list(dict.fromkeys((_of_one(plan, prompt_len), 0)))
 
 
 def first_that_fits(rooms: Sequence[int], make: Callable[[int], Made]) -> Made:
-    """What is made with the first room for which memory is enough; the error of the last."""
+    """The result with the first room for which memory is enough; raises the error of the last if none is."""
     for room in rooms[:-1]:
         with suppress(DoesNotFit):
             return make(room)

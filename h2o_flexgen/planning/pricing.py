@@ -1,4 +1,4 @@
-"""Pricing: the seconds of a task on a machine. The simulator, the linear program and the timeline all ask here.
+"""Pricing: the seconds of a task on a machine. The simulator, the linear program and the timeline all use it.
 
 A transfer takes its bytes over a bandwidth; a computation takes the sum of its parts: products, decoding of packed weights,
 attention, and what every value and every visit costs beside them. All of it is linear in the shares of a placement, as long as
@@ -235,11 +235,11 @@ class Pricing:
 
     def lane_seconds(self, step: int) -> dict[str, float]:
         """Seconds that each lane works in one step: the step takes at least the longest. Of several devices' lanes of a kind it
-        is the one that works longest. What tasks wait for beside others in their lane is no work of the lane."""
+        is the one that works longest. Latency that other tasks of the lane can hide is not work of the lane."""
         return self._by_lane(self._priced(step))
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
-        """The tasks of a step and the seconds for which they keep their lane, with all slices of weights together."""
+        """The tasks of a step and the seconds for which they occupy their lane, with all slices of weights together."""
         return [
             (key, self.schedule.parts(key.op) * (self.seconds(key) - self.latency(key.op)))
             for key in self.schedule.in_step(step)

@@ -349,7 +349,7 @@ def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
 
 
 def rule_of(problem: Problem) -> str:
-    """The rule by which the plan is chosen, for people: what `_near_the_best` and `_chosen_of_equals` do."""
+    """The rule by which the plan is chosen, in words: what `_near_the_best` and `_chosen_of_equals` do."""
     if problem.prefer == LATENCY:
         return f"of plans with a latency within {NEAR:.0%} of the lowest, which count as equal, the one with most tokens/s"
     return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one with the lowest latency"
@@ -382,7 +382,7 @@ def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
 
 def _with_more_slots(problem: Problem, best: Candidate) -> Candidate:
     """The same block with more visits under way at once, where that is worth it: a disk that has read the few experts of a
-    slice may otherwise wait for an attention to end. Slots take memory, so the shares are found anew. The program knows no
+    slice may otherwise wait for an attention to end. Slots take memory, so shares are found anew. The program does not model
     waiting: what it promises is the most that slots can bring, and where little is missing of that, none are tried."""
     if not problem.slots:
         return best

@@ -1,4 +1,4 @@
-"""Working space: an estimate of the most that the functions of one visit allocate in passing, compared with runs by a test.
+"""Working space: an estimate of the most that the functions of one visit allocate temporarily, compared with runs by a test.
 
 What allocators are asked for is known to the byte (core/layout, kernels/sizes). This is the rest: what torch allocates for the
 results of its functions, from their shapes. The constants of the estimate are here.
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, kv: HeldKV, batch: int) -> list[Heads]:
-        """The levels of a batch, each as in the layer that has most heads of it."""
+        """The levels of a batch, each as in the layer where it has most heads."""
         levels = enumerate(kv.levels)
         counted = [(level.policy, kv.occupancies[at][batch], kv.most_heads(at)) for at, level in levels]
         return [cls(kv.spec.with_kv_heads(count), policy, occupancy) for policy, occupancy, count in counted if count]

@@ -83,7 +83,7 @@ def _keeping(policy: KVPolicy, share: float) -> KVPolicy:
 
 
 def _with_whole(shares: ByHead) -> ByHead:
-    """Heads that need nearly all keep all, and the others give what that takes, in proportion."""
+    """Heads that need nearly all keep all; the shares of the others shrink for it, in proportion."""
     all_shares = [*chain.from_iterable(shares)]
     rest = [share for share in all_shares if share <= NEARLY_ALL]
     whole = len(all_shares) - len(rest)

@@ -1,4 +1,4 @@
-"""KVOptions: what a person may ask of a KV policy: budgets, and which tokens are protected."""
+"""KVOptions: what a user may ask of a KV policy: budgets, and which tokens are protected."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def profile_apart(
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
 ) -> Machine:
-    """Profiles in another process, which ends when this call does, however that is."""
+    """Profiles in another process, which ends when this call does, also if this call fails."""
     asked = {
         "path": sys.path,
         "device": str(device.torch_device),

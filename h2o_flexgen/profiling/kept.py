@@ -1,6 +1,6 @@
 """Saved profiles: a machine is measured once, and every later request gets the saved result. A measurement that was disturbed
-is repeated when the machine is quiet, and the better figures of both are saved. Without a profile, a machine is known as far
-as its memory and its disk say."""
+is repeated when the machine is quiet, and the better figures of both are saved. Without a profile, only the memory and
+the disk of a machine are known."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Pro
 
 
 def machine_before_profile(device: Device, offload_folder: Path) -> Machine:
-    """This machine as far as it is known without measuring it: its memory. It stands in until a problem is known to make
+    """This machine as far as it is known without measuring it: its memory. It is used until a problem is known to make
     sense."""
     return Machine(
         name="this machine",

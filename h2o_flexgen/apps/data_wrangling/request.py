@@ -118,7 +118,7 @@ def _examples(flags: Namespace, folder: Folder, questions: Questions) -> Example
 def _made_of(
     flags: Namespace, data_set: DataSet, serialising: Serialising, examples: Examples, gen_len: int
 ) -> dict[str, object]:
-    """What prompts are made of, under the names that a person gives it by."""
+    """What prompts are made of, under the names by which users give it."""
     is_drawn = flags.examples_file is None
     count = USUAL_EXAMPLES if flags.examples is None else flags.examples
     return {
