@@ -90,7 +90,7 @@ def test_parts_of_an_echo_stand_behind_the_text_and_pads_count_nothing() -> None
 def test_a_prompt_that_leaves_no_position_for_its_echo_is_refused(checkpoints: Checkpoints, offload: Path) -> None:
     with Case(policy=KVZIP).open(checkpoints, offload) as llm:
         with pytest.raises(
-            ValueError, match=r"prompt 0 has 128 tokens, behind which .* repeats them, .* give 127 tokens at most"
+            ValueError, match=r"prompt 0 has 128 tokens, which .* repeats after them, .* give 127 tokens at most"
         ):
             llm.generate([[1] * (LONGEST + 1)], SamplingParams(max_tokens=1))
         with pytest.raises(ValueError, match=r"context is 128, but .* has 128 positions; give 1 to 127"):

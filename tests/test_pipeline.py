@@ -229,7 +229,7 @@ def test_rows_that_come_and_go_and_conversations_are_refused(checkpoints: Checkp
     with on(2).open(checkpoints, offload) as llm:
         with pytest.raises(ValueError, match="not for rows that come and go"):
             list(llm.generate_stream([[1, 2]]))
-        with pytest.raises(ValueError, match="not for a text that goes on turn by turn"):
+        with pytest.raises(ValueError, match="not for a text that continues turn by turn"):
             llm.converse()
 
 

@@ -129,10 +129,10 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [
-        ((), "chosen    of plans within 5% of the most tokens/s, which count as equal, the one whose block ends soonest"),
+        ((), "chosen    of plans within 5% of the most tokens/s, which count as equal, the one with the lowest latency"),
         (
             ("--prefer", "latency"),
-            "chosen    of plans whose block ends within 5% of the soonest, which count as equal, the one with most tokens/s",
+            "chosen    of plans with a latency within 5% of the lowest, which count as equal, the one with most tokens/s",
         ),
     ],
 )
@@ -159,7 +159,7 @@ def test_seconds_of_all_blocks_are_told_from_those_of_one(command: Any) -> None:
 def test_graphs_are_refused_where_a_run_would_refuse_them(command: Any, machines: dict[str, Path]) -> None:
     flags = (*WORK, "--evaluate", "--cuda-graphs", "on", "--percent")
     refused = command(*flags, 100, 0, 0, 100, 100, 0, machine=machines["accelerator"])
-    assert refused.status == 2 and "graphs 'on' is for plans whose KV and activations all stay on the GPU" in refused.err[-1]
+    assert refused.status == 2 and "graphs 'on' is for plans that keep all KV and activations on the GPU" in refused.err[-1]
     taken = command(*flags, 0, 100, 100, 0, 100, 0, machine=machines["accelerator"])
     assert taken.status == 0 and plan_in(taken.json).graphs == "on"
 

@@ -1,1 +1,1 @@
-"""The nouns that every room uses: sizes, texts for people, files. Nothing here imports torch."""
+"""The types that every package uses: sizes, texts for people, files. Nothing here imports torch."""

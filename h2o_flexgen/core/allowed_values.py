@@ -55,7 +55,7 @@ def number(least: float, most: float = math.inf, without_least: bool = False) ->
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that are allowed, for those who read them as Python has them and for those who read them as text."""
+    """The numbers that are allowed, as Python writes them and as text."""
 
     least: int | float
     most: int | float

@@ -1,5 +1,5 @@
-"""Check: compares a range of a file with what was written to it. Models make checks and memory calls them; neither knows the
-other."""
+"""Check: compares a range of a file with what was written to it. Models make checks and memory calls them; neither depends on
+the other."""
 
 from __future__ import annotations
 

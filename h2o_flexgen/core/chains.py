@@ -1,4 +1,4 @@
-"""The errors behind an error. A chain may end in a circle: `raise error from error` makes one."""
+"""The errors that led to an error. A chain may end in a circle: `raise error from error` makes one."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ CUTS = 4  # portions of a part's work into which those that share a prefix are c
 
 def dealt(work: Sequence[int], parts: int, groups: Sequence[int] | None = None) -> list[list[int]]:
     """The places of requests in each part, in order. The largest go first, each to the part that has least. Those of a group
-    share a prefix and stay together, as far as that leaves parts equal; `groups` says which is whose, NOBODY of none."""
+    share a prefix and stay together, as far as that leaves parts equal; `groups` has the group of each, NOBODY for none."""
     portions = _portions(work, [NOBODY] * len(work) if groups is None else groups, sum(work) / (CUTS * parts))
     dealt_to: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""JSON and YAML that somebody else has written. Whatever is wrong with the text becomes one kind of error."""
+"""JSON and YAML from outside. Every fault of the text becomes the same kind of error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NotADocument(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. A name that occurs twice in one object is an error, because nobody said which of the two counts."""
+    """Parses JSON. A name that occurs twice in one object is an error, because it is not known which of the two counts."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except NotADocument:

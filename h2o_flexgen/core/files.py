@@ -14,8 +14,8 @@ LARGEST_DOCUMENT = 1 << 28  # bytes: far more than any description that is read 
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file that somebody named; `what` begins the error of one that cannot be read. A pipe or a device may not
-    end: of that, no more is read than of a document."""
+    """The text of a file that the user named; `what` begins the error of one that cannot be read. A pipe or a device may not
+    end: no more is read of it than of a document."""
     try:
         with path.open(encoding="utf-8") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -42,7 +42,7 @@ def read_document(path: Path) -> bytes:
 
 
 def read_document_text(path: Path, what: str) -> str:
-    """The text of a small file that somebody named; `what` begins the error of one that cannot be read."""
+    """The text of a small file that the user named; `what` begins the error of one that cannot be read."""
     try:
         return read_document(path).decode()
     except OSError as error:
@@ -56,7 +56,7 @@ def _too_large() -> OSError:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes the text to a neighbour that then takes the file's name, so neither a reader nor a crash meets half of it. A link
+    """Writes the text to a temporary file that is then renamed, so that neither a reader nor a crash leaves half of it. A link
     stays a link, and a device or a pipe is written to, not replaced."""
     write_bytes(path, text.encode())
 
@@ -77,7 +77,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes the text as `write_text` does; when this returns, a loss of power leaves it there."""
+    """Writes the text as `write_text` does; when this returns, the text survives a loss of power."""
     neighbour = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with neighbour.open("w", encoding="utf-8") as opened:

@@ -1,4 +1,4 @@
-"""The folders that are used unless somebody names others."""
+"""The default folders, used unless others are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of error messages: a value that somebody gave, and the nearest known name."""
+"""Parts of error messages: a value that was given, and the nearest known name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Interrupts that Python drops. A signal is raised as an error in whatever code runs at that moment. If that is a `__del__`, or
-a callback of a weak reference, of the garbage collector or of ctypes, Python prints the error and goes on as if there had been
-no signal. Here it is raised again, in the code that goes on."""
+a callback of a weak reference, of the garbage collector or of ctypes, Python prints the error and continues as if there had
+been no signal. Here it is raised again, in the code that continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name of a layer, for people. Schedules know layers by their numbers alone; who shows their tasks may be handed names."""
+"""The name of a layer, for people. Schedules know layers by their numbers alone; code that shows tasks may be given names."""
 
 from __future__ import annotations
 

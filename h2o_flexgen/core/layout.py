@@ -47,7 +47,7 @@ class Arena(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Iterable[int]) -> Arena:
-        """Tensors of these sizes, one behind the other: large ones start at a page, the others at a cache line."""
+        """Tensors of these sizes, one after the other: large ones start at a page, the others at a cache line."""
         starts, end = [], 0
         for nbytes in sizes:
             starts.append(_start_behind(end, nbytes))
@@ -60,13 +60,13 @@ def _start_behind(end: int, nbytes: int) -> int:
 
 
 def keeps_its_place(tensor: TensorSpec) -> bool:
-    """Whether a tensor that is read from a file may begin anywhere in a page. Blocks may, which lie at any place in GGUF files:
-    whoever reads them, in C and in torch, takes bytes from any address."""
+    """Whether a tensor that is read from a file may begin anywhere in a page. Blocks may: GGUF files have them at
+    any place, and the code that reads them, in C and in torch, takes bytes from any address."""
     return isinstance(CODECS[tensor.codec], Blocked) and tensor.nbytes >= PAGE_ALIGNED_FROM
 
 
 def read_arena(tensors: Iterable[TensorSpec], accelerator: bool, places: Mapping[str, int] | None = None) -> Arena:
-    """Tensors that are read from files, one behind the other. Where they are computed with as they were read, and not copied to
+    """Tensors that are read from files, one after the other. Where they are computed with as they were read, and not copied to
     an accelerator first, those that keep their place begin in a page where they do in their file (`places`, by name), and have
     their pages for themselves: so whole pages of the file are read to where they belong."""
     starts, end = [], 0
@@ -97,7 +97,7 @@ def _largest_decoded(spec: ModelSpec) -> int:
 
 
 def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
-    """The places for decoded parts of the head's packed table in that buffer, behind its other weights."""
+    """The places for decoded parts of the head's packed table in that buffer, after its other weights."""
     part = head.decoded[-1].decoded_nbytes
     return range(decoded_arena(head).starts[-1], _largest_decoded(spec) - part + 1, aligned(part))
 
@@ -135,7 +135,7 @@ def probe_bytes(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True)
 class PrefixLayout:
-    """The KV of a shared prefix, of all layers, where it is computed with: an image for each layer, and behind them what a
+    """The KV of a shared prefix, of all layers, where it is computed with: an image for each layer, and after them what a
     policy that judges it knows of each token."""
 
     layers: int
@@ -168,7 +168,7 @@ class PrefixLayout:
 @dataclass(frozen=True)
 class KVLayout:
     """The KV of one batch in one layer. In memory it is an image of all slots. On disk, slots are padded so that any range can
-    be read and written directly; behind them is a journal of slots that changed one by one."""
+    be read and written directly; after them is a journal of slots that changed one by one."""
 
     rows: int
     heads: int

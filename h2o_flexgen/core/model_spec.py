@@ -29,7 +29,7 @@ def asked_for(share: float, rows: float) -> float:
     return 1.0 if share >= 1.0 else 1.0 - (1.0 - share) ** rows
 
 
-NEARLY_ALL = 0.98  # of the experts: from so many on none is looked for that nobody asks for, and bringing all of them pays
+NEARLY_ALL = 0.98  # of the experts: from this share on, all are brought; a search for experts that no row asks for does not pay
 
 
 def rows_asking(share: float, part: float = NEARLY_ALL) -> int:
@@ -47,7 +47,7 @@ class TensorSpec:
     itemsize: int
     stored_itemsize: int
     codec: str = PLAIN
-    is_never_packed: bool = False  # it is small, and whoever rounds it changes what is computed at all
+    is_never_packed: bool = False  # it is small, and rounding would change which values are computed at all
 
     @cached_property
     def numel(self) -> int:
@@ -77,16 +77,16 @@ class LayerSpec:
     tensors: tuple[tuple[str, TensorSpec], ...]
     products: tuple[tuple[str, float], ...]  # matrices, and the share of tokens that each multiplies: k / n for n experts
     out_width: int  # values per token handed to the next layer
-    block: int | None = None  # the decoder block it belongs to; None before and behind all blocks
+    block: int | None = None  # the decoder block it belongs to; None before and after all blocks
     has_kv: bool = False
     window: int | None = None  # tokens that a token sees in its attention, itself included; None: all before it
     visits: tuple[str, ...] = (MLP_VISIT,)  # the prices of a visit beside its work, by their names in a machine
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
     token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
-    halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and behind, where others attend
-    behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
-    # tensors and the expert that each belongs to; empty where the layer has the router, whose choice then comes too late
+    halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and after, where others attend
+    behind: frozenset[str] = frozenset()  # the names of the tensors that are used after it
+    # tensors and the expert that each belongs to; empty where the layer has the router: its choice then comes too late
     experts: tuple[tuple[str, int], ...] = ()
     part: str = ""  # what it is of its block, for people, where its functions do not say so
     reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
@@ -335,10 +335,10 @@ class ModelSpec:
         return rows * (2.0 * spec.matmul_values * counted + attention * tokens)
 
     def cut_at_attention(self) -> ModelSpec:
-        """The same model with layers that end where an attention is over: what stands behind it begins the next one. Blocks
+        """The same model with layers that end where an attention is over: what comes after it begins the next one. Blocks
         that are one layer and those that are two come out the same."""
         layers: list[LayerSpec] = []
-        rest: LayerSpec | None = None  # a second half that has nothing behind it yet
+        rest: LayerSpec | None = None  # a second half that has nothing after it yet
         for layer in self.layers:
             if layer.halves:
                 before, behind = _cut(layer, self.width + self.heads * self.head_dim)
@@ -378,7 +378,7 @@ class ModelSpec:
         return replace(self, max_positions=self.seen_positions, layers=layers)
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
-        """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""
+        """The same model with its weights and its KV in the codecs of a plan, and its products as a plan has them."""
         spec = self if weight_codec == PLAIN else self.packed(weight_codec)
         spec.refuse_to_compute(compute)
         return replace(spec, kv_codec=kv_codec, product=PRODUCTS[compute])
@@ -405,7 +405,7 @@ class ModelSpec:
 
 
 def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:
-    """A layer up to the outcome of its attention, which it hands on behind hidden states, and the rest of it."""
+    """A layer up to the outcome of its attention, which it hands on after hidden states, and the rest of it."""
     whole, before, behind = layer.halves
     at = layer.functions.index(whole)
 

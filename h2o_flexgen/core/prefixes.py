@@ -2,7 +2,7 @@
 
 Requests pass by once, in their order, and are not kept: a tree of what they have in common is. Of a job (`PrefixFinder`) what
 is found depends on the requests alone, and where the tree outgrows its room, what few rows have is forgotten first, so among
-very many requests some small groups may be missed. Of requests that arrive (`Beginnings`) what nobody has asked for longest is
+very many requests some small groups may be missed. Of requests that arrive (`Beginnings`) what was not asked for for longest is
 forgotten first. The last token of a prompt is never shared: it makes the row's first logits.
 """
 
@@ -87,7 +87,7 @@ def common_tokens(one: bytes, other: bytes) -> int:
 
 @dataclass(slots=True)
 class _Node:
-    """A beginning: that of its parent, and the tokens of its label behind it."""
+    """A beginning: that of its parent, and the tokens of its label after it."""
 
     number: int
     label: bytes
@@ -132,7 +132,7 @@ class _Tree:
         return _Node(self.numbers - 1, label, rows, last=last)
 
     def _child(self, node: _Node, text: bytes, at: int) -> tuple[_Node, int]:
-        """The node that a text goes on to, and where it is then. A node is cut in two where the text leaves its label."""
+        """The node that a text leads to, and its place there. A node is cut in two where the text leaves its label."""
         key = text[at : at + TOKEN]
         child = node.children.get(key)
         if child is None:
@@ -177,7 +177,7 @@ class Beginnings:
         return max((tokens for node, tokens in self._tree.path(bytes_of(ids)) if node.rows > 1), default=0)
 
     def _forget(self) -> None:
-        """Makes room: ends go that nobody has come to for longest, until half of it is free."""
+        """Makes room: discards the ends that were not reached for longest, until half of it is free."""
         while self._tree.nbytes > self._room // 2:
             leaves = [(node.last, node, parent) for node, parent, _ in _down_from(self._tree.root) if not node.children]
             leaves.sort(key=lambda leaf: leaf[0])
@@ -206,7 +206,7 @@ class PrefixFinder:
             self._forget()
 
     def groups(self) -> PrefixGroups:
-        """The groups whose prefixes save most, of the requests so far."""
+        """The groups with the prefixes that save most, of the requests so far."""
         chosen, group_of_node = _Choice(self._tree.root, self._least).made()
         of_request = array("i", (group_of_node.get(self._alive(number), NOBODY) for number in self._ends))
         return PrefixGroups(tuple(depth for depth, _ in chosen), tuple(rows for _, rows in chosen), of_request)
@@ -229,7 +229,7 @@ class PrefixFinder:
         last = number
         while self._taken_in_by[last] != last:
             last = self._taken_in_by[last]
-        while number != last:  # who asks next finds it at once
+        while number != last:  # the next search finds it at once
             self._taken_in_by[number], number = last, self._taken_in_by[number]
         return last
 
@@ -266,7 +266,7 @@ class _Choice:
 
     def _limits(self) -> tuple[dict[int, int], dict[int, list[int]]]:
         """The level of each candidate's chain above which the deepest chosen prefix must lie if the candidate is to be chosen,
-        too; and the chain: the tokens of the candidates above it and of itself, behind 0 for none."""
+        too; and the chain: 0 for none, then the tokens of the candidates above it and of itself."""
         chains, above = self._chains()
         saved = {number: [0] * len(chain) for number, chain in chains.items()}  # below it, by the deepest chosen one
         own = dict.fromkeys(chains, 0)  # rows that have no candidate further down

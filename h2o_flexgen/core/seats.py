@@ -67,19 +67,19 @@ class PrefixRoom(NamedTuple):
     """Room for the prefixes that rows share, in tokens."""
 
     longest: int  # tokens of the longest prefix
-    of_batch: int  # for the prefixes of those who have a seat; of requests that arrive, for those that a pass computes
+    of_batch: int  # for the prefixes of rows with a seat; of requests that arrive, for those that a pass computes
     of_all: int  # for all prefixes of all rows that come and go
 
     @classmethod
     def planned(cls, tokens: int, longest: int, batches: int) -> PrefixRoom:
-        """The room of each of so many batches where nobody is known yet: all have these tokens together."""
+        """The room of each of so many batches where no request is known yet: all have these tokens together."""
         longest = min(longest, tokens)
         return cls(longest, max(room_of(longest), room_of(-(-tokens // batches))), tokens)
 
 
 @dataclass(frozen=True)
 class Seats:
-    """The seats of a batch: who waits for them, in this order, and the largest needs among those."""
+    """The seats of a batch: the rows that wait for them, in this order, and the largest needs among those."""
 
     queue: tuple[int, ...]
     largest: tuple[Need, ...]  # each row in the queue needs no more than one of these, in prompt and in growth

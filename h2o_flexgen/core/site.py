@@ -1,4 +1,4 @@
-"""Site: where a plan is run. It is made once by whoever opens devices, and asked by all who plan for it."""
+"""Site: where a plan is run. It is made once by the code that opens devices, and all planning for these devices reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Site:
     threads: int = 1  # of the CPU
 
     def usual_dtype(self, stored: str | None = None) -> str:
-        """The type to compute in where nobody asks for one: bf16 on CPUs, some of which have instructions for products of it;
+        """The default type to compute in: bf16 on CPUs, some of which have instructions for products of it;
         on an accelerator the checkpoint's type of 16 bits if it has such instructions, else fp16, for which all have them."""
         if not self.accelerator:
             return ON_CPU

@@ -31,7 +31,7 @@ def check_num_prompts(num: int) -> None:
 
 
 def evenly(first: int, last: int, most: int) -> Iterator[slice]:
-    """The pieces, one behind the other and of about one length, of a range of tokens of which at most so many are computed at
+    """The pieces, one after the other and of about one length, of a range of tokens of which at most so many are computed at
     once."""
     count = -(-(last - first) // most)
     bounds = (first + (last - first) * piece // count for piece in range(count + 1))
@@ -45,9 +45,9 @@ class Batch:
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
     seen: tuple[int, ...] = ()  # tokens already in each row's KV; empty for new texts
-    context: int | None = None  # for a text whose KV outlives the block: the most tokens it may grow to
+    context: int | None = None  # for a text with KV that outlives the block: the most tokens it may grow to
     seats: Seats | None = None  # where rows come and go: then `rows` and `lengths` are the most that may be there
-    echoes_within: int | None = None  # the positions of the model, where prompts are repeated behind themselves
+    echoes_within: int | None = None  # the positions of the model, where prompts are read twice, one copy after the other
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class Batch:
         return 2 if self.echoes else 1
 
     def parts(self, tokens: int) -> tuple[Batch, ...]:
-        """Neighbouring rows whose prompts are read together: at most `tokens` with their padding and their echo, or one row. A
+        """Neighbouring rows that have their prompts read together: at most `tokens` with padding and echo, or one row. A
         longer prompt is a part of its own, and computed piece by piece."""
         starts, longest = [0], 0
         for place, length in enumerate(self.lengths):
@@ -143,7 +143,7 @@ class Block:
         return [row for batch in self.batches for row in batch.rows]
 
     def echoed(self, positions: int) -> Block:
-        """The same block where prompts are repeated behind themselves."""
+        """The same block where prompts are read twice, one copy after the other."""
         return replace(self, batches=tuple(replace(batch, echoes_within=positions) for batch in self.batches))
 
     def with_rows(self, rows: Sequence[int]) -> Block:
@@ -176,11 +176,11 @@ class BlockSize(NamedTuple):
 class Workload:
     prompt_lens: tuple[int, ...]
     gen_len: int
-    context: int | None = None  # for texts whose KV lives on: the workload then stands for the last block, which needs the most
+    context: int | None = None  # for texts with KV that lives on: the workload is then the last block, which needs the most
     gen_lens: tuple[int, ...] | None = None  # where rows come and go: the tokens that each may grow, at most `gen_len`
-    prefixes: tuple[SharedPrefix | None, ...] = ()  # what each of these shares with others, unless nobody shares anything
+    prefixes: tuple[SharedPrefix | None, ...] = ()  # what each of these shares with others; empty if none shares anything
     copies_prefixes: bool = False  # rows take them into their own slots
-    prefix_room: int = 0  # where nobody is known yet: tokens of prefixes that may be kept for those who come
+    prefix_room: int = 0  # where no request is known yet: tokens of prefixes that may be kept for requests to come
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -203,7 +203,7 @@ class Workload:
     def running(
         cls, needs: Sequence[Need], prefixes: Sequence[SharedPrefix | None] = (), copies_prefixes: bool = False
     ) -> Workload:
-        """Rows that come and go, with whole prompts: whoever has ended makes room for the next."""
+        """Rows that come and go, with whole prompts: a row that ends makes room for the next."""
         check_num_prompts(len(needs))
         gen_lens = tuple(need.gen_len for need in needs)
         lengths, shared = tuple(need.prompt_len for need in needs), tuple(prefixes) if any(prefixes) else ()

@@ -1,5 +1,5 @@
 """Cells: the figures of one task in one setting, each kept as a line of a file as soon as it is finished. A command that was
-interrupted finds them there and goes on."""
+interrupted finds them there and continues."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Cells:
         return self._cells.get(key_of(identity))
 
     def add(self, cell: Cell) -> None:
-        """Appends the cell in one write, which is on the disk before the evaluation goes on."""
+        """Appends the cell in one write, which is on the disk before the evaluation continues."""
         self._cells[cell.key] = cell
         if self._file is None:
             return

@@ -1,4 +1,4 @@
-"""Figures: the values measured in one cell, each with its standard error and the number of examples behind it."""
+"""Figures: the values measured in one cell, each with its standard error and its number of examples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def ratio_of_sums(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float | None]:
-    """The ratio and its standard error, which comes from what the ratio does not explain in each example."""
+    """The ratio and its standard error, from the residual of each example against the ratio."""
     ratio = math.fsum(parts) / math.fsum(wholes)
     left = standard_error([part - ratio * whole for part, whole in zip(parts, wholes)])
     return ratio, None if left is None else left / fmean(wholes)
@@ -63,7 +63,7 @@ def of_means(values: Sequence[float], of_full: Sequence[float]) -> Relation | No
 
 
 def of_exponents(values: Sequence[float], of_full: Sequence[float]) -> Relation | None:
-    """The ratio of two perplexities, whose examples are mean losses."""
+    """The ratio of two perplexities; their examples are mean losses."""
     if len(values) != len(of_full):
         return None
     differences = [value - full for value, full in zip(values, of_full)]

@@ -177,7 +177,7 @@ class Grid:
     probe: Probe | None = None  # for the policies that ask for one
 
     def settings(self, spec: Callable[[str], ModelSpec]) -> tuple[Setting, ...]:
-        """The settings for a model whose sizes are asked for by the codec of its weights. All policies are the full cache when
+        """The settings for a model; `spec` has its sizes by the codec of its weights. All policies are the full cache when
         they keep everything, so that one is run once, and first."""
         specs = {codec: spec(codec) for codec in self.weight_codecs}
         for compute in self.computes:

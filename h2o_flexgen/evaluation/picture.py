@@ -123,7 +123,7 @@ def panel_title(task: str, shown: Shown, panel: str) -> str:
 
 
 def _scale(axes: Axes, is_share: bool, values: Sequence[float]) -> None:
-    """Axes start at 0, so that a distance on paper is a difference; a share goes to 1. Values that lie far apart are drawn on a
+    """Axes start at 0, so that distances show differences; a share goes to 1. Values that lie far apart are drawn on a
     logarithmic axis, with its numbers written out."""
     if not is_share and min(values, default=0) > 0 and max(values) > SPREAD * min(values):
         from matplotlib.ticker import FuncFormatter

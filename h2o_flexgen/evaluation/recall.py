@@ -1,4 +1,4 @@
-"""Recall tasks: facts noted somewhere in prose, followed by a question whose answer stands in one of the notes.
+"""Recall tasks: facts noted somewhere in prose, followed by a question with its answer in one of the notes.
 
 Every answer has several tokens. The prompt decides the first, and every policy attends to the whole prompt; only the others
 show what the cache has kept. A note says its fact twice, as a passkey in prose always did. It may repeat it more often, since
@@ -53,7 +53,7 @@ class Fact:
     answer: str
 
     def said(self, mentions: int) -> Fact:
-        """The fact with its note repeated until it is said `mentions` times. Several notes are examples, each said once."""
+        """The fact with its note repeated until it occurs `mentions` times. Several notes are examples, each said once."""
         if len(self.notes) > 1:
             return self
         *first, again = self.notes[0]

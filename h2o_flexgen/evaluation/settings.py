@@ -1,4 +1,4 @@
-"""What answers depend on, under the names that a person gives it by: for manifests of jobs and for keys of caches."""
+"""What answers depend on, under the names by which users give it: for manifests of jobs and for keys of caches."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def model_settings(llm: LLM) -> tuple[Settings, Settings]:
 def plan_settings(plan: Plan) -> Settings:
     kept = {each.name: getattr(plan.kv_options, each.name) for each in fields(KVOptions)}
     shared = {"shared_prefixes": plan.shares_prefixes}  # whatever keeps them from being shared, a flag or the schedule
-    read = {HEAD_BUDGETS: plan.head_budgets, PROBE: plan.probe}  # whose names say nothing about the answers
+    read = {HEAD_BUDGETS: plan.head_budgets, PROBE: plan.probe}  # files: their names say nothing about the answers
     files = {name: None if each is None else each.checksum for name, each in read.items()}
     return {**{name: getattr(plan, name) for name in OF_PLAN}, **shared, **kept, **files}

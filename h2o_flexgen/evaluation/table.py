@@ -1,4 +1,4 @@
-"""Tables in Markdown: for each task a row per policy and a column per budget; behind each value its standard error and, in
+"""Tables in Markdown: for each task a row per policy and a column per budget; after each value its standard error and, in
 brackets, its ratio to the full cache."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Results:
         return shown.compare(own.examples, of_full.examples)
 
     def ways(self, panel: str) -> list[str]:
-        """The respects in which a panel's examples are told apart, such as depth."""
+        """The properties that distinguish a panel's examples, such as depth."""
         found = (figure.by for cell in self.cells.values() for figure in cell.figures if figure.panel == panel)
         return [by for by in dict.fromkeys(found) if by]
 

@@ -28,12 +28,12 @@ class Asked:
     """The requirements of a plan, whatever the model, the prompts and the machine."""
 
     plan: Plan  # everything that is not searched: schedule, KV policy and its budget, buffers, codecs
-    batch_sizes: tuple[int, ...] = ()  # the sizes to choose from, if somebody has chosen
+    batch_sizes: tuple[int, ...] = ()  # the only sizes to choose from; empty: all
     batches: tuple[int, ...] = ()
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
     slots: tuple[int, ...] = ()  # numbers of slots that may replace the plan's
-    attend_on: tuple[str, ...] = (DEVICE, HOST)  # who may attend KV outside an accelerator in decode
+    attend_on: tuple[str, ...] = (DEVICE, HOST)  # processors that may attend KV outside an accelerator in decode
     latency_limit: float | None = None
     prefer: str = THROUGHPUT
 

@@ -1,5 +1,5 @@
 """BatchPass: what one batch does in one pass over the weights: the newest tokens of some rows, and prompts, part by part; and
-the KV that is moved for it. Cost and pricing ask it, whether the rows of a block begin together or come and go."""
+the KV that is moved for it. Cost and pricing read it, whether the rows of a block begin together or come and go."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from h2o_flexgen.policies.occupancy import Occupancy
 
 
 class Prompts(NamedTuple):
-    """Prompts that are read together, behind what their rows hold already."""
+    """Prompts that are read together, after the tokens that their rows hold already."""
 
     rows: int
     length: int  # of the longest, to which the others are padded
     held: int = 0
-    echoes: bool = False  # they are repeated behind themselves
+    echoes: bool = False  # each is read twice, one copy after the other
     at_once: int | None = None  # the most tokens that are computed at once, of a prompt that has more; None: all
 
     @property
@@ -65,7 +65,7 @@ class BatchPass(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows whose newest token is computed."""
+        """Rows for which the newest token is computed."""
 
     @property
     def slots(self) -> int:
@@ -73,7 +73,7 @@ class BatchPass(Protocol):
 
     @property
     def shared(self) -> Shared:
-        """What these attend besides, of prefixes that they share."""
+        """The tokens of shared prefixes that these rows attend as well."""
 
     @property
     def prompts(self) -> Mapping[Prompts, int]:
@@ -81,7 +81,7 @@ class BatchPass(Protocol):
 
     @property
     def joining(self) -> int:
-        """Rows whose prompts are read."""
+        """Rows for which the prompt is read."""
 
     @property
     def evicts(self) -> bool: ...

@@ -57,14 +57,14 @@ class BlockPlan:
 
     @cached_property
     def sections(self) -> tuple[BlockPlan, ...]:
-        """What each device of a pipeline has of it; the whole, where there is one."""
+        """The part of each device of a pipeline; the whole, where there is only one device."""
         lanes = self.schedule.traffic.lanes
         if lanes.devices == 1:
             return (self,)
         return tuple(self._section(layers_of(lanes.device_of, device)) for device in range(lanes.devices))
 
     def _section(self, layers: tuple[int, ...]) -> BlockPlan:
-        """The block as a device sees it that computes these layers. Visits keep their numbers."""
+        """The block as seen by the device that computes these layers. Visits keep their numbers."""
         traffic = self.schedule.traffic
         own = replace(
             traffic,
@@ -115,14 +115,14 @@ def _refuse_batches_that_wait(plan: Plan, block: Block) -> None:
 def _refuse_rows_of_a_pipeline(plan: Plan, block: Block) -> None:
     """Refuses rows that come and go, and texts that live on: what they hold would have to be known on every device at once."""
     if plan.pipeline > 1 and (block.is_running or any(batch.lives_on or any(batch.seen) for batch in block.batches)):
-        what = "rows that come and go" if block.is_running else "a text that goes on turn by turn"
+        what = "rows that come and go" if block.is_running else "a text that continues turn by turn"
         raise ValueError(f"a pipeline of {plan.pipeline} devices is for blocks of prompts, not for {what}; give pipeline=1")
 
 
 @dataclass(frozen=True)
 class BlockPlans:
     """Blocks in the order in which they run. There may be hundreds of thousands, but neighbours of one shape lie alike: they
-    are planned once, and each is made when somebody asks for it."""
+    are planned once, and each is made when it is asked for."""
 
     groups: tuple[tuple[BlockPlan, Sequence[int]], ...]  # the first of neighbours of one shape, and the rows of all of them
 

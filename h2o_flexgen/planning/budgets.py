@@ -13,7 +13,7 @@ from h2o_flexgen.planning.footprint import WEIGHTS, Footprint
 class Budgets:
     """Bytes that may be held per tier; None is no limit. `host_base` is what the process holds before anything is loaded.
     `processes`: how many of them run the plan on this machine, each with a device of its own, over weights of host memory that
-    they share; one more looks after them."""
+    they share; one more process supervises them."""
 
     device: int | None = None
     host: int | None = None

@@ -1,4 +1,4 @@
-"""The cost of a task: the bytes that it moves and the flops that it does. `pricing` makes seconds of them.
+"""The cost of a task: the bytes that it moves and the flops that it does. `pricing` turns them into seconds.
 
 The bytes are exact: a test compares them with what a run moved.
 """
@@ -35,7 +35,7 @@ class AtLevel(NamedTuple):
 @dataclass(frozen=True)
 class Cost:
     planned: BlockPlan
-    known_seating: Seating | None = None  # that of the block, if somebody has found it already
+    known_seating: Seating | None = None  # that of the block, if it is known already
 
     @property
     def spec(self) -> ModelSpec:
@@ -53,7 +53,7 @@ class Cost:
 
     @cached_property
     def seating(self) -> Seating:
-        """Who has a seat when, where rows come and go."""
+        """The rows that have a seat in each pass, where rows come and go."""
         return self.known_seating or Seating.of(self.planned)
 
     @property
@@ -106,19 +106,19 @@ class Cost:
         """Bytes of what rows ask of the host in decode, and of what it answers."""
         spec = self.spec
         values = one.rows * 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize
-        # the weight of one more key, with its values where it stands for a prefix
+        # the weight of one more key, with its values where it represents a prefix
         more = 1 + spec.head_dim if one.shared.tokens else int(spec.sink_scores)
         shared = one.rows * spec.heads * more * FLOAT_BYTES
         worth = one.rows * spec.kv_heads * FLOAT_BYTES if self._is_judged(layer) else 0
         return values + shared + worth
 
     def _is_judged(self, layer: int) -> bool:
-        """Whether it counts for any head of a layer what tokens are worth when they are written."""
+        """Whether any head of a layer uses the worth that tokens have when they are written."""
         place = self.spec.kv_layers.index(layer)
         return any(level.policy.judge is not None and level.heads[place] for level in self.planned.levels)
 
     def _whole_row_bytes(self, task: Task | Key) -> int:
-        """Bytes of all slots of the rows whose prompts are read, with what is noted of these."""
+        """Bytes of all slots of the rows for which prompts are read, with the notes on these slots."""
         joining = self.batch_pass(task.step, task.batch).joining
         return joining * sum(
             layout.slots * (layout.row_bytes + layout.heads * level.policy.score_bytes)
@@ -167,7 +167,7 @@ class Cost:
 
     @property
     def _phases(self) -> Iterable[range]:
-        """Steps whose visits have the same transfers. In a running block nobody knows which pass will be the last."""
+        """Steps in which the visits have the same transfers. In a running block it is not known which pass will be the last."""
         if self.block.is_running:
             return filter(None, (range(1), range(1, self.passes)))
         return self.schedule.traffic.phases

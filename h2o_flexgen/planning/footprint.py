@@ -62,8 +62,8 @@ def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, in
 
 
 def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
-    """The footprint of a block. `scored_at_once`: positions of prompts whose logits are made together; 0 if only the last of
-    each row has logits. Of several devices it has the parts of the one that holds most, and what all need of the host."""
+    """The footprint of a block. `scored_at_once`: positions of prompts for which logits are made together; 0 if only the last
+    of each row has logits. Of several devices it has the parts of the one that holds most, and what all need of the host."""
     each = [_parts(section, site, scored_at_once) for section in planned.sections]
     if len(each) == 1:
         return Footprint(each[0])
@@ -113,7 +113,7 @@ def _add_weights(parts: Parts, planned: BlockPlan, compute: str, written: bool) 
 
 
 def _worked_out(function: Callable[..., int], planned: BlockPlan, *tiers: str) -> int:
-    """What follows of the weights on these tiers: it is the same for all blocks of a model with the same shares."""
+    """The parts that depend on the weights alone: they are the same for all blocks of a model with the same shares."""
     key, known = (function, planned.plan.weights, tiers), planned.spec.worked_out
     if key not in known:
         known[key] = function(planned.spec, planned.placement, *tiers)

@@ -1,5 +1,5 @@
-"""HeldKV: the KV of a block, level by level of what its heads keep. It says what each level holds in which layer; whoever wants
-to know what a layer takes asks here, or for its levels one by one.
+"""HeldKV: the KV of a block, in levels of heads that keep the same number of tokens. It says what each level holds in which
+layer. The size of a layer is found here, as a whole or level by level.
 
 Without head budgets there is one level, of all heads in all layers.
 """
@@ -23,7 +23,7 @@ Place = tuple[int, int]  # layer of the schedule, batch
 @dataclass(frozen=True)
 class HeldKV:
     spec: ModelSpec
-    levels: tuple[Level, ...]  # that which keeps most first
+    levels: tuple[Level, ...]  # the one that keeps most comes first
     block: Block
 
     @classmethod

@@ -37,8 +37,8 @@ KINDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
 LACKING = 1e6  # seconds per whole missing budget: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
-BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that slots change nothing of
-FOUND = (*BOUNDS, "whole")  # those that do not depend on what stays
+BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that do not depend on slots
+FOUND = (*BOUNDS, "whole")  # and those that do not depend on what stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -46,7 +46,7 @@ Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
 
 @dataclass(frozen=True)
 class Case:
-    """A question to the program: a plan whose shares are open, and a block of its sizes."""
+    """A question to the program: a plan with shares that are to be found, and a block of its sizes."""
 
     spec: ModelSpec
     plan: Plan
@@ -78,7 +78,7 @@ class Case:
 
     @cached_property
     def seating(self) -> Seating | None:
-        """Who has a seat when, where rows come and go."""
+        """The rows that have a seat in each pass, where rows come and go."""
         return Seating.of(self.planned(self.with_shares())) if self.block.is_running else None
 
     @property
@@ -93,7 +93,7 @@ class Case:
 
     @cached_property
     def steps(self) -> list[int]:
-        """The prompts, and the decode steps that stand for all of them."""
+        """The prompts, and the decode steps that represent all of them."""
         if self.seating is not None:
             return [*typical_passes(self.seating)]
         return [0, *sampled_steps(self.planned(self.with_shares()))]
@@ -151,7 +151,7 @@ class Case:
 
     @cached_property
     def _other_blocks(self) -> Sequence[tuple[int, int]]:
-        """One block of each kind among those behind the first, and how many are of its kind."""
+        """One block of each kind among those after the first, and how many are of its kind."""
         kinds: dict[tuple[int, ...], list[int]] = {}
         for layer in self.spec.kv_layers:
             number = self.spec.layers[layer].block

@@ -46,7 +46,7 @@ class Machine:
     host_to_device_per_s: float  # from page-locked memory
     device_to_host_per_s: float
     flops_per_s: Mapping[str, Curve]  # dtype -> flop/s of a matrix product, by its rows
-    attention_bytes_per_s: Mapping[str, float]  # tier in whose memory it is done -> bytes of KV that decode attention reads
+    attention_bytes_per_s: Mapping[str, float]  # tier that holds the KV -> bytes of it that decode attention reads
     task_seconds: float  # a task that moves data costs this beside its data
     # fields from here on cost nothing if they were not measured
     disk_both: float = 2.0  # reads and writes at once: the shares of their separate rates, added up, 1 to 2
@@ -74,7 +74,7 @@ class Machine:
 
     @property
     def multiplies(self) -> tuple[str, ...]:
-        """The types of 16 bits whose products are known."""
+        """The types of 16 bits for which the rate of products is known."""
         return tuple(dtype for dtype in self.flops_per_s if DTYPE_BYTES.get(dtype) == 2)
 
     def flop_rate(self, dtype: str, rows: float) -> float:
@@ -87,7 +87,7 @@ class Machine:
         return at_rows(self.flops_per_s[dtype], rows)
 
     def runs(self, kernel: Kernel) -> bool:
-        """Whether this machine has the kernel: those whose products were measured are there, and no others."""
+        """Whether this machine has the kernel: it has those for which products were measured, and no others."""
         fits = kernel.device in (None, self.device)
         return fits and (kernel.form == PLAIN or kernel.price in self.packed_flops_per_s)
 
@@ -104,7 +104,7 @@ class Machine:
         return self.flop_rate(dtype, rows) if kernel is None else at_rows(self.packed_flops_per_s[kernel.price], rows)
 
     def decoding_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed weights decoded per second: a form of checkpoints as the one that is measured for it. A codec that was not
+        """Packed weights decoded per second. A form of checkpoints counts as the one that is measured in its place. A codec not
         measured is as slow as the slowest that was. If none was, a value takes as long as attention takes to read
         `value_bytes`, the bytes read and written per value, in the memory that is computed in."""
         tier, measured = DEVICE if self.has_accelerator else HOST, self.decoded_values_per_s
@@ -127,7 +127,7 @@ class Machine:
             to_device, from_device = self.disk_read_per_s, self.disk_write_per_s
         rates = {READ: self.disk_read_per_s, LOAD: to_device, STORE: from_device, WRITE: self.disk_write_per_s}
         if lane not in rates:
-            raise ValueError(f"lane {lane!r} has no bandwidth; those that have one are {', '.join(rates)}")
+            raise ValueError(f"lane {lane!r} has no bandwidth; the lanes with one are {', '.join(rates)}")
         return rates[lane]
 
     def at_best(self, again: Machine) -> Machine:
@@ -162,7 +162,7 @@ class Machine:
         )
 
     def shared_by(self, processes: int) -> Machine:
-        """The machine as each of several processes has it that are busy alike, with a device and a link of its own. Links are
+        """The machine as each of several equally busy processes has it, with a device and a link of its own. Links are
         as fast as they are, until all together take what the host's memory gives; the disk is divided."""
         if processes == 1:
             return self
@@ -249,7 +249,7 @@ def _sooner(seconds: Mapping[str, float], again: Mapping[str, float]) -> dict[st
     return {kind: min(own, again.get(kind, own)) for kind, own in seconds.items()}
 
 
-# rates that processes have each of their own, up to a share of the host's memory; and those that they divide
+# rates that each process has for itself, up to a share of the host's memory; and rates that processes divide
 _OF_LINKS = ("host_to_device_per_s", "device_to_host_per_s", "unpinned_to_device_per_s", "unpinned_to_host_per_s")
 _OF_ALL = (
     "disk_read_per_s", "disk_write_per_s", "kv_read_per_s", "kv_write_per_s", "host_copy_per_s", "host_read_per_s"

@@ -58,8 +58,8 @@ def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
 
 
 def _placed_weights(sizes: Mapping[str, int], shares: Shares, outsized: Sequence[str]) -> dict[str, str]:
-    """Outsized tensors on the fastest tier in memory whose share has room for them. The others are spread by what is then left
-    of each share, so that each tier still ends within one tensor of what was asked."""
+    """Outsized tensors on the fastest tier in memory with room for them in its share. The others are spread by what is then
+    left of each share, so that each tier still ends within one tensor of what was asked."""
     total, first = sum(sizes.values()), dict[str, str]()
     left = {tier: shares.of(tier) * total for tier in (DEVICE, HOST)}
     for name in outsized:

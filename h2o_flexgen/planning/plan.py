@@ -77,7 +77,7 @@ class Plan:
     schedule: str = "zigzag"
     pipeline: int = 1  # devices, each of which computes a range of layers
     kv_policy: str = "full"
-    kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
+    kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and which tokens are protected
     head_budgets: HeadBudgets | None = None  # what each KV head keeps, where heads differ
     probe: Probe | None = None  # what a policy ranks tokens by that asks for one
     shared_prefixes: bool = True  # what requests of a job begin with alike is computed and kept once
@@ -185,7 +185,7 @@ class Plan:
     @property
     def answers_depend_on_prefixes(self) -> bool:
         """Whether what a row attends depends on whether it shares a prefix: it is kept whole where a policy would evict of it,
-        or packed before the prompt behind it is read."""
+        or packed before the prompt after it is read."""
         is_kept_whole = not self.copies_prefixes and not self.policy.keeps_all
         return self.shares_prefixes and (is_kept_whole or self.kv_codec != PLAIN)
 
@@ -231,14 +231,14 @@ class Plan:
         return self.graphs != OFF and self.stays_in_place and self.pipeline == 1
 
     def refuse_graphs_where_data_move(self) -> None:
-        """Whoever insists on graphs is told where there can be none."""
+        """Raises if graphs are required but data moves."""
         if self.graphs == ON and not self.stays_in_place:
-            wanted = f"graphs {ON!r} is for plans whose KV and activations all stay on the GPU"
-            raise ValueError(f"{wanted}, and this one moves some; take {AUTO!r}")
+            required = f"graphs {ON!r} is for plans that keep all KV and activations on the GPU"
+            raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
 
     @property
     def has_own_slots(self) -> bool:
-        """Whether the schedule has a fixed number of buffers that nobody can choose."""
+        """Whether the schedule fixes its number of buffers, so that a plan cannot choose it."""
         return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
 
     def without_overlap(self) -> Plan:

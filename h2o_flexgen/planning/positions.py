@@ -9,7 +9,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 
 
 def of_windows(spec: ModelSpec) -> str:
-    """Says whose positions are meant, where those that see everything are fewer than the model's."""
+    """The words for positions within a window, where the layers that see everything see fewer positions than the model has."""
     return "" if spec.seen_positions == spec.max_positions else " within its window"
 
 
@@ -19,7 +19,7 @@ def check_rolling(spec: ModelSpec, plan: Plan) -> None:
 
 
 def longest_text(spec: ModelSpec, policy: KVPolicy) -> int:
-    """The most tokens of a text that is read. Behind one that is echoed there must be a position for the echo."""
+    """The most tokens of a text that is read. After a text that is echoed there must be a position for the echo."""
     return spec.max_positions - 1 if policy.echoes else spec.max_positions
 
 
@@ -28,7 +28,7 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
     some heads keep all."""
     if length > longest_text(spec, plan.policy) and plan.policy.echoes:
         raise ValueError(
-            f"prompt {row} has {length} tokens, behind which kv_policy {plan.kv_policy!r} repeats them, but {spec.name} has "
+            f"prompt {row} has {length} tokens, which kv_policy {plan.kv_policy!r} repeats after them, but {spec.name} has "
             f"{spec.max_positions} positions; give {longest_text(spec, plan.policy)} tokens at most"
         )
     policies = [level.policy for level in plan.levels(spec)]
@@ -47,7 +47,7 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
 
 
 def most_tokens(spec: ModelSpec, plan: Plan, row: int, length: int) -> int:
-    """The default number of tokens to generate behind a prompt; at least one, which `check_positions` judges."""
+    """The default number of tokens to generate after a prompt; at least one, which `check_positions` judges."""
     if all(level.policy.rolls for level in plan.levels(spec)):
         raise ValueError(f"max_tokens of prompt {row} is None, but with rolling positions a text has no end; give a number")
     return max(1, spec.max_positions + 1 - length)

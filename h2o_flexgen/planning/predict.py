@@ -2,8 +2,8 @@
 
 A block is simulated task by task: its prompts and a few of its decode steps. Seconds of steps change slowly with the KV, so the
 steps between are on a line. Every sampled step is simulated twice in a row, and the second counts, because it begins as any
-other. Of many blocks whose prompts differ in length a few stand for all in the same way. Where rows come and go, the one block
-is predicted by `predict_running`.
+other. Of many blocks with prompts of different lengths, a few represent all in the same way. Where rows come and go, the one
+block is predicted by `predict_running`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def predict(planned: WorkloadPlan, machine: Machine) -> Prediction:
 def sampled_blocks(counted: Sequence[tuple[BlockPlan, int]]) -> Iterator[tuple[BlockPlan, float]]:
     """The blocks that are simulated, and how often each counts, chosen from the distinct blocks and their numbers. A block
     between two samples counts as a part of either, in proportion to its tokens. The last has fewer rows than the others, so it
-    and the one before stand for no third one."""
+    and the one before represent no third one."""
     if len(counted) <= ALL_BLOCKS:
         yield from ((block, float(count)) for block, count in counted)
         return
@@ -103,7 +103,7 @@ class BlockPrediction:
         pricing, gen_len = Pricing(planned, machine, averaged=True), planned.block.gen_len
         samples = sampled_steps(planned)
         exact = samples == list(range(1, gen_len))
-        # one step more behind the last, which has nothing to store and so is unlike the others
+        # one step more after the last, which has nothing to store and so is unlike the others
         steps = [0, *samples] if exact else [0, *(step for sample in samples for step in (sample, sample)), samples[-1]]
         trace = simulated(pricing, steps)
         seconds = step_seconds(trace, planned.schedule)

@@ -1,4 +1,4 @@
-"""Prediction of a running block: its passes over the weights as they follow from who has a seat when.
+"""Prediction of a running block: its passes over the weights as they follow from which row has a seat in which pass.
 
 A block may have tens of thousands of passes, and no two are alike. So it is cut into stretches. In each a few passes in a row
 are simulated task by task, which tells how much longer passes take than the busiest lane works in them; how long that works is
@@ -22,9 +22,9 @@ from h2o_flexgen.planning.some_steps import simulated, step_seconds
 from h2o_flexgen.schedule.trace import Trace
 
 ALL_PASSES = 40  # a block of no more passes is simulated whole
-STRETCHES, IN_A_ROW = 8, 4  # stretches of a longer one behind its first passes, and the passes that are simulated in each
+STRETCHES, IN_A_ROW = 8, 4  # stretches of a longer one after its first passes, and the passes that are simulated in each
 TYPICAL_PARTS, TYPICAL_OF = 3, 9  # parts of a block that have typical passes, and how many of each such a one is chosen from
-WEIGHED, WEIGHED_ROWS = 192, 40_000  # passes whose lanes are added up, at most; and rows in all of these
+WEIGHED, WEIGHED_ROWS = 192, 40_000  # most passes for which lanes are added up; and most rows in all of these
 
 
 class Stretch(NamedTuple):
@@ -55,7 +55,7 @@ class RunningPrediction:
         return found
 
     def _add(self, stretch: Stretch, pricing: Pricing, seconds: Mapping[int, float], weighed: int) -> None:
-        """Adds a stretch. Passes that read prompts are weighed apart from the others, which are of another kind."""
+        """Adds a stretch. Passes that read prompts are weighed separately, as they are of another kind."""
         bounds = {number: pricing.bounds(number) for number in {*stretch.simulated, *_some(stretch.passes, weighed)}}
         longer = sum(seconds[number] for number in stretch.simulated) / sum(
             max(bounds[number].values()) for number in stretch.simulated
@@ -94,7 +94,7 @@ def stretches(passes: int) -> list[Stretch]:
 
 
 def typical_passes(seating: Seating) -> dict[int, float]:
-    """Some passes that stand for all, and how many each stands for: the first, and of each part of the block one that reads
+    """Some passes that represent all, and how many each represents: the first, and of each part of the block one that reads
     prompts and one that does not, with a middling number of tokens."""
     found = {0: 1.0}
     cuts = [1 + place * (seating.passes - 1) // TYPICAL_PARTS for place in range(TYPICAL_PARTS + 1)]
@@ -108,8 +108,8 @@ def typical_passes(seating: Seating) -> dict[int, float]:
 
 
 def _steps(each: Sequence[Stretch]) -> Iterator[int]:
-    """The passes to simulate. Before each row of them comes the pass before, so that the first begins as any other; behind the
-    last its own repetition, so that it ends as any other."""
+    """The passes to simulate. Before each series of them comes the pass before, so that the first begins as any other.
+    After the last comes its own repetition, so that it ends as any other."""
     for stretch in each:
         yield from range(max(0, stretch.simulated.start - 1), stretch.simulated.stop)
     yield each[-1].simulated[-1]

@@ -1,7 +1,7 @@
 """Room for the prefixes of requests that are not known yet.
 
-Seats come first: where nobody says how much room there is to be, prefixes get what memory leaves beside the seats, and no plan
-is refused because they get none. Whoever says so gets that much, or is told that it does not fit.
+Seats come first: where no room is asked for, prefixes get the memory that seats leave, and no plan is refused because they get
+none. Where a room is asked for, they get exactly that, or the plan is refused because it does not fit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOM = Rule(whole(0, MOST_TOKENS), f"a whole number of tokens, 0 to {MOST_TOKENS
 
 
 def prefix_rooms(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:
-    """Tokens for what requests share, in seats for prompts of this length: of these the first is taken that fits. Nothing where
-    answers would depend on who else has come, unless it is asked for."""
+    """Tokens for what requests share, in seats for prompts of this length: the first of them that fits is taken. None where
+    answers would depend on which other requests have come, unless it is asked for."""
     if asked is not None:
         return [_checked(plan, asked)]
     rooms, room = list[int](), _of_one(plan, prompt_len) * max(1, plan.block_size // SEATS_PER_PREFIX)
@@ -34,14 +34,14 @@ def prefix_rooms(plan: Plan, prompt_len: int, asked: int | None = None) -> list[
 
 
 def rooms_to_search(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:
-    """Tokens that a plan is searched with room for, likewise: one prefix, or else none."""
+    """The rooms, in tokens, that a search tries in the same way: one prefix, or else none."""
     if asked is not None:
         return [_checked(plan, asked)]
     return list(dict.fromkeys((_of_one(plan, prompt_len), 0)))
 
 
 def first_that_fits(rooms: Sequence[int], make: Callable[[int], Made]) -> Made:
-    """What is made with the first room for which memory is enough; the error of the last."""
+    """The result with the first room for which memory is enough; raises the error of the last if none is."""
     for room in rooms[:-1]:
         with suppress(DoesNotFit):
             return make(room)

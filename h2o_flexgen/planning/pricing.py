@@ -1,4 +1,4 @@
-"""Pricing: the seconds of a task on a machine. The simulator, the linear program and the timeline all ask here.
+"""Pricing: the seconds of a task on a machine. The simulator, the linear program and the timeline all use it.
 
 A transfer takes its bytes over a bandwidth; a computation takes the sum of its parts: products, decoding of packed weights,
 attention, and what every value and every visit costs beside them. All of it is linear in the shares of a placement, as long as
@@ -39,8 +39,8 @@ SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lane
 class Pricing:
     planned: BlockPlan
     machine: Machine
-    averaged: bool = False  # over the steps of a journal of KV, so that any step stands for those around it
-    known_seating: Seating | None = None  # of a block where rows come and go, if somebody has found it already
+    averaged: bool = False  # over the steps of a journal of KV, so that any step represents those around it
+    known_seating: Seating | None = None  # of a block where rows come and go, if it is known already
 
     @cached_property
     def cost(self) -> Cost:
@@ -143,7 +143,7 @@ class Pricing:
         for (codec, share), values in layer.multiplied_values.items():
             if codec == PLAIN or all(self._packed_product(codec, _met(share, each)) for each in rows):
                 continue
-            asked = asked_for(share, max(rows))  # of experts that nobody asks for, nothing is decoded
+            asked = asked_for(share, max(rows))  # nothing is decoded of experts that no row asks for
             again = 1.0 if first else self._share_decoded_again(layer)
             total += asked * again * values / self.machine.decoding_rate(codec, self._bytes_to_decode(codec))
         return total
@@ -160,7 +160,7 @@ class Pricing:
         return (parts - rooms + 1) / parts if parts > rooms else 0.0
 
     def _values(self, layer: LayerSpec) -> float:
-        """Values of one token that norms, activations and additions pass over; there are none behind logits."""
+        """Values of one token that norms, activations and additions pass over; there are none after logits."""
         return 0.0 if layer.makes_logits else layer.values_around_products
 
     def _visit_seconds(self, layer: LayerSpec, parts: int) -> float:
@@ -171,8 +171,8 @@ class Pricing:
         return whole + (parts - 1) * again if parts else 0.0
 
     def _eviction_seconds(self, task: Task | Key) -> float:
-        """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes. Each level
-        has its own."""
+        """Seconds of an eviction's many small operations, whatever the sizes: on scores, and on the tokens that leave and
+        that come. Each level has its own."""
         levels = self.cost.by_level(task)
         is_here = task.op is Op.ATTEND or not self._attends_on_host(task.layer, task.batch)
         evicting = sum(at.one.evicts and bool(is_here or at.one.joining) for at in levels)
@@ -235,11 +235,11 @@ class Pricing:
 
     def lane_seconds(self, step: int) -> dict[str, float]:
         """Seconds that each lane works in one step: the step takes at least the longest. Of several devices' lanes of a kind it
-        is the one that works longest. What tasks wait for beside others in their lane is no work of the lane."""
+        is the one that works longest. Latency that other tasks of the lane can hide is not work of the lane."""
         return self._by_lane(self._priced(step))
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
-        """The tasks of a step and the seconds for which they keep their lane, with all slices of weights together."""
+        """The tasks of a step and the seconds for which they occupy their lane, with all slices of weights together."""
         return [
             (key, self.schedule.parts(key.op) * (self.seconds(key) - self.latency(key.op)))
             for key in self.schedule.in_step(step)

@@ -1,5 +1,5 @@
-"""Queues: the rows of a running block that wait for a seat, and who of them joins when seats are free. Engine and prediction
-ask the same queues, so that rows join in a run when it was foreseen."""
+"""Queues: the rows of a running block that wait for a seat, and which of them join when seats are free. Engine and prediction
+use the same queues, so that rows join in a run exactly when the prediction said."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.core.seats import Need
 from h2o_flexgen.planning.block_plan import BlockPlan
 
 LOOKED_AT = 64  # rows at the head of another batch's queue among which one that fits is looked for
-FREE_SHARE = 8  # newcomers wait until one seat in so many is free: their prompts are then read together
+FREE_SHARE = 8  # new rows wait until one seat in so many is free: their prompts are then read together
 LEAST_FILLED = 0.75  # a prompt much shorter than the longest of a part begins a part of its own: pads are computed, too
 
 
@@ -31,13 +31,12 @@ class Queues:
         return sum(map(len, self._queues))
 
     def __iter__(self) -> Iterator[int]:
-        """The places of all who wait."""
+        """The places of all rows that wait."""
         return (place for queue in self._queues for place in queue)
 
     def take(self, batch: int, taken: int, seated: Iterable[SharedPrefix | None] = ()) -> list[int]:
-        """Those who join a batch of so many now, longest prompts first. Whoever waits does so until some seats are free, or
-        all, and until there is room for the prefix that the row shares with others; `seated`: the prefixes of those who have a
-        seat."""
+        """Rows that join a batch now, longest prompts first; `taken` is its number of rows with a seat, and `seated` has their
+        prefixes. A row waits until some seats are free, or all, and until there is room for the prefix that it shares."""
         free = self._sizes[batch] - taken
         if taken and free * FREE_SHARE < self._sizes[batch] and free < len(self):
             return []
@@ -90,8 +89,8 @@ class _Held:
 
 
 def read_together(lengths: Sequence[int], tokens: int, echoes: bool = False) -> Iterator[slice]:
-    """The parts in which the prompts of newcomers are read, the longest of whom stand first: as many tokens as a plan allows,
-    pads and echoes included, but one whole prompt at least."""
+    """The parts in which the prompts of new rows are read, which come longest first: as many tokens as a plan allows,
+    with pads and echoes, but at least one whole prompt."""
     start, readings = 0, 2 if echoes else 1
     for place in range(1, len(lengths)):
         is_full = readings * (place + 1 - start) * lengths[start] > tokens

@@ -2,7 +2,7 @@
 
 The linear program finds the shares for every allowed size of batches and blocks and every allowed codec; the most promising
 plans are simulated with real tensors, and the best of these wins. KV budgets, codecs and inexact products, which change
-quality, are searched only if somebody allows it.
+quality, are searched only if the caller allows it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # batches of a block
 MOST_MEASURED, TURNS = 2048, 8  # rows of a job that plans are measured by, and turns at least that each seat has among them
 SIMULATED, ON_FRONT = 5, 4  # plans that are simulated: the best by the program; further ones for the front
 SIMULATED_AT_MOST = 10  # the limit if simulations fall behind what the program promises of others
-REFINED = 6  # good answers on the grid whose neighbours are tried
+REFINED = 6  # good answers on the grid for which the neighbours are tried
 HOPELESS = 0.5  # share of the soonest block's seconds below which no plan keeps a latency limit
 LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit within which the program must promise to end
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
-SLOTS = (3, 4, 6, 8)  # numbers of slots that are tried, one after the other, where nobody has chosen one
+SLOTS = (3, 4, 6, 8)  # numbers of slots that are tried, one after the other, where none is given
 WORTH_SLOTS = 0.02  # share of the speed that more slots must bring, since other things can be done with their memory
-NEAR = 0.05  # plans this near to each other are equal: then the one whose block is over sooner wins
+NEAR = 0.05  # plans this near to each other are equal: then the one that ends its block sooner wins
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Problem:
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
     slots: tuple[int, ...] = ()  # numbers of slots that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE,)
-    batch_sizes: tuple[int, ...] = ()  # the sizes to choose from, if somebody has chosen
+    batch_sizes: tuple[int, ...] = ()  # the only sizes to choose from; empty: all
     batches: tuple[int, ...] = ()
     latency_limit: float | None = None  # seconds from the first prompt of a block to its last token
     prefer: str = THROUGHPUT
@@ -349,10 +349,10 @@ def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
 
 
 def rule_of(problem: Problem) -> str:
-    """The rule by which the plan is chosen, for people: what `_near_the_best` and `_chosen_of_equals` do."""
+    """The rule by which the plan is chosen, in words: what `_near_the_best` and `_chosen_of_equals` do."""
     if problem.prefer == LATENCY:
-        return f"of plans whose block ends within {NEAR:.0%} of the soonest, which count as equal, the one with most tokens/s"
-    return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one whose block ends soonest"
+        return f"of plans with a latency within {NEAR:.0%} of the lowest, which count as equal, the one with most tokens/s"
+    return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one with the lowest latency"
 
 
 def _near_the_best(problem: Problem, ordered: Sequence[Candidate]) -> list[Candidate]:
@@ -368,7 +368,7 @@ def _chosen_of_equals(problem: Problem, near: Sequence[Candidate]) -> Candidate:
 
 def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
     """The same plan, with so many tokens of prompts computed at once that an expert of a mixture meets as many of them as other
-    matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nobody waits for a
+    matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nothing waits for a
     part, since a prompt's layer is over when all its parts are; and a size other than the usual one stays."""
     share = min(share for layer in problem.model(best.plan).layers for _, share in layer.products)
     if best.plan.prefill_tokens != Plan.prefill_tokens:
@@ -382,7 +382,7 @@ def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
 
 def _with_more_slots(problem: Problem, best: Candidate) -> Candidate:
     """The same block with more visits under way at once, where that is worth it: a disk that has read the few experts of a
-    slice may otherwise wait for an attention to end. Slots take memory, so the shares are found anew. The program knows no
+    slice may otherwise wait for an attention to end. Slots take memory, so shares are found anew. The program does not model
     waiting: what it promises is the most that slots can bring, and where little is missing of that, none are tried."""
     if not problem.slots:
         return best
@@ -429,7 +429,7 @@ def _front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def refuse_what_never_fits(problem: Problem) -> None:
-    """Refuses a problem whose smallest plan does not fit. Bytes alone decide here, so no rate of the machine is needed."""
+    """Refuses a problem for which even the smallest plan does not fit. Bytes alone decide; no rate of the machine is needed."""
     if not any(map(problem.fits, _smallest(problem))):
         raise NoPlan(nearest_miss(problem))
 

@@ -1,5 +1,5 @@
-"""Seating: who has a seat in which pass of a running block, if every row grows as long as it may; and so what each batch does
-in each pass. The queues are those of the engine."""
+"""Seating: which rows have a seat in which pass of a running block, if every row grows as long as it may; and so what each
+batch does in each pass. The queues are those of the engine."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Stay:
 
     def __init__(self, seats: int, journals: Iterable[int], echoes: bool) -> None:
         self.seats = seats
-        self.echoes = echoes  # prompts are repeated behind themselves
+        self.echoes = echoes  # prompts are read twice, one copy after the other
         self.needs: list[Need] = []
-        self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for newcomers
+        self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for new rows
         self.first: list[int] = []  # the pass in which each row's prompt is read
         self.last: list[int] = []  # the pass in which its last token is picked
         self.levels = [StayAtLevel(self, journal) for journal in journals]
 
     def add(self, need: Need, alone: Sequence[Occupancy], number: int) -> int:
-        """Adds a row whose prompt is read in this pass, and returns its last pass. `alone`: its slots at each level."""
+        """Adds a row, the prompt of which is read in this pass, and returns its last pass. `alone`: its slots at each level."""
         self.needs.append(need)
         for level, slots in zip(self.levels, alone, strict=True):
             level.alone.append(slots)
@@ -52,7 +52,7 @@ class Stay:
         return sorted({*self.first, *(last + 1 for last in self.last)})
 
     def present(self, number: int) -> Sequence[int]:
-        """The rows of a pass, newcomers included."""
+        """The rows of a pass, with those that are new."""
         first, last = self._spans
         found: list[int] = numpy.flatnonzero((first <= number) & (number <= last)).tolist()
         return found
@@ -72,7 +72,7 @@ class StayAtLevel:
         self._scattered: dict[int, int] = {}
 
     def held(self, row: int, number: int) -> int:
-        """Slots of a row before a pass in which it is no newcomer."""
+        """Slots of a row before a pass in which it is not new."""
         return self.alone[row].held(number - self._stay.first[row])
 
     def evicts(self, row: int, number: int) -> bool:
@@ -87,7 +87,7 @@ class StayAtLevel:
         return number >= self._first_scattered(self._stay.changed_at(number))
 
     def _first_scattered(self, changed: int) -> int:
-        """The first pass behind a change in which the slots that rows write do not lie side by side."""
+        """The first pass after a change in which the slots that rows write do not lie side by side."""
         if changed not in self._scattered:
             rows = self._stay.present(changed)
             counts = {self.held(row, changed + 1) for row in rows}
@@ -168,7 +168,7 @@ def _mean_prefix(needs: Sequence[Need]) -> int:
 
 
 class _Prefixes:
-    """The prefixes that are kept, as the engine keeps them: while anybody uses them, and longer where there is room."""
+    """The prefixes that are kept, as the engine keeps them: while a row uses them, and longer where there is room."""
 
     def __init__(self, room: int) -> None:
         self._room = room

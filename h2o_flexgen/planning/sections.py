@@ -31,7 +31,7 @@ def layers_of(device_of: tuple[int, ...], device: int) -> tuple[int, ...]:
 
 
 def only_layers(spec: ModelSpec, layers: tuple[int, ...]) -> ModelSpec:
-    """The model as a device sees it that computes these: all others are there, and have nothing."""
+    """The model as seen by the device that computes these layers: all others are there, and empty."""
     return replace(spec, layers=tuple(one if at in layers else _emptied(one) for at, one in enumerate(spec.layers)))
 
 

@@ -1,4 +1,4 @@
-"""Some steps of a block, simulated one behind the other as if they were all: each stands for a step of the block."""
+"""Some steps of a block, simulated one after the other as if they were all: each represents a step of the block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
 
 
 class _Priced:
-    """The seconds and the latency of a task, whose step stands for another one."""
+    """The seconds and the latency of a task in a step that represents another one."""
 
     def __init__(self, pricing: Pricing, steps: Sequence[int]) -> None:
         self._pricing, self._steps = pricing, steps

@@ -1,4 +1,4 @@
-"""Working space: an estimate of the most that the functions of one visit allocate in passing, compared with runs by a test.
+"""Working space: an estimate of the most that the functions of one visit allocate temporarily, compared with runs by a test.
 
 What allocators are asked for is known to the byte (core/layout, kernels/sizes). This is the rest: what torch allocates for the
 results of its functions, from their shapes. The constants of the estimate are here.
@@ -27,7 +27,7 @@ DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: 
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
 WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
-COMPARED_BYTES = 24  # per value of a row's keys whose tokens are compared: keys and values as they are, and results in fp32
+COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, kv: HeldKV, batch: int) -> list[Heads]:
-        """The levels of a batch, each as in the layer that has most heads of it."""
+        """The levels of a batch, each as in the layer where it has most heads."""
         levels = enumerate(kv.levels)
         counted = [(level.policy, kv.occupancies[at][batch], kv.most_heads(at)) for at, level in levels]
         return [cls(kv.spec.with_kv_heads(count), policy, occupancy) for policy, occupancy, count in counted if count]
@@ -109,8 +109,8 @@ def _decode_attention_bytes(at: Heads, plan: Plan, site: Site) -> int:
 
 
 def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site, at_once: int) -> int:
-    """Bytes for prompts that are read together, of whose tokens so many are computed at once: what the layer has of all heads,
-    what the level works in that needs most, and what all have of a prompt in pieces."""
+    """Bytes for prompts that are read together, with so many of their tokens computed at once: what the layer has of all heads,
+    the space of the level that needs most, and what all have of a prompt in pieces."""
     batch = levels[0].occupancy.batch
     total, heads = batch.size * batch.prompt_len * batch.readings, spec.heads * spec.head_dim
     tokens, normed = min(total, at_once), _normed_bytes(spec)
@@ -177,7 +177,7 @@ def _scored_bytes(at: Heads, at_once: int, site: Site) -> int:
     is_asked_more = spec.attention_cap is not None or spec.sink_scores or policy.sees is not None
     if is_asked_more and not site.has_kernel(PROMPT_ATTENTION, spec.dtype):
         scored = min(SCORED_BYTES, FLOAT_BYTES * batch.size * spec.heads * keys * min(batch.prompt_len, at_once))
-        of_score = 0 if policy.sees is None else FAR_BYTES + spec.heads // spec.kv_heads  # who is too far away, for each head
+        of_score = 0 if policy.sees is None else FAR_BYTES + spec.heads // spec.kv_heads  # too far away, for each head
         widened = 2 * FLOAT_BYTES * batch.size * keys * spec.kv_heads * spec.head_dim  # keys and values in fp32
         held = 4 if spec.sink_scores else 3  # scores and shares, those of queries before them, and scores beside one more key
         return widened + held * scored + scored * of_score // (FLOAT_BYTES * spec.heads)
@@ -246,7 +246,7 @@ def _choosing_bytes(at: Heads, threads: int) -> int:
 
 
 def _extending_bytes(at: Heads, threads: int) -> int:
-    """Bytes for new tokens behind held ones: all of them side by side, as held, as stored and as attended."""
+    """Bytes for new tokens after held ones: all of them side by side, as held, as stored and as attended."""
     spec, policy, occupancy = at
     if occupancy.held(0) == 0:
         return 0
@@ -258,7 +258,7 @@ def _extending_bytes(at: Heads, threads: int) -> int:
 
 
 def _mask_bytes(spec: ModelSpec, rows: int, queries: int, keys: int, threads: int) -> int:
-    """Bytes for torch to say who sees whom."""
+    """Bytes of the masks in torch that say which token sees which."""
     of_query = rows * keys * mask_bytes(spec.heads // spec.kv_heads)
     return 0 if threads else min(queries * of_query, max(of_query, SCORED_BYTES))
 

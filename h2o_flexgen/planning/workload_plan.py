@@ -30,7 +30,7 @@ class WorkloadPlan:
     plan: Plan
     workload: Workload
     site: Site
-    scored_at_once: int = 0  # positions of prompts whose logits are made together
+    scored_at_once: int = 0  # positions of prompts for which logits are made together
 
     @cached_property
     def blocks(self) -> BlockPlans:

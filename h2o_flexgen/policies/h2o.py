@@ -1,4 +1,4 @@
-"""H2O as in the paper (Algorithm 1): keeps the newest tokens and, of the others, those that got most attention so far."""
+"""H2O as in the paper (Algorithm 1): keeps the newest tokens and, of the others, those with the most attention so far."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def write_head_budgets(budgets: HeadBudgets, path: Path) -> None:
 
 
 def read_head_budgets(path: str | os.PathLike[str]) -> HeadBudgets:
-    """The head budgets of a file; whatever is wrong with it is said in a line that begins with its name."""
+    """The head budgets of a file; every fault is reported in one line that begins with the file's name."""
     file = os.path.expanduser(path)
     text = read_document_text(Path(file), f"head budgets {file}")
     try:

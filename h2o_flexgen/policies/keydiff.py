@@ -1,5 +1,5 @@
-"""KeyDiff: keeps the tokens whose keys look least like the others: what is said many times over can be spared. It needs no
-attention added up (arXiv 2504.15364)."""
+"""KeyDiff: keeps the tokens with keys least like the others: what occurs many times can be evicted. It needs no sums of
+attention (arXiv 2504.15364)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""KVzap: keeps the tokens that a linear map of the layer's input says the model would look at when it repeats the text. What it
-says is known when a token is written, and never changes: no attention is added up."""
+"""KVzap: keeps the tokens that a linear map of the layer's input says the model would look at when it repeats the text. The
+score is known when a token is written, and never changes: attention is not summed."""
 
 from __future__ import annotations
 

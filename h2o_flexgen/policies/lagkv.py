@@ -1,5 +1,5 @@
-"""LagKV: keeps the tokens that stand out from what the next part of the text is like, in keys and values. It needs no attention
-added up (arXiv 2504.04704)."""
+"""LagKV: keeps the tokens that stand out from what the next part of the text is like, in keys and values. It needs no sums
+of attention (arXiv 2504.04704)."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from h2o_flexgen.policies.window import Window
 
 MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log/eviction.md)
 NEARLY_ALL = 0.9  # heads that would keep more than this keep all
-FINENESS = 100  # shares are told apart to a hundredth
-LEAST_SHARE = 1e-9  # stands for none, which no policy takes: such a head keeps one slot
+FINENESS = 100  # shares are distinguished to a hundredth
+LEAST_SHARE = 1e-9  # instead of 0, which no policy accepts: such a head keeps one slot
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Level:
 
 
 def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
-    """The levels of a model: those of a policy, that which keeps most first, for layers that see everything, and those of
+    """The levels of a model: those of a policy, the one that keeps most first, for layers that see everything, and those of
     windows for the others."""
     levels, windows = _levels_of_policy(policy, budgets, spec), spec.windows
     if not any(windows):
@@ -83,7 +83,7 @@ def _keeping(policy: KVPolicy, share: float) -> KVPolicy:
 
 
 def _with_whole(shares: ByHead) -> ByHead:
-    """Heads that need nearly all keep all, and the others give what that takes, in proportion."""
+    """Heads that need nearly all keep all; the shares of the others shrink for it, in proportion."""
     all_shares = [*chain.from_iterable(shares)]
     rest = [share for share in all_shares if share <= NEARLY_ALL]
     whole = len(all_shares) - len(rest)

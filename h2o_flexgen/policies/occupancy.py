@@ -1,7 +1,7 @@
 """Occupancy: how many slots each row of a batch holds at each step. This is the project's only slot arithmetic: allocator, cost
 model, simulator, engine and tests all call it, so that what is predicted is what happens.
 
-A row appends its newest token behind its others. If it then holds more than its budget, one token is evicted and the newest
+A row appends its newest token after its others. If it then holds more than its budget, one token is evicted and the newest
 takes its slot, so that the slots in use are always one range from the start.
 """
 
@@ -67,7 +67,7 @@ class StepSlots:
 
     @cached_property
     def begins(self) -> tuple[bool, ...]:
-        """Whether each row's text begins in this step, be it behind a copy."""
+        """Whether each row's text begins in this step, even if after a copy."""
         return tuple(self.is_prefill and (self.copies or not seen) for seen in self.seen)
 
     def behind(self, spared: int) -> StepSlots:
@@ -221,7 +221,7 @@ class Occupancy:
 
     @property
     def first_evicting_step(self) -> int:
-        """The first decode step in which a row loses a token, or the step behind the last if none does."""
+        """The first decode step in which a row loses a token, or the step after the last if none does."""
         return self._first_scattered
 
     @property

@@ -1,4 +1,4 @@
-"""KVOptions: what a person may ask of a KV policy: budgets, and which tokens are protected."""
+"""KVOptions: what a user may ask of a KV policy: budgets, and which tokens are protected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES: Mapping[Rule, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class KVOptions:
-    """The options of a policy; None stands for one that was not asked for."""
+    """The options of a policy; None is one that was not asked for."""
 
     heavy: int | None = None
     recent: int | None = None

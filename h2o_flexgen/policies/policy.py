@@ -39,7 +39,7 @@ class KVPolicy(ABC):
     gathers: ClassVar[str] = SUM  # how the attention that a token gets becomes its score: the sum, or the highest share
     neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
     last_queries: ClassVar[int | None] = None  # of a prompt, which alone may count; None: all count
-    echoes: ClassVar[bool] = False  # prompts are repeated behind themselves: only what their tokens get then makes scores
+    echoes: ClassVar[bool] = False  # prompts are read twice: only attention in the second copy makes scores
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *COMMON)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class KVPolicy(ABC):
 
     def occupancy(self, batch: Batch, gen_len: int) -> Occupancy:
         """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to. Where
-        rows come and go, each has a budget of its own, and a seat has the slots of whoever needs most."""
+        rows come and go, each has a budget of its own, and a seat has the slots of the row that needs most."""
         if batch.seats is not None:
             return Occupancy(batch, (Budget(self._slots_of(batch.seats)),) * batch.size, gen_len)
         if batch.context is not None:
@@ -120,7 +120,7 @@ class KVPolicy(ABC):
         return self.occupancy(Batch((0,), (need.prompt_len,)), max(1, need.gen_len))
 
     def suits(self, need: Need) -> bool:
-        """Whether a row has the budget that it must have: a share of the few tokens that it shares with nobody may be none."""
+        """Whether a row has the budget that it must have: a share of its few tokens outside of a prefix may be none."""
         try:
             self.alone(need)
         except ValueError:

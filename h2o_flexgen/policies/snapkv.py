@@ -1,4 +1,4 @@
-"""SnapKV: keeps the prompt tokens that the prompt's last queries attend to, and their neighbours; decode goes on as H2O."""
+"""SnapKV: keeps the prompt tokens that the prompt's last queries attend to, and their neighbours; decode continues as H2O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StreamingLLM: keeps the newest tokens and the first few (sinks), which models attend to whatever they say."""
+"""StreamingLLM: keeps the newest tokens and the first few (sinks), which models attend to regardless of content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers with a sliding window keep: the tokens that the next one sees. Nobody chooses it; models have it."""
+"""What layers with a sliding window keep: the tokens that the next one sees. It is not chosen; models have it."""
 
 from __future__ import annotations
 

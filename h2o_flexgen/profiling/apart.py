@@ -1,4 +1,4 @@
-"""Profiles in a process of their own. Measuring takes gigabytes and leaves a heap that the C library does not give back: it
+"""Profiles in a process of their own. Measuring takes gigabytes and leaves a heap that the C library does not free: it
 should neither count as memory of the run that comes next, nor change what fits beside it.
 
 The process reads its task as JSON, reports progress line by line, and ends with the machine or with an error.
@@ -29,7 +29,7 @@ from h2o_flexgen.profiling.subject import OnSubject
 
 START = """\
 import json, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes; this one waits until it is told
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes; this one ends when told to
 asked = json.loads(sys.stdin.readline())
 sys.path[:] = asked.pop("path")
 from h2o_flexgen.profiling.apart import answer
@@ -49,7 +49,7 @@ def profile_apart(
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
 ) -> Machine:
-    """Profiles in another process, which ends when this call does, however that is."""
+    """Profiles in another process, which ends when this call does, also if this call fails."""
     asked = {
         "path": sys.path,
         "device": str(device.torch_device),
@@ -73,7 +73,7 @@ def profile_apart(
         status = process.wait()
     raise ValueError(
         f"measuring this machine ended with status {status}; free some memory, or name a machine with --machine "
-        "(what was measured is kept, and the next call goes on from there)"
+        "(what was measured is kept, and the next call continues from there)"
     )
 
 
@@ -94,7 +94,7 @@ def _started(asked: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
 def answer(
     device: str, folder: str, name: str, dtype: str | None, sizes: dict[str, Any], threads: int, partial: str | None
 ) -> int:
-    """The other process's work. It ends when told to, or when nobody reads its output any more."""
+    """The other process's work. It ends when told to, or when its output is no longer read."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = sys.stdout
     sys.stdout = sys.stderr  # for anything that libraries print

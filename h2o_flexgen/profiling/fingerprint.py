@@ -63,7 +63,7 @@ class Fingerprint:
 
 
 def instructions() -> str:
-    """What torch uses of the processor: it may be less than there is, if somebody has said so."""
+    """What torch uses of the processor: it may be less than there is, if a setting says so."""
     limits = (f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ)
     return ", ".join((torch.backends.cpu.get_cpu_capability(), *processor(CPU).instructions, *limits))
 

@@ -1,6 +1,6 @@
 """Saved profiles: a machine is measured once, and every later request gets the saved result. A measurement that was disturbed
-is repeated when the machine is quiet, and the better figures of both are saved. Without a profile, a machine is known as far
-as its memory and its disk say."""
+is repeated when the machine is quiet, and the better figures of both are saved. Without a profile, only the memory and
+the disk of a machine are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from h2o_flexgen.profiling.others import Others, is_quiet
 from h2o_flexgen.profiling.sizes import QUICK
 from h2o_flexgen.profiling.subject import OnSubject
 
-MOST_MEASUREMENTS = 3  # that nobody asked for: on a machine that is never at rest, a profile would be measured for every plan
+MOST_MEASUREMENTS = 3  # without being asked for: on a machine that is never at rest, a profile would be measured for every plan
 OnNote = Callable[[str], None]
 
 
@@ -66,7 +66,7 @@ def profiled(
 def _measured(
     device: Device, offload_folder: Path, mark: Fingerprint, dtype: str | None, on_subject: OnSubject | None
 ) -> Machine:
-    """This machine as it is now, measured in another process, whose share of the memory does not count."""
+    """This machine as it is now, measured in another process. Memory that the other process takes does not count."""
     others, host_bytes, device_bytes = Others(offload_folder), available_bytes(), device.free_bytes() or 0
     machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
     disturbed = (*machine.disturbed, *others.disturbances())
@@ -88,7 +88,7 @@ def told_of_disturbance(machine: Machine) -> str:
 
 
 def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
-    """True if a profile is saved, so that nobody has to wait for one."""
+    """True if a profile is saved, so that there is no wait for one."""
     return profile_at_hand(device, offload_folder, dtype) is not None
 
 
@@ -137,7 +137,7 @@ def _together(before: Machine, now: Machine) -> Machine:
 def about(mark: Fingerprint) -> str:
     """The text above a profile: when it was measured, and on what."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    head = f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:"
+    head = f"Measured {when} by `python -m h2o_flexgen.profile`, or by a run that needed it. This machine:"
     return "\n".join([head, *(f"{name}: {value}" for name, value in mark.parts.items())])
 
 
@@ -154,7 +154,7 @@ def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Pro
 
 
 def machine_before_profile(device: Device, offload_folder: Path) -> Machine:
-    """This machine as far as it is known without measuring it: its memory. It stands in until a problem is known to make
+    """This machine as far as it is known without measuring it: its memory. It is used until a problem is known to make
     sense."""
     return Machine(
         name="this machine",

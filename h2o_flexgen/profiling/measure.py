@@ -40,7 +40,7 @@ from h2o_flexgen.quant.sectioned import Int4
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
 READ_FROM_MEMORY_BYTES = 512 << 20  # more than any cache holds
-ROWS_AT_MOST = 2048  # of a matrix product, whose rate then no longer changes
+ROWS_AT_MOST = 2048  # of a matrix product: its rate then no longer changes
 POINTS_AT_MOST = 4  # of all curves over rows, but the ends of each
 DECODED = ""  # no price: packed matrices are decoded first
 CALLS_IN_A_ROW = 4

@@ -62,7 +62,7 @@ def _file_bytes(folder: Path, sizes: Sizes) -> int:
 
 
 class DiskTrial:
-    """Reads and writes of a file, whose size decides how long each is measured."""
+    """Reads and writes of a file; its size decides how long each is measured."""
 
     def __init__(self, memories: Memories, seconds_per_byte: float, now: Now, watch: Watch) -> None:
         self._files, self._disk = memories.files, memories.disk

@@ -47,7 +47,7 @@ class Pool:
         return self.data[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def in_turn(self, nbytes: int) -> Iterator[Tensor]:
-        """An endless series of ranges of so many bytes, each behind the last; together they are more than a cache holds."""
+        """An endless series of ranges of so many bytes, each after the last; together they are more than a cache holds."""
         step = -(-nbytes // ALIGNMENT) * ALIGNMENT
         starts = range(0, max(step, self.nbytes - nbytes + 1), step)
         return itertools.cycle([self.data[start : start + nbytes] for start in starts])
@@ -58,7 +58,7 @@ class Pool:
 
 
 def sound_bytes(nbytes: int) -> Tensor:
-    """Random values in bfloat16. Two neighbours are a value in float32 whose size is that of the second, and in float16 they
+    """Random values in bfloat16. Two neighbours are a value in float32 with the size of the second, and in float16 they
     are values about 1."""
     count = -(-nbytes // 2)
     sizes = torch.rand(count).mul_(LARGEST - SMALLEST).add_(SMALLEST)

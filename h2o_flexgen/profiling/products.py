@@ -51,7 +51,7 @@ class Curve:
         return choose(self.op, self.form, self.dtype, processor(bench.device.torch_device.type).runs, rows)
 
     def points(self, bench: Bench, sizes: Sizes) -> list[Subject]:
-        """Each behind the one before it, if that has the same price."""
+        """The subjects in order, each after the one before it if that has the same price."""
         found, last = list[Subject](), dict[str, str]()
         for rows in self.rows(bench, wanted_rows(self.form, sizes)):
             if (kernel := self.kernel(bench, rows)) is not None:
@@ -61,7 +61,7 @@ class Curve:
         return found
 
     def rows(self, bench: Bench, wanted: Iterable[int]) -> list[int]:
-        """The rows that are wanted, and both sides of every limit at which another kernel takes over."""
+        """The rows that are asked for, and both sides of every limit at which another kernel takes over."""
         limits = {kernel.most_rows for kernel in kernels_of(self.op, self.form)}
         ends = [int(rows) for rows in limits if isfinite(rows) and rows < max(wanted)]
         sides = [(rows, rows + 1) for rows in ends if self.kernel(bench, rows) != self.kernel(bench, rows + 1)]
@@ -132,7 +132,7 @@ def _decoding(bench: Bench, dtype: str, form: str, side: int) -> Figures:
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """A matrix whose product exists already: what remains of a layer's time is everything besides its products."""
+    """A matrix with a product that exists already: what remains of a layer's time is everything besides its products."""
 
     out: Tensor  # (rows, outputs)
 

@@ -28,7 +28,7 @@ class Sizes:
     queries_per_key: int = 4  # for decode attention bound by computing
     prompt_len: int = 512
     prompt_tokens: int = 1024  # of prompts at once
-    width: int = 2048  # of the layers whose values are counted
+    width: int = 2048  # of the layers for which values are counted
     steps: int = 12  # of the tiny model
 
     def time_on(self, accelerator: bool) -> str:

@@ -1,4 +1,4 @@
-"""Models of two kinds in any size, for what is measured of layers. They are made without transformers, whose import would take
+"""Models of two kinds in any size, for what is measured of layers. They are made without transformers: its import would take
 longer than all that is measured with them."""
 
 from __future__ import annotations

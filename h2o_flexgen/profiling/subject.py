@@ -23,7 +23,7 @@ class Subject:
     for it, its figure stays unknown. All others, and the first point of a curve, are measured whatever it takes.
 
     Of several rounds the best counts where other processes can only make a figure worse: rates of computing and copying. The
-    middle counts for a disk, whose own rate changes, and for differences and ratios, which a disturbance changes either way."""
+    middle counts for a disk, as its rate changes, and for differences and ratios, which a disturbance changes either way."""
 
     title: str  # for people
     measure: Callable[[int], Figures]  # figures by name, at a size

@@ -17,7 +17,7 @@ from h2o_flexgen.quant.tiled import Tiled
 
 
 class Codec(Protocol):
-    """A form of stored values. Rows (along the last dimension) lie one behind the other, or some of them together; each such
+    """A form of stored values. Rows (along the last dimension) lie one after the other, or some of them together; each such
     unit has the same number of bytes and can be encoded alone."""
 
     @property
@@ -25,10 +25,10 @@ class Codec(Protocol):
 
     @property
     def rows_together(self) -> int:
-        """The rows whose bytes lie among each other: 1 where each row can be encoded, moved and decoded alone."""
+        """The rows that have their bytes interleaved: 1 where each row can be encoded, moved and decoded alone."""
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Bytes of a tensor whose values have `itemsize` bytes before they are encoded."""
+        """Bytes of a tensor with values of `itemsize` bytes before they are encoded."""
 
 
 GROUPED, TILED = (Grouped(4), Grouped(8)), (Tiled(4), Tiled(8))

@@ -1,7 +1,7 @@
 """Group-wise quantisation of a matrix in tiles of outputs: the codes, scales and minima of quant/grouped.py in another order.
 
 A block is a tile of 16 outputs by a group of 64 inputs: its codes in words of 32 bits, then the scales of its outputs, then
-their minima. Neighbours in memory are the same inputs of neighbouring outputs, which is what registers of a product want to
+their minima. Neighbours in memory are the same inputs of neighbouring outputs, which is what registers of a product
 hold. So only whole tiles can be encoded alone. The last tile is filled up with zeros.
 """
 

@@ -50,7 +50,7 @@ class Completion:
     finish_reason: str
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # one per token; None for the first, which follows nothing
-    others: tuple[Output, ...] = ()  # continuations behind the first
+    others: tuple[Output, ...] = ()  # continuations after the first
     cached_tokens: int | None = field(default=None, compare=False)  # of a prompt that arrived: those computed for others before
 
     @property

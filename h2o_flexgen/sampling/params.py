@@ -50,11 +50,11 @@ INSTEAD: Mapping[str, str] = {
     "min_new_tokens": "it is called min_tokens",
     "num_beams": _NO_BEAMS,
     "num_return_sequences": "it is called n",
-    "output_kind": "completions come whole; on_token hears of every token",
+    "output_kind": "completions come whole; on_token gets every token",
     "skip_special_tokens": _NO_SPECIALS,
     "spaces_between_special_tokens": _NO_SPECIALS,
     "structured_outputs": _NO_GRAMMAR,
-    "truncate_prompt_tokens": "give the prompt as token ids, without those that are to go",
+    "truncate_prompt_tokens": "give the prompt as token ids, without those to leave out",
     "use_beam_search": _NO_BEAMS,
 }
 
@@ -63,7 +63,7 @@ INSTEAD: Mapping[str, str] = {
 class SamplingParams:
     """How one prompt is continued. The defaults are greedy decoding of 32 tokens."""
 
-    max_tokens: int | None = 32  # None: as many as the model has positions for behind the prompt; 0: prompt_logprobs alone
+    max_tokens: int | None = 32  # None: as many as the model has positions for after the prompt; 0: prompt_logprobs alone
     temperature: float = 0.0  # 0: greedy, the most likely token, the lowest id of several
     top_k: int = 0  # only the k most likely tokens (and what ties with the k-th); 0 or -1: all
     top_p: float = 1.0  # only the fewest tokens that hold this share of the probability; 1: all
@@ -81,7 +81,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # added to the logits of these tokens
     allowed_token_ids: Sequence[int] | None = None  # only these can be picked
     prompt_logprobs: int | None = None  # as logprobs, of the tokens of the prompt
-    include_stop_str_in_output: bool = False  # the text ends behind a stop string or the text of a stop token
+    include_stop_str_in_output: bool = False  # the text ends after a stop string or the text of a stop token
 
     def __new__(cls, *given: object, **named: object) -> SamplingParams:
         """Explains an unknown name better than Python does."""

@@ -38,7 +38,7 @@ def ranked(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> list[StepLogprobs]:
-    """The log-probabilities of each row's token and of as many of its likeliest as it wants. logits (rows, vocab)"""
+    """The log-probabilities of each row's token and of as many of its likeliest as it asks for. logits (rows, vocab)"""
     vocab = logits.shape[-1]
     found: list[StepLogprobs] = []
     for places in portions(range(len(logits)), vocab):
@@ -62,7 +62,7 @@ def _of_row(read: Sequence[float], count: int) -> StepLogprobs:
 
 
 def _likeliest(logprobs: Tensor, counts: Sequence[int], upload: Upload) -> tuple[Tensor, Tensor]:
-    """The largest of each row, as many as the row with the highest count wants, and their ids."""
+    """The largest of each row, as many as the row with the highest count asks for, and their ids."""
     most = max(counts)
     if not most:
         return logprobs[:, :0], logprobs[:, :0].long()

@@ -23,7 +23,7 @@ from h2o_flexgen.sampling.output import StepLogprobs
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.ranking import Upload, kth_largest, logprobs_of, portions, ranked
 
-FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter behind it, never fewer
+FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter after it, never fewer
 
 
 def resolve_seed(seed: int | None) -> int:
@@ -63,7 +63,7 @@ class Sampler:
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> Picked:
-        """Reads back once what was picked, and besides only how many tokens a filter leaves, and log-probabilities."""
+        """Reads back once: what was picked, how many tokens a filter leaves, and log-probabilities."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         numbers = [0] * len(rows) if histories is None else [history.number for history in histories]
         scores = adjusted(logits, params, histories, upload)
@@ -120,12 +120,12 @@ class NoTokenLeft(ValueError):
         super().__init__(reason)
         self.place = place  # among the rows that were sampled together
         self.number = number  # of its prompt in the whole input
-        self.row: int | None = None  # its place among all rows, which whoever seats them adds
+        self.row: int | None = None  # its place among all rows, set when it gets a seat
 
 
 def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows: Sequence[int], steps: Sequence[int]) -> None:
-    """Refuses a row whose best score is not finite; a NaN anywhere is a row's best. The logits tell whether the checkpoint or
-    the params are to blame."""
+    """Refuses a row if its best score is not finite; a NaN anywhere is a row's best. The logits tell whether the checkpoint
+    or the params are to blame."""
     if all(is_finite):
         return
     place = is_finite.index(0)
@@ -167,7 +167,7 @@ def _draw_filtered(distances: Tensor, params: Sequence[SamplingParams], columns:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first place whose cumulative weight exceeds this share of the total; it never has weight 0. (rows, 1)"""
+    """The first place where the cumulative weight exceeds this share of the total; it never has weight 0. (rows, 1)"""
     reached = weights.cumsum(dim=-1)
     return torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)
 

@@ -1,6 +1,6 @@
 """FlexGen's own block loop: a whole layer's weights come with the first batch of the layer before, and a barrier after every
-visit makes the next one wait for all that was under way. Hidden states are copied in the stream of the computation, in front
-of it. So a compute beside which weights are loaded begins only behind them: the link is held by their copy.
+visit makes the next one wait for all that was under way. Hidden states are copied in the stream of the computation, before it.
+So a compute that runs while weights are loaded begins only after them: their copy occupies the link.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Data of one kind goes through a chain of tasks in every visit: the transfers tha
 home. A task needs its source: the one before it in the chain, or the one that has brought the data home for it. The first of a
 chain to work in a buffer also needs those that worked in it last for its former user.
 
-KV that the host attends is fetched for its ATTEND, which stands behind the COMPUTE that asks and before what is stored. The
+KV that the host attends is fetched for its ATTEND, which comes after the COMPUTE that asks and before what is stored. The
 COMPUTE itself waits for none of it.
 """
 

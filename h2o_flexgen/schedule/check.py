@@ -36,7 +36,7 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, names: Sequence[LayerName] = ()) -> None:
-    """Refuses what is not sound. `names` say what each layer is, for whoever reads the message."""
+    """Refuses what is not sound. `names` say what each layer is, for the reader of the message."""
     try:
         _prove(schedule)
     except ScheduleError as error:
@@ -165,7 +165,7 @@ def _is_passed_on(schedule: Schedule, visit: Visit) -> bool:
 
 
 def _ancestors(schedule: Schedule, tasks: Sequence[Task], place: dict[Key, int]) -> list[int]:
-    """The tasks that are over before each task starts, under any timing: bit n stands for the n-th task issued."""
+    """The tasks that are over before each task starts, under any timing: bit n is the n-th task issued."""
     ancestors: list[int] = []
     last: dict[str, int] = {}
     for at, task in enumerate(tasks):
@@ -189,7 +189,7 @@ def _check_data_flow(schedule: Schedule, tasks: Sequence[Task], place: dict[Key,
 
 
 def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
-    """The tasks whose results a task uses."""
+    """The tasks that produce what a task uses."""
     traffic, visit = schedule.traffic, Visit(*task.key[1:])
     step, layer, batch = visit
     if task.op is Op.COMPUTE:
@@ -215,7 +215,7 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
 
 
 def _attended(schedule: Schedule, visit: Visit) -> Iterator[Key]:
-    """Who asks, and who has last changed what is attended, or brought it."""
+    """The task that asks, and the task that last changed or fetched what is attended."""
     step, layer, batch = visit
     yield Key(Op.COMPUTE, *visit)
     if schedule.traffic.kv_on_disk(layer, batch):

@@ -12,7 +12,7 @@ from h2o_flexgen.schedule.task import Key, Task, Visit
 
 class Issuer:
     """Serves one run of a schedule, and remembers for each buffer the tasks that must end before it is used again. Visits are
-    named by their numbers; nothing is issued behind the last."""
+    named by their numbers; nothing is issued after the last."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

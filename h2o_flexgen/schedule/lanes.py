@@ -1,7 +1,7 @@
-"""Lanes by device: who does a task where several devices compute, each the layers of a range.
+"""Lanes by device: the worker of a task where several devices compute, each the layers of a range.
 
 Each device has a lane of every kind that works with it; the disk is one, and so are the lanes that read and write it. With one
-device a lane is called what its kind is called.
+device a lane has the name of its kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ops, the kinds of tasks, each with its facts in one row, which everybody asks who must know something of it."""
+"""Ops, the kinds of tasks. Each has its facts in one row of a table, which all other modules read."""
 
 from __future__ import annotations
 

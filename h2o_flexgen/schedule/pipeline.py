@@ -1,5 +1,5 @@
 """The pipeline: several devices, each with the layers of a range. The batches of a block form as many groups as there are
-devices. While one device computes its layers on a group, the next computes the layers behind them on the group before.
+devices. While one device computes its layers on a group, the next computes the layers after them on the group before.
 
 In *rounds* every device has one group, or none: device d does in round r what device 0 has done in round r - d. A group's next
 step begins when its last device has picked the tokens. On each device the batches of a group use a layer's weights one after
@@ -103,7 +103,7 @@ class Pipeline(Schedule):
         return before + (visit.layer - layers.start) * len(self.groups[group]) + visit.batch - self.groups[group].start
 
     def _own_visit(self, device: int, number: int) -> Visit | None:
-        """The visit of this number among those of a device; None behind the last."""
+        """The visit of this number among those of a device; None after the last."""
         layers = self.ranges[device]
         step, rest = divmod(number, len(layers) * self.traffic.batches)
         if step >= self.traffic.steps:
@@ -145,8 +145,8 @@ class Pipeline(Schedule):
                 yield from self._turn(issue, *turn)
 
     def _turn(self, issue: Issuer, device: int, step: int, group: int) -> Iterator[Task]:
-        """The tasks of a device in a round. Its hidden states come from devices whose tasks have been issued: nothing
-        is fetched for the next round."""
+        """The tasks of a device in a round. Its hidden states come from devices that have their tasks already:
+        nothing is fetched for the next round."""
         visits = [self.number(*visit) for visit in self._visits(device, step, group)]
         ahead = min(self.traffic.slots, len(self.groups[group])) - 1
         yield from issue.fetched(Data.HIDDEN, *visits[:ahead])

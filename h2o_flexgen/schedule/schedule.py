@@ -52,7 +52,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def weight_batch(self, batch: int) -> int:
-        """The batch in whose name the weights that this batch uses are fetched."""
+        """The batch for which the weights that this batch uses are fetched."""
 
     @property
     def buffers(self) -> int:
@@ -65,7 +65,7 @@ class Schedule(ABC):
 
     @property
     def ahead(self) -> int:
-        """Visits whose tasks may be issued before an earlier COMPUTE is over: a transfer should wait for its needs, not for
+        """Visits that may have tasks issued before an earlier COMPUTE is over: a transfer should wait for its needs, not for
         the issue order. With one buffer nothing overlaps."""
         return self.traffic.slots - 1
 

@@ -2,8 +2,8 @@
 
 It predicts the executor, so it knows how that issues. One thread takes tasks from the schedule in issue order. A task of
 another lane it hands over at once; a COMPUTE it puts aside, and whenever more than `ahead` of them are put aside it runs the
-oldest, waiting for its needs, before it takes the next task. So whatever stands behind the k-th COMPUTE in issue order is
-issued when COMPUTE number k - ahead has ended (at the start if there is none). With ahead=0 nothing that stands behind a
+oldest, waiting for its needs, before it takes the next task. So whatever comes after the k-th COMPUTE in issue order is
+issued when COMPUTE number k - ahead has ended (at the start if there is none). With ahead=0 nothing that comes after a
 COMPUTE is issued before it has ended; with ahead=1 the fetches for the next COMPUTE are under way while one runs; None issues
 everything at once.
 """

@@ -27,7 +27,7 @@ class Key(NamedTuple):
         return f"{self.op} {self.step}.{self.layer}.{self.batch}"
 
     def said(self, names: Sequence[LayerName]) -> str:
-        """The key, and what its layer is if somebody has named it."""
+        """The key, and what its layer is if that has a name."""
         return f"{self} ({names[self.layer].title})" if names else str(self)
 
 

@@ -65,7 +65,7 @@ class Traffic:
 
     @property
     def phases(self) -> tuple[range, ...]:
-        """Ranges of steps whose visits have the same transfers: the first step, those between, and the last."""
+        """Ranges of steps in which the visits have the same transfers: the first step, those between, and the last."""
         cuts = sorted({0, 1, max(1, self.steps - 1), self.steps})
         return tuple(map(range, cuts, cuts[1:]))
 
@@ -86,7 +86,7 @@ class Traffic:
         return visit.step > 0 and self.is_beside(visit.layer, visit.batch)
 
     def works_on_device(self, visit: Visit) -> bool:
-        """True if a COMPUTE works with KV whose home is elsewhere: with all of it, or only with that of prompts."""
+        """True if a COMPUTE works with KV that has its home elsewhere: with all of it, or only with that of prompts."""
         if not self.accelerator or not self.moves_kv(visit.layer, visit.batch):
             return False
         return not self.is_beside(visit.layer, visit.batch) or self.reads_prompts(visit.step)
@@ -107,7 +107,7 @@ class Traffic:
         return self.moves_kv(visit.layer, visit.batch) and (visit.step > 0 or self.kv_before)
 
     def stores_kv(self, visit: Visit) -> bool:
-        """True if KV must be brought home. Nobody reads that of the last step, unless it lives on."""
+        """True if KV must be brought home. That of the last step is not read, unless it lives on."""
         return self.moves_kv(visit.layer, visit.batch) and (visit.step < self.steps - 1 or self.kv_after)
 
     def kv_on_disk(self, layer: int, batch: int) -> bool:

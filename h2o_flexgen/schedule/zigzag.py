@@ -23,12 +23,12 @@ class Zigzag(BlockOrder):
 
     @property
     def ahead(self) -> int:
-        """A whole layer; otherwise a short fetch behind a long compute would be issued too late to keep its lane busy."""
+        """A whole layer; otherwise a short fetch after a long compute would be issued too late to keep its lane busy."""
         return self.load_ahead * self.traffic.batches
 
     @property
     def load_ahead(self) -> int:
-        """Layers between the one whose weights are loaded and the one that is computed."""
+        """Layers between the one that is loaded and the one that is computed."""
         return self.traffic.slots - 1
 
     @property

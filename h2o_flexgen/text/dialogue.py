@@ -30,7 +30,7 @@ class Style(ABC):
 
     @abstractmethod
     def turn(self, text: str, before: Completion | None) -> list[int]:
-        """The tokens that go behind the reply `before`; None begins the text."""
+        """The tokens that come after the reply `before`; None begins the text."""
 
     @abstractmethod
     def whole(self, messages: Sequence[Message]) -> Prompt:

@@ -54,7 +54,7 @@ def _of_bytes(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def _of_pieces(vocabulary: GgufVocabulary) -> Tokenizer:
-    """SentencePiece's BPE over characters: spaces are marked, and bytes stand for characters that are no pieces."""
+    """SentencePiece's BPE over characters: spaces are marked, and bytes represent characters that are no pieces."""
     merges, unknown = vocabulary.merges or scored_merges(vocabulary), vocabulary.token_of(UNKNOWN)
     made = Tokenizer(_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     marked = normalizers.Replace(" ", SPACE_MARK)
@@ -101,7 +101,7 @@ def _has_role(vocabulary: GgufVocabulary, name: str) -> bool:
 
 
 def _around_text(vocabulary: GgufVocabulary, adds_start: bool) -> processors.TemplateProcessing:
-    """The tokens before and behind a text. They go by names of their own, since the template could not hold every token."""
+    """The tokens before and after a text. They have names of their own, since the template could not hold every token."""
     names = [name for name, adds in ((START, adds_start), (END, vocabulary.adds_end)) if adds and name in vocabulary.ids]
     known = [{"id": name, "ids": [vocabulary.ids[name]], "tokens": [vocabulary.token_of(name)]} for name in names]
     pieces = [name if name in names else "" for name in (START, END)]

@@ -22,7 +22,7 @@ KIND, RULE, TOKENS, TYPES, SCORES, MERGES = (
 ADDS_START, ADDS_END, ADDS_SPACE = (OURS + name for name in ("add_bos_token", "add_eos_token", "add_space_prefix"))
 TEMPLATE = "tokenizer.chat_template"
 START, END, END_OF_TURN, END_OF_MESSAGE, UNKNOWN, PADDING = "bos", "eos", "eot", "eom", "unknown", "padding"
-HAVE_TO_BE = (START, END, END_OF_TURN, END_OF_MESSAGE)  # tokens; files name paddings that are none, and nobody uses those
+HAVE_TO_BE = (START, END, END_OF_TURN, END_OF_MESSAGE)  # tokens; files name padding that does not exist: it is not used
 USUAL_IDS: Mapping[str, int] = {START: 1, END: 2, UNKNOWN: 0}  # of the kind PIECES, where the file does not say
 BYTES, PIECES = "gpt2", "llama"  # kinds: BPE over bytes, and SentencePiece's BPE over characters
 NO_KINDS = ("none", "no_vocab")  # names that say that there are no tokens
@@ -81,7 +81,7 @@ class GgufVocabulary:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """All tokens that end a text: those that the file names, and control tokens by whose text it is known."""
+        """All tokens that end a text: those that the file names, and control tokens that are known by their text."""
         named = {self.ids[name] for name in (END, END_OF_TURN, END_OF_MESSAGE) if name in self.ids}
         return frozenset(named.union(token for token, text in self.of_types(TokenType.CONTROL) if text in ENDS))
 
@@ -119,7 +119,7 @@ def _corrupt(metadata: Metadata, what: str) -> ValueError:
 
 
 def _tokens(metadata: Metadata) -> tuple[str, ...]:
-    """Every token's text. Those without one get a name, as each text stands for one token."""
+    """Every token's text. Those without one get a name, as each text belongs to one token."""
     tokens = tuple(text or f"[EMPTY_{token}]" for token, text in enumerate(metadata.texts(TOKENS)))
     if not tokens:
         raise _corrupt(metadata, f"{TOKENS} is empty")

@@ -1,6 +1,6 @@
 """The rules by which byte-level tokenizers cut texts into words before merges apply, under the names that GGUF files give them
-(tokenizer.ggml.pre). A name that stands for no rule here is refused: text cut by another rule becomes other tokens than those
-the model was trained on, and nothing would show it but worse answers.
+(tokenizer.ggml.pre). A name without a rule here is refused: text cut by another rule becomes other tokens than those
+the model was trained on, and only worse answers would show it.
 """
 
 from __future__ import annotations

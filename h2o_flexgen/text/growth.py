@@ -18,7 +18,7 @@ ADVICE = "mend it, or get the tokenizer from another place"
 
 
 def refuse_growth(folder: Path) -> None:
-    """Refuses a tokenizer whose rules may make a text very much longer."""
+    """Refuses a tokenizer with rules that may make a text very much longer."""
     path = folder / FILE
     try:
         tokenizer = json.loads(read_document(path))

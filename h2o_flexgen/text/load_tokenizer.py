@@ -77,7 +77,7 @@ class HfTokenizer:
 
 def load_tokenizer(model: Path | None, config: object, vocab: int, asked: str | Path = AUTO) -> Tokenizer:
     """Loads the tokenizer `asked` for: AUTO, BYTES or that of another folder or GGUF file. `model` is the model's folder or
-    GGUF file, or None for random weights, whose tokens never end a text. `config`, an object or a mapping, may name the model's
+    GGUF file, or None for random weights, where no token ends a text. `config`, an object or a mapping, may name the model's
     end of sequence."""
     if asked == BYTES or (model is None and asked == AUTO):
         return ByteTokenizer(vocab, frozenset() if model is None else _eos_ids(model, config, None))

@@ -41,12 +41,12 @@ def read_pair(place: int, given: object, tokenizer: Tokenizer) -> tuple[tuple[in
     return ids, tuple(tokenizer.encode_more(after)) if isinstance(after, str) else token_ids(f"continuation {place}", after)
 
 
-def token_ids(whose: str, given: object) -> tuple[int, ...]:
+def token_ids(what: str, given: object) -> tuple[int, ...]:
     """Reads whole numbers of any kind: Python's, numpy's or torch's."""
     numbers = _plain(given)
     if isinstance(numbers, (str, bytes, Mapping)) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{whose} is {shown(given)}; {FORMS}")
-    return tuple(_token_id(whose, _plain(one)) for one in numbers)
+        raise ValueError(f"{what} is {shown(given)}; {FORMS}")
+    return tuple(_token_id(what, _plain(one)) for one in numbers)
 
 
 @dataclass(frozen=True)
@@ -69,24 +69,24 @@ def _each(given: object) -> list[object]:
     return [items] if items and all(map(_is_whole, items)) else items
 
 
-def _prompt(whose: str, given: object, tokenizer: Tokenizer) -> Prompt:
+def _prompt(what: str, given: object, tokenizer: Tokenizer) -> Prompt:
     if isinstance(given, Prompt):
         return given
     if isinstance(given, Mapping):
-        found = list(_of_mapping(whose, given))
+        found = list(_of_mapping(what, given))
         if len(found) != 1:
-            raise ValueError(f"{whose} is a batch of {len(found)}; give it by itself, and not in a list")
+            raise ValueError(f"{what} is a batch of {len(found)}; give it by itself, and not in a list")
         given = found[0]
     one = given if isinstance(given, _Given) else _Given(given)
     if isinstance(one.tokens, str):  # an empty text is no prompt, even if the tokenizer adds a start token
         return Prompt(one.tokens, tuple(tokenizer.encode(one.tokens)) if one.tokens else ())
-    return Prompt(one.text if isinstance(one.text, str) else None, token_ids(whose, one.tokens))
+    return Prompt(one.text if isinstance(one.text, str) else None, token_ids(what, one.tokens))
 
 
-def _of_mapping(whose: str, given: Mapping[str, object]) -> Iterator[_Given]:
+def _of_mapping(what: str, given: Mapping[str, object]) -> Iterator[_Given]:
     """A dict as vLLM takes it is one prompt; one that a tokenizer of transformers returned may hold several."""
     if unread := next((key for key in NOT_READ if given.get(key) is not None), None):
-        raise ValueError(f"{whose} has {unread}, but this engine reads texts alone; leave it out")
+        raise ValueError(f"{what} has {unread}, but this engine reads texts alone; leave it out")
     if given.get("prompt_token_ids") is not None:
         yield _Given(given["prompt_token_ids"], given.get("prompt"))
     elif given.get("prompt") is not None:
@@ -94,9 +94,9 @@ def _of_mapping(whose: str, given: Mapping[str, object]) -> Iterator[_Given]:
     elif given.get("input_ids") is not None:
         yield from map(_Given, _without_padding(given["input_ids"], given.get("attention_mask")))
     elif "role" in given:
-        raise ValueError(f"{whose} is a message of a chat; write llm.chat(messages)")
+        raise ValueError(f"{what} is a message of a chat; write llm.chat(messages)")
     else:
-        raise ValueError(f"{whose} is a dict of {shown(sorted(map(str, given)))}; {FORMS}")
+        raise ValueError(f"{what} is a dict of {shown(sorted(map(str, given)))}; {FORMS}")
 
 
 def _without_padding(input_ids: object, mask: object) -> Iterator[object]:
@@ -122,11 +122,11 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _token_id(whose: str, value: object) -> int:
+def _token_id(what: str, value: object) -> int:
     if isinstance(value, Mapping) and "role" in value:
-        raise ValueError(f"{whose} is a chat; write llm.chat(messages)")
+        raise ValueError(f"{what} is a chat; write llm.chat(messages)")
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{whose} has the token id {shown(value)}; token ids are whole numbers")
+        raise ValueError(f"{what} has the token id {shown(value)}; token ids are whole numbers")
     return value
 
 
@@ -142,11 +142,11 @@ def read_chats(given: object) -> list[list[Message]]:
     return [read_chat(f"chat {place}", chat) for place, chat in enumerate(chats)]
 
 
-def read_chat(whose: str, given: object) -> list[Message]:
-    """Reads one chat; `whose` begins the message of one that cannot be read."""
+def read_chat(what: str, given: object) -> list[Message]:
+    """Reads one chat; `what` begins the error of one that cannot be read."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
-    messages = [read_message(f"message {place} of {whose}", one) for place, one in enumerate(given)]
+        raise ValueError(f"{what} is {shown(given)}; {A_CHAT}")
+    messages = [read_message(f"message {place} of {what}", one) for place, one in enumerate(given)]
     if not messages:
-        raise ValueError(f"{whose} is empty; {A_CHAT}")
+        raise ValueError(f"{what} is empty; {A_CHAT}")
     return messages

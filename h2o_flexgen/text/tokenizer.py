@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """A token per byte, for random weights and for models trained this way. Every text can be encoded and every id decoded,
-    with any vocabulary; ids that stand for no byte show as numbers."""
+    with any vocabulary; ids without a byte show as numbers."""
 
     SPECIALS = 4  # ids 0 to 3 have a meaning in most vocabularies
     has_chat_template = False

@@ -56,7 +56,7 @@ def test_examples_by_hand_are_a_text_or_one_for_each_value(tmp_path: Path) -> No
         ("a.txt", " \n", "is empty; for no examples say --examples 0"),
         ("a.json", '"', "is not JSON: Unterminated string"),
         ("a.json", '{"a": "x", "a": "y"}', "is not JSON: 'a' stands there twice"),
-        ("a.json", "[1]", r"has \[1\]; it takes a text, or an object whose values are texts"),
+        ("a.json", "[1]", r"has \[1\]; it takes a text, or an object with texts as its values"),
         ("a.json", '{"a": 1}', "it takes a text, or an object"),
         ("a.json", '{"a": "x"}', "has texts by value, and Beer has one for all rows"),
         ("none.txt", None, "cannot be read"),

@@ -1,4 +1,4 @@
-"""Data wrangling: entity matching, imputation and error detection over tables, as a job that goes on where it was interrupted.
+"""Data wrangling: entity matching, imputation and error detection over tables, as a job that can be resumed.
 
     python -m h2o_flexgen.apps.data_wrangling --task entity_match --data-dir data/datasets --data-set Beer -o beer.jsonl
 

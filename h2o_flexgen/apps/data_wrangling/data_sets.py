@@ -53,7 +53,7 @@ class DataSet:
     task: Task
     columns: tuple[str, ...]  # of the tables, but for the id
     instruction: str
-    question: str  # behind a row
+    question: str  # after a row
     entity: str = "Product"  # what a row is, where two of them are matched
     dropped: frozenset[str] = frozenset()  # columns that rows are not described by
     renamed: Mapping[str, str] = field(default_factory=dict)

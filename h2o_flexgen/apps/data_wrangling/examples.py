@@ -72,7 +72,7 @@ def by_hand(file: str, data_set: DataSet) -> Examples:
     if isinstance(given, str):
         return Examples(_some(given, file))
     if not isinstance(given, dict) or not all(isinstance(one, str) for one in given.values()):
-        raise ValueError(f"{FILE} {file} has {shown(given)}; it takes a text, or an object whose values are texts")
+        raise ValueError(f"{FILE} {file} has {shown(given)}; it takes a text, or an object with texts as its values")
     if data_set.examples_by is None:
         raise ValueError(f"{FILE} {file} has texts by value, and {data_set.name} has one for all rows; give a text")
     return Examples(by=given, source=f"{FILE} {file}")

@@ -63,11 +63,11 @@ class MadeUp:
         return {"tableA.csv": first, "tableB.csv": second, **splits}
 
     def gaps(self, random: Random) -> Mapping[str, Rows]:
-        """Tables whose imputed column can be told from others."""
+        """Tables in which the imputed column can be found from others."""
         return {file: [self._thing(random) for _ in range(self.rows)] for file in SPLITS.values()}
 
     def errors(self, random: Random) -> Mapping[str, Rows]:
-        """One table, and splits that name cells of it, some of which have letters replaced."""
+        """One table, and splits that name cells of it; in some of these, letters are replaced."""
         table = [self._thing(random) for _ in range(max(4, self.rows))]
         splits: dict[str, Rows] = {file: [] for file in SPLITS.values()}
         cells = [(row, column) for row in range(len(table)) for column in self.data_set.columns]

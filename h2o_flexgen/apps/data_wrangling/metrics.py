@@ -1,6 +1,6 @@
 """Precision, recall, F1 and accuracy from counts, and beside them what the original makes of the same answers.
 
-An answer that is neither Yes nor No is no false Yes: it is missed where Yes would be right, and wrong for the accuracy. The
+An answer that is neither Yes nor No is not a false Yes: it is missed where Yes would be right, and wrong for the accuracy. The
 original counts it as a false Yes where No would be right, and divides by at least 1, which makes its F1 too small where
 precision and recall add up to less than 1. What has no value here, because it would be 0 / 0, is None.
 """

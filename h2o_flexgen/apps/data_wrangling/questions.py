@@ -28,7 +28,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Serialising:
-    """How a person wants rows written; None for what the benchmark has."""
+    """The user's choice of how rows are written; None for the benchmark's own."""
 
     columns: tuple[str, ...] | None = None
     separator: str = FULL_STOP

@@ -118,7 +118,7 @@ def _examples(flags: Namespace, folder: Folder, questions: Questions) -> Example
 def _made_of(
     flags: Namespace, data_set: DataSet, serialising: Serialising, examples: Examples, gen_len: int
 ) -> dict[str, object]:
-    """What prompts are made of, under the names that a person gives it by."""
+    """What prompts are made of, under the names by which users give it."""
     is_drawn = flags.examples_file is None
     count = USUAL_EXAMPLES if flags.examples is None else flags.examples
     return {
@@ -145,7 +145,7 @@ def _digest(text: str) -> str:
 
 
 def _job(flags: Namespace, requests: str, gen_len: int, made_of: Mapping[str, object]) -> BatchRequest:
-    """The batch job that answers the prompts, whose file is written beside its output."""
+    """The batch job that answers the prompts. Their file is written beside its output."""
     file = _beside(flags.output_file, REQUESTS)
     opening = Opening.of(Namespace(**{**vars(flags), "input_file": str(file)}))
     result, metrics = _beside(flags.output_file, RESULT), opening.files.metrics
@@ -175,7 +175,7 @@ def _refuse_foreign(file: Path) -> None:
 
 
 def _refuse_other(begun: Manifest, made_of: Mapping[str, object], file: Path, requests: str) -> None:
-    """Refuses prompts that are no longer those that the job was begun with; only more rows may be asked for."""
+    """Refuses prompts that differ from those that the job was begun with; only more rows may be asked for."""
     otherwise = f"give them as they were, or another {OUTPUT}; {ANYWAY} goes on"
     if differences := list(begun.differences(made_of)):
         raise ValueError(f"this job was begun with other options: {'; '.join(differences)}; {otherwise}")
@@ -214,8 +214,8 @@ def _add_data(group: Group) -> None:
     group.add("--task", choices=tuple(TASKS), required=True, help="what is asked about rows")
     unpacked = "the download, unpacked, or one data set of it, with train.csv, test.csv and their tables"
     group.add(DATA_DIR, required=True, metavar="FOLDER", help=unpacked)
-    group.value(DATA_SET, "NAME", f"{sets} (default: what the folder is called)")
-    group.choice("--split", [name for name in SPLITS if name != "train"], "whose rows are asked about", "test")
+    group.value(DATA_SET, "NAME", f"{sets} (default: the name of the folder)")
+    group.choice("--split", [name for name in SPLITS if name != "train"], "the split to ask about", "test")
     group.value("--num-run", "ROWS", "only the first of them (default: all)", whole(1, MOST_PROMPTS))
 
 

@@ -1,6 +1,6 @@
 """How fast answers came: rows and tokens per second, and FlexGen's figure for this application, which counts input and output.
 
-FlexGen pads every prompt to the longest one and has every answer go on to its limit, and all these tokens count in its table.
+FlexGen pads every prompt to the longest one and continues every answer to its limit, and all these tokens count in its table.
 Here a prompt counts as long as it is, whether others share its beginning or not, and an answer as long as it came to be;
 FlexGen's figure stands beside that.
 """

@@ -1,4 +1,4 @@
-"""Rows in words, as the benchmark writes them: `title: ... manufacturer: ... price: ...`, and a question behind them."""
+"""Rows in words, as the benchmark writes them: `title: ... manufacturer: ... price: ...`, and a question after them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def calibrate(
     fit: ProbeFit | None = None,
 ) -> Calibration:
     """Reads all texts layer by layer, so that weights are read once, and one layer's at a time lie in memory. `on_layer` is
-    called with the number of layers done and the number of all; `fit` hears of what is read."""
+    called with the number of layers done and the number of all; `fit` is given what is read."""
     _check(llm, texts, 0 if fit is None else sums_bytes(llm.spec))
     seen: list[list[Scores]] = [[] for _ in texts]
     readers = [RepeatedText(ids, partial(_note, scores, fit)) for ids, scores in zip(texts, seen)]

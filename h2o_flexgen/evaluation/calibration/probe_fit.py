@@ -16,10 +16,10 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.evaluation.calibration.repeated import LayerRead
 
-LEAST_SCORE = 1e-6  # of tokens that nobody looks at, and what is added to all
+LEAST_SCORE = 1e-6  # of tokens that get no attention, and added to all scores
 RIDGE = 0.03  # of the mean square of an input
 DOUBLE_BYTES = 8
-FOUND = 0.2  # of a text: the share whose best tokens are looked for
+FOUND = 0.2  # of a text: this share of its tokens is looked for, the best ones
 
 
 def sums_bytes(spec: ModelSpec) -> int:
@@ -45,7 +45,7 @@ class _Sums:
         self.products += x.T @ wanted.double()
 
     def solved(self) -> Tensor:
-        """The map (width + 1, kv_heads) whose squared errors and size are least together; the bias may be of any size."""
+        """The map (width + 1, kv_heads) with the least sum of squared errors and size; the bias may be of any size."""
         size = RIDGE * self.squares.diagonal()[:-1].mean()
         penalty = torch.full_like(self.squares[0], float(size))
         penalty[-1] = 0
@@ -55,11 +55,11 @@ class _Sums:
 
 @dataclass
 class ProbeFit:
-    """Hears of every text in a layer, and then of the next layer. Where there are several texts, the last one of a layer shows
-    how well the others foretell it, before it is taken in as well."""
+    """Takes every text in a layer, and then in the next layer. Where there are several texts, the last one of a layer shows
+    how well the others predict it, before it is added as well."""
 
     texts: int
-    found: list[float] = field(default_factory=list)  # by layer: the share of the last text's best tokens that was foretold
+    found: list[float] = field(default_factory=list)  # by layer: the share of the last text's best tokens that was predicted
     _maps: list[Tensor] = field(default_factory=list)
     _sums: _Sums | None = None
     _seen: int = 0
@@ -87,8 +87,7 @@ def _with_one(x: Tensor) -> Tensor:
 
 
 def share_found(foretold: Tensor, wanted: Tensor) -> float:
-    """The share of the best tokens that are among those that were foretold to be, as a mean over heads; (tokens, kv_heads)
-    each."""
+    """The share of the best tokens that are among the best by prediction, as a mean over heads; (tokens, kv_heads) each."""
     best, guessed = (_best(each) for each in (wanted, foretold))
     return float((best & guessed).sum() / best.sum())
 

@@ -1,4 +1,4 @@
-"""RepeatedText: a text that is read with itself behind it, everything kept: which tokens does a model look up to say it again?
+"""RepeatedText: a text that is read twice, everything kept: which tokens does a model look up to repeat it?
 
 A token's score is the highest attention that any query of the second copy gives it, in any head of the KV head's group (KVzip,
 arXiv 2505.23416).

@@ -14,7 +14,7 @@ from h2o_flexgen.planning.positions import of_windows
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
 
-KINDS = ("passkey", "lookup")  # of recall: those whose fact stands at one place, whatever its length
+KINDS = ("passkey", "lookup")  # of recall: those with the fact at one place, whatever its length
 VISIBLE = "visible"
 
 
@@ -27,7 +27,7 @@ class FactsAsked:
     examples: int = 4  # of each kind
     depth: float = 0.3  # where the facts stand; 0 is the beginning
     mentions: int = 1  # how often each is said
-    question: str = VISIBLE  # at the end of the prompt; otherwise behind it
+    question: str = VISIBLE  # at the end of the prompt; otherwise after it
     seed: int = 0
 
 
@@ -42,7 +42,7 @@ class AskedFact:
 
     @property
     def queries(self) -> tuple[int, int]:
-        """The first token whose output is a part of the answer, and the one behind the last such."""
+        """The range of the tokens that have a part of the answer as their output: the first, and the one after the last."""
         return self.asked - 1, len(self.ids) - 1
 
 
@@ -64,8 +64,8 @@ def _asked(example: RecallExample, is_visible: bool) -> AskedFact:
     begins = [place for place in range(len(context)) if context[place : place + len(answer)] == answer]
     if not begins:
         raise ValueError(
-            f"a noted answer of {example.task} has other tokens in its text than behind its question; "
-            "choose a model whose tokenizer does not join words"
+            f"a noted answer of {example.task} has other tokens in its text than after its question; "
+            "choose a model with a tokenizer that does not join words"
         )
     asked = len(context) + len(example.question)
     return AskedFact(

@@ -18,7 +18,7 @@ class Attention(NamedTuple):
     """The attention of some neighbouring queries in one layer."""
 
     first: int  # the place of the first query in the text
-    shares: Tensor  # (kv_heads, group, queries, keys up to the last of the queries), fp32; 0 for keys behind a query
+    shares: Tensor  # (kv_heads, group, queries, keys up to the last of the queries), fp32; 0 for keys after a query
 
 
 def attention_in_blocks(
@@ -52,7 +52,7 @@ def visible_entries(tokens: int) -> int:
 
 
 def captured(attention: Attention, gone: Tensor, prompt_len: int) -> Tensor:
-    """Attention captured from all queries behind the prompt (each has 1 to give), averaged over a group's heads. (kv_heads,)"""
+    """Attention captured from all queries after the prompt (each has 1 to give), averaged over a group's heads. (kv_heads,)"""
     skipped = max(0, prompt_len - attention.first)
     shares = attention.shares[:, :, skipped:].mean(1)  # (kv_heads, queries, keys)
     queries, keys = shares.shape[1:]

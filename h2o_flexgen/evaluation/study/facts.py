@@ -81,7 +81,7 @@ class FactsStudy:
 
     @cached_property
     def went(self) -> Mapping[str, Array]:
-        """The median number of tokens behind the prompt after which tokens of the fact went; NaN if none did. 0 is the end of
+        """The median number of tokens after the prompt when tokens of the fact were evicted; NaN if none was. 0 is the end of
         the prompt. (layers, kv_heads)"""
         return {name: _median_steps(self.texts, of_texts) for name, of_texts in self.gone.items()}
 
@@ -119,7 +119,7 @@ class FactReader:
     """Reads a text with everything kept; notes what the answer's queries look at, and how policies rank the fact."""
 
     text: AskedFact
-    judges: Mapping[str, Keeper]  # by policy, of whose kind of budget the ranks are
+    judges: Mapping[str, Keeper]  # by policy, with the kind of budget that the ranks are of
     attention: list[Tensor] = field(default_factory=list)  # by layer: (kv_heads, tokens of the fact)
     ranks: dict[str, list[Tensor]] = field(default_factory=dict)
 

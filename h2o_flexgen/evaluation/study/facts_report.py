@@ -15,7 +15,7 @@ from h2o_flexgen.evaluation.study.scores import Array
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.study.facts import FactsStudy
 
-NOBODY_WENT = "-"
+NONE_WENT = "-"
 DIGITS = 5
 
 
@@ -57,13 +57,13 @@ def _of_policies(study: FactsStudy) -> Iterator[str]:
     for name in study.names:
         went = study.over_finders(study.went[name])
         rank = study.over_finders(study.rank[study.policy_of(name)])
-        found = NOBODY_WENT if np.isnan(went).all() else f"{np.nanmedian(went):g}"
+        found = NONE_WENT if np.isnan(went).all() else f"{np.nanmedian(went):g}"
         held = percent(study.over_finders(study.held[name]).mean())
         rows.append([name, held, percent(study.reached[name]), percent(float(np.median(rank))), found])
     yield from table(["policy", "held", "reached", "rank", "went after"], rows)
     yield "reached: of all heads' attention on the fact, the share on tokens that are still held"
     yield "rank: of the context, the share that is ranked above the fact's tokens before the question is read, the median"
-    yield f"went after: tokens read behind the prompt, the median; 0: at the prompt's end; {NOBODY_WENT}: none went"
+    yield f"went after: tokens read after the prompt, the median; 0: at the prompt's end; {NONE_WENT}: none went"
 
 
 def _budget(study: FactsStudy) -> str:

@@ -68,7 +68,7 @@ class HeavyHitterStudy:
 
     @cached_property
     def survival(self) -> Mapping[str, Array]:
-        """The share of tokens still held at each age. (tokens behind the prompt,)"""
+        """The share of tokens still held at each age. (tokens after the prompt,)"""
         return {name: survival(gone, self.prompt_len) for name, gone in self.gone.items()}
 
     @property

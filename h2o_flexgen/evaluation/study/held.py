@@ -47,8 +47,8 @@ def heaviest_found(held: Held, scores: Array, count: int) -> Array:
 
 
 def survival(gone: Gone, prompt_len: int) -> Array:
-    """The share of tokens behind the prompt that is still held at each age in tokens, over all layers and heads.
-    (tokens behind the prompt,)
+    """The share of tokens after the prompt that is still held at each age in tokens, over all layers and heads.
+    (tokens after the prompt,)
 
     The text ends before all tokens are evicted, so each age counts only the tokens observed at that age (Kaplan and Meier): the
     share of them that stays, multiplied by the shares of all earlier ages."""

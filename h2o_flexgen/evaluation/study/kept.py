@@ -96,8 +96,8 @@ class LevelKeeper:
 
 
 def ranks(reader: Keeper, text: NewTokens) -> Tensor:
-    """The place that the reader's policy gives each token of a prompt, 0 for what it would keep longest, whoever is protected.
-    (kv_heads, tokens)"""
+    """The place that the reader's policy gives each token of a prompt, 0 for what it would keep longest, without regard to
+    protected tokens. (kv_heads, tokens)"""
     k, tokens, budget = text.k, text.k.shape[1], reader.occupancy.budgets[0]
     occupancy = Occupancy(Batch((0,), (tokens,), context=tokens), (replace(budget, slots=tokens),), 1)
     cache, scores = opened(reader.policy, occupancy.capacity, reader.coding, k)

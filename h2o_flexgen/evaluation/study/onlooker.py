@@ -13,7 +13,7 @@ from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.whole import Whole, attend_whole
 from h2o_flexgen.models.attention import NewTokens
 
-ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader who knows it all could
+ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader that knows it all could
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAP_ROWS = 512  # rows of a heat map; more steps than these cannot be told apart
+MAP_ROWS = 512  # rows of a heat map; more steps than these cannot be distinguished
 COLUMNS = 3
 GREY = "#7f7f7f"
 # colour-blind eyes can tell them apart too; usually one more than there are policies in a study
@@ -68,7 +68,7 @@ def _text(study: HeavyHitterStudy) -> str:
     return f"{Path(study.model).name}, {study.tokens} tokens, budget {100 * study.budget:g} % ({study.slots} slots)"
 
 
-# -- who is kept -----------------------------------------------------------------------------------------------------------
+# -- kept tokens -----------------------------------------------------------------------------------------------------------
 
 
 def _who_is_kept(study: HeavyHitterStudy, layer: int) -> Figure:
@@ -88,7 +88,7 @@ def _who_is_kept(study: HeavyHitterStudy, layer: int) -> Figure:
         axes.axis("off")
     figure.supxlabel("position in the text")
     figure.supylabel("tokens read")
-    figure.suptitle(f"who is kept in layer {layer}: {_text(study)}", fontsize="medium")
+    figure.suptitle(f"tokens kept in layer {layer}: {_text(study)}", fontsize="medium")
     figure.colorbar(image, ax=panels, label="share of KV heads that hold the token", shrink=0.8)
     return figure
 
@@ -159,7 +159,7 @@ def _persistence(study: HeavyHitterStudy) -> Figure:
     for name, colour in zip(study.names, cycle(COLOURS)):
         axes.plot(100 * study.survival[name], color=colour, lw=1.4, label=name)
     axes.axvline(study.slots, color=GREY, ls=":", lw=1)
-    axes.set(xlabel="tokens that came later", ylabel="% of the tokens behind the prompt that are still held", ylim=(0, 101))
+    axes.set(xlabel="tokens that came later", ylabel="% of the tokens after the prompt that are still held", ylim=(0, 101))
     return _finished(figure, axes, f"how long a token stays: {_text(study)}")
 
 

@@ -49,7 +49,7 @@ def _of_curve(laws: Sequence[PowerLaw], curves: Array) -> list[str]:
 
 
 def _of_policies(study: HeavyHitterStudy) -> Iterator[str]:
-    yield f"whom the policies keep at a budget of {100 * study.budget:g} %, {study.slots} slots"
+    yield f"tokens that the policies keep at a budget of {100 * study.budget:g} %, {study.slots} slots"
     ages = [age for age in AGES if age * study.slots < study.tokens - study.prompt_len]
     rows = [
         [
@@ -65,7 +65,7 @@ def _of_policies(study: HeavyHitterStudy) -> Iterator[str]:
     yield from table(columns, rows)
     yield "attention: what is held of what the full cache attends; heaviest: half as many as slots, of the whole text"
     yield f"stays: of what is held, the share that is held {study.later} tokens later too"
-    yield "after: of the tokens behind the prompt, the share that is still held so many tokens later"
+    yield "after: of the tokens after the prompt, the share that is still held so many tokens later"
 
 
 def _of_overlap(study: HeavyHitterStudy) -> Iterator[str]:

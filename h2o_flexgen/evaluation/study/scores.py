@@ -1,6 +1,6 @@
 """Accumulated scores: the attention each token got from all queries, sorted. The paper finds a power law: few tokens hold most.
 
-A token is only seen by those behind it, so the first ones hold most even if attention is spread evenly. Every figure is
+A token is only seen by those after it, so the first ones hold most even if attention is spread evenly. Every figure is
 therefore shown beside this baseline (`even_scores`).
 """
 

@@ -1,4 +1,4 @@
-"""The policies that a study can follow: those that evict, by what a reading of the text alone tells."""
+"""The policies that a study can follow: those that evict by what reading the text alone can tell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from h2o_flexgen.policies.table import POLICIES
 
 
 def studied_policies(names: Sequence[str], budget: float) -> Mapping[str, KVPolicy]:
-    """Each policy with the share `budget` of a text; whoever cannot be studied is refused."""
+    """Each policy with the share `budget` of a text; a policy that cannot be studied is refused."""
     policies: dict[str, KVPolicy] = {}
     for name in names:
         if name in POLICIES and POLICIES[name].judged_by == PROBE:

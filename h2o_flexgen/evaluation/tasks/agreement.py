@@ -93,7 +93,7 @@ class BoundAgreement(Bound):
     def _generated(
         self, llm: LLM, advance: Advance, put: Put, forced: Sequence[tuple[int, ...]] | None = None
     ) -> list[tuple[int, Completion]]:
-        """What follows each prompt, with the row that it is; `put` hears of the logits of every token."""
+        """What follows each prompt, with its row; `put` is given the logits of every token."""
         done: list[tuple[int, Completion]] = []
         for rows in in_blocks(self.prompts, llm.plan.block_size):
 

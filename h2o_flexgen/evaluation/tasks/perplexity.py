@@ -1,4 +1,4 @@
-"""Perplexity by decoding: the first quarter of a window is the prompt, and every token behind it goes through the cache as if
+"""Perplexity by decoding: the first quarter of a window is the prompt, and every token after it goes through the cache as if
 it had been generated. So tokens that a policy has evicted are missing, as they would be in use."""
 
 from __future__ import annotations

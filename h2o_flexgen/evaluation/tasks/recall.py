@@ -1,5 +1,5 @@
 """Recall: facts in prose, and questions about them. A visible question ends the prompt, so attention has seen it before the
-first tokens are evicted; a hidden one comes behind the prompt, token by token through the cache."""
+first tokens are evicted; a hidden one comes after the prompt, token by token through the cache."""
 
 from __future__ import annotations
 

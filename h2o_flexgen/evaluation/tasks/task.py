@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Advance = Callable[[int], None]  # called with the number of tokens just done
 Compare = Callable[[Sequence[float], Sequence[float]], Relation | None]
 AnyTask = TypeVar("AnyTask", bound="Task")
-Size = tuple[int, int]  # tokens of a prompt, and tokens behind it
+Size = tuple[int, int]  # tokens of a prompt, and tokens after it
 
 EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
 QUESTIONS = ("visible", "hidden")
