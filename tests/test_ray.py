@@ -330,6 +330,20 @@ def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytes
         signal.signal(signal.SIGTERM, before)
 
 
+def test_ray_that_cannot_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, short_folder: Path) -> None:
+    from h2o_flexgen.cli import ray_cluster
+
+    def fails(*address: str, **others: Any) -> None:
+        raise RuntimeError("Timed out waiting\n for a file")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", fails)
+    monkeypatch.setattr(ray_cluster, "folder_of_sockets", lambda: short_folder)
+    said = re.escape("Ray cannot start on this machine (Timed out waiting for a file); leave out --ray")
+    with pytest.raises(ValueError, match=said), ray_cluster.connected(RayRequest("local", 1, None, False), 1):
+        pass
+    assert list(short_folder.iterdir()) == []
+
+
 def test_an_alarm_of_rays_library_is_taken_back() -> None:
     """It sets one when it hears SIGTERM, and aborts the process after it."""
     from h2o_flexgen.cli import ray_cluster

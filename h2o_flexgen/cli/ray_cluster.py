@@ -64,12 +64,9 @@ def joined(address: str) -> Iterator[None]:
     if address == LOCAL:
         yield
         return
-    try:
-        with _own_answer_to_sigterm():
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        words = one_line(error)[:LONGEST_REASON]
-        raise ValueError(f"{RAY} {address} cannot be joined ({words}); give the address of a cluster, or {LOCAL}") from error
+    failed = f"{RAY} {address} cannot be joined", f"give the address of a cluster, or {LOCAL}"
+    with _told_in_one_line(*failed), _own_answer_to_sigterm():
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
@@ -116,19 +113,28 @@ def waiting() -> Iterator[None]:
 def _of_this_machine(cpus: int) -> Iterator[None]:
     with held_folder(RAY_PREFIX, folder_of_sockets()) as folder:
         try:
-            ray.init(
-                LOCAL,
-                num_cpus=cpus,
-                include_dashboard=False,
-                object_store_memory=STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder),
-                _node_ip_address=LOOPBACK,
-            )
+            with _told_in_one_line("Ray cannot start on this machine", "leave out --ray, or try again when it is less busy"):
+                ray.init(
+                    LOCAL,
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    object_store_memory=STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(folder),
+                    _node_ip_address=LOOPBACK,
+                )
             yield
         finally:
             ray.shutdown(wait_for_processes=True)
+
+
+@contextmanager
+def _told_in_one_line(what: str, mending: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ValueError(f"{what} ({one_line(error)[:LONGEST_REASON]}); {mending}") from error
 
 
 def _pool(asked: RayRequest, threads: int | None) -> Pool:
