@@ -208,7 +208,7 @@ def _timeline(schedules: Mapping[str, Content]) -> str:
 
 
 def _table_of_its_own(file: File) -> Result:
-    """The result of a benchmark whose rows have columns of their own."""
+    """The result of a benchmark with columns of its own."""
     head, cells = file.content.get("columns"), file.content.get("cells")
     if not isinstance(head, list) or not isinstance(cells, list) or any(len(row) != len(head) for row in cells):
         raise ValueError(f"{file.path} has no columns or no cells that fill them; run its benchmark again")
@@ -266,7 +266,7 @@ def parts_of(results: Sequence[Result]) -> dict[str, str]:
 def _headline(result: Result) -> Result:
     places = [place for place, name in enumerate(result.cells[0]) if name in HEADLINE_COLUMNS]
     cells = tuple(tuple(row[place] for place in places) for row in result.cells)
-    return replace(result, cells=cells, notes="What the stars mean, and who was killed, stands with the whole table.")
+    return replace(result, cells=cells, notes="The whole table says what the stars mean, and which systems were killed.")
 
 
 def rewritten(documents: Mapping[Path, str], parts: Mapping[str, str]) -> dict[Path, str]:
