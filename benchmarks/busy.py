@@ -3,7 +3,7 @@
     python benchmarks/busy.py --model smollm2                                   # minutes
     python benchmarks/busy.py --model smollm2 --compute exact --threads 2 --checkouts ../before .
 
-Every way (threads, and the checkout whose package computes) has a process of its own, which loads the model once. The ways take
+Every way (a number of threads, and a checkout) has a process of its own, which loads the model once. The ways take
 turns, on the quiet machine and then beside one busy process for each core, which is bound to its core; while the machine is to
 be quiet these are stopped. Medians over the rounds. The kept share is the busy rate over the quiet rate of the same way. Set
 GOMP_SPINCOUNT as the run that you mean has it: a command sets it to 2000, and so does the package where it is imported before
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--compute", default="int8")
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
     add("--threads", type=int, nargs="+", default=[1, len(os.sched_getaffinity(0))])
-    add("--checkouts", nargs="+", default=[HERE], help="folders whose packages are compared")
+    add("--checkouts", nargs="+", default=[HERE], help="folders with the packages to compare")
     add("--prompt-len", type=int, default=64)
     add("--gen-len", type=int, default=32)
     add("--rounds", type=int, default=5)

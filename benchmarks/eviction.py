@@ -5,7 +5,7 @@
     python benchmarks/eviction.py --model smollm2 --percent 100 0 100 0 100 0 --cpu-mem 800MB --gen-len 64 --budgets 0.2 \\
         --policies h2o kvzap --probe own --head-budgets equal own --quality results.json    # a real model: speed and recall
 
-A model whose file is on this machine is run with its own weights, any other with random ones. With --quality, which takes the
+A model with a file on this machine is run with its own weights, any other with random ones. With --quality, which takes the
 results.json of `evaluate --tasks recall --output FOLDER`, each line says what the model recalls under the same policy, budget
 and head budgets.
 
@@ -164,7 +164,7 @@ def written_down(args: argparse.Namespace) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="facebook/opt-1.3b", help="a model on this machine, or one whose shapes are known")
+    add("--model", default="facebook/opt-1.3b", help="a model on this machine, or one with known shapes")
     add("--policies", "--policy", nargs="+", default=["h2o"])
     shared = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
     add("--head-budgets", nargs="+", default=[EQUAL], metavar=f"{EQUAL}|{OWN}|FILE", help=f"{shared}; several are compared")

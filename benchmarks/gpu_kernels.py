@@ -5,7 +5,7 @@
 
 The ceiling is a copy within the GPU's memory, all bytes read and written, measured before and behind the kernels: the better
 one counts. Every kernel reads other bytes in each call than in the last ones, as a step does, so that no cache helps it. Calls
-are replayed as a graph, so that the GPU waits for nobody; what the processor takes to give one call to the GPU stands beside.
+are replayed as a graph, so that the GPU never waits; what the processor takes to give one call to the GPU stands beside.
 Each kernel has a share of the ceiling that it is expected to reach; --strict ends with status 1 if one does not. The last line
 is one JSON document.
 """

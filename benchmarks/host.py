@@ -3,10 +3,10 @@
     python benchmarks/host.py                       # half a minute to two on one core
     python benchmarks/host.py --output benchmarks/results/host.json
 
-Measured here, on this machine's processor: the executor's time for a task whose action does nothing; the engine's time for each
-op, with a tiny model on a device that pretends to have memory of its own. Counted in the same runs: what a COMPUTE would launch
+Measured here, on this machine's processor: the executor's time for a task that does nothing; the engine's time for each op,
+with a tiny model on a device that pretends to have memory of its own. Counted in the same runs: what a COMPUTE would launch
 on a GPU. A call of a kernel of the table counts as stated below, any other operation of torch that is no view as one launch.
-Then an ESTIMATE for every 4-bit plan of OPT-30B whose weights come over the link of a T4: the counted launches and tasks times
+Then an ESTIMATE for every 4-bit plan of OPT-30B with weights that cross the link of a T4: the counted launches and tasks times
 these seconds, slowed down to the host of such a GPU, beside what the link takes for the bytes of a step. What a launch takes
 there, and how much slower its host is, are assumptions, and printed.
 """
@@ -93,7 +93,7 @@ PERCENTS = ((15, 85, 0, 100, 100, 0), (0, 100, 0, 100, 0, 100), (0, 100, 100, 0,
 
 
 class Pretended(Device):
-    """A device with memory of its own, whose copies are over when the call returns."""
+    """A device with memory of its own; its copies are over when the call returns."""
 
     accelerator = True
 
@@ -102,7 +102,7 @@ class Pretended(Device):
 
 
 class Passed:
-    """A marker that everybody has passed."""
+    """A marker that every thread has passed."""
 
     def query(self) -> bool:
         return True
@@ -125,7 +125,7 @@ class Marking(Pretended):
 
 
 def executor_us(schedule: Schedule) -> float:
-    """Processor time of all threads for a task whose action does nothing, its making included: the median of some runs, as the
+    """Processor time of all threads for a task that does nothing, its making included: the median of some runs, as the
     first one makes things that stay, and threads get into each other's way in some."""
     return median(_one_run_us(schedule) for _ in range(RUNS))
 
@@ -174,15 +174,15 @@ class Timing:
 
 
 class Here(threading.local):
-    """Who looks at the kernels that this thread calls."""
+    """The watcher of the kernels that this thread calls."""
 
     watching: Counting | Timing | None = None
 
 
 @contextmanager
 def kernels_counted(here: Here) -> Iterator[None]:
-    """A context in which calls of the table's kernels are counted by those who watch in their threads. How kernels are chosen
-    is time of the engine."""
+    """A context in which calls of the table's kernels are counted by the watchers of their threads. The choice of kernels is
+    time of the engine."""
     function_of = operations.function_of
 
     @cache
@@ -209,7 +209,7 @@ class Visit:
 
 
 class Measured(Engine):
-    """An engine whose actions are measured: `counts` makes counts of launches, which takes time, instead of times."""
+    """An engine that measures its actions: `counts` makes counts of launches, which takes time, instead of times."""
 
     counts = False
     here = Here()

@@ -260,8 +260,8 @@ def _foreseen(args: argparse.Namespace, llm: LLM, requests: Sequence[Request], r
 
 
 def repeated(args: argparse.Namespace, lengths: Path) -> list[dict[str, Any]]:
-    """Medians, one line for each way; ways take turns, because machines drift. Without compaction nobody sees where a text
-    ends: a run that does comes first."""
+    """Medians, one line for each way; ways take turns, because machines drift. A run without compaction does not see
+    where texts end, so one with compaction comes first."""
     ways = [way for way in FILES[args.file] if args.ways is None or way in args.ways]
     if BLOCKS in ways:
         write_text(lengths, json.dumps(run_in_process(COMPACTION, lengths)["generated"]))

@@ -204,9 +204,9 @@ def reading(files: Files, file: Path) -> Subject:
     starts = range(0, size - nbytes + 1, nbytes)
     descriptor, turns = files.descriptor(file), {"engine": 0, "plain": 0}
 
-    def next_start(who: str) -> int:
-        turns[who] += 1
-        return starts[turns[who] % len(starts)]
+    def next_start(reader: str) -> int:
+        turns[reader] += 1
+        return starts[turns[reader] % len(starts)]
 
     def plainly() -> None:
         start, memory = next_start("plain"), bytes_of(places[:nbytes])

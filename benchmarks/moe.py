@@ -122,7 +122,7 @@ def main() -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="allenai/OLMoE-1B-7B-0924", help="whose shapes are in configs/models")
+    add("--model", default="allenai/OLMoE-1B-7B-0924", help="a model with shapes in configs/models")
     add("--memory", type=argument_of(parse_bytes), default=parse_bytes("2GiB"), help="of each process (default: 2GiB)")
     add("--load", type=argument_of(Load.of), default=Load(64, 64), metavar="P+G", help="tokens of a prompt + to generate")
     add("--rows", type=int, nargs="+", default=[128, 512], help="of ours")

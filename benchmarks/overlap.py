@@ -58,7 +58,7 @@ def main() -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="facebook/opt-1.3b", help="a model whose shapes are known; weights are random")
+    add("--model", default="facebook/opt-1.3b", help="a model with known shapes; weights are random")
     add("--cpu-mem", default="2.1GB", help="what the process may hold")
     add("--percent", type=float, nargs=6, default=[0, 0, 0, 100, 0, 100])
     add("--gpu-batch-size", type=int, default=16)

@@ -1,4 +1,4 @@
-"""What the processor could compute if nothing had to be read: the loops of peaks.c, compiled when somebody asks.
+"""What the processor could compute if nothing had to be read: the loops of peaks.c, compiled when they are needed.
 
 Which loops count follows from the library of kernels that is loaded, so a smaller instruction set can be looked at alone.
 """

@@ -46,7 +46,7 @@ MACHINES = Path(__file__).resolve().parents[1] / "configs" / "machines"
 MACHINE = MACHINES / "t4-gcp.yaml"
 TOLERANCE = 0.2  # share of a published figure
 THEIRS, OURS = "flexgen_barrier", "zigzag"
-FIRST_STEP = 3  # tokens of a run whose first step counts; another step follows it
+FIRST_STEP = 3  # tokens of a run of which the first step counts; another step follows it
 WHOLE_BATCH = 1 << 30  # tokens: the original computes the prompts of a batch at once
 
 FLEXGEN = "FlexGen, paper and README; flags: bench_suite.py of FlexLLMGen"

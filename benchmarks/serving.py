@@ -100,7 +100,7 @@ def prompts_of(args: argparse.Namespace, llm: LLM) -> list[list[int]]:
 
 @dataclass
 class Clients:
-    """Who asks, and what each has waited for."""
+    """The clients that ask, and how long each has waited."""
 
     llm: LLM
     arrivals: Arrivals
@@ -160,7 +160,7 @@ def _all_ways(args: argparse.Namespace, llm: LLM, prompts: Sequence[Sequence[int
 
 
 def _refuse_other_answers(runs: Sequence[Mapping[str, Any]]) -> None:
-    """In float32 everybody hears the same, whatever is shared; other types round by the company of a row."""
+    """In float32 every client gets the same, whatever is shared; other types round by the company of a row."""
     different = sum(run["said"] != runs[0]["said"] for run in runs)
     print(f"{different} of {len(runs)} rounds said something else than the first", file=sys.stderr)
 

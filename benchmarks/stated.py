@@ -43,7 +43,7 @@ class Launches:
 
     attention: tuple[float, float]
     mlp: tuple[float, float]
-    eviction: tuple[float, float] = (0.0, 0.0)  # beside those of an attention that evicts nobody
+    eviction: tuple[float, float] = (0.0, 0.0)  # beside those of an attention without eviction
 
     @property
     def of_a_block(self) -> tuple[float, float]:

@@ -105,8 +105,8 @@ def _take_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _tasks_text() -> str:
-    """Only facts and questions, whose words and digits become tokens too. It does not depend on the rows, so training can go on
-    from a model with other rows."""
+    """Only facts and questions: their words and digits become tokens too. It does not depend on the rows, so training can go
+    on from a model with other rows."""
     draw = random.Random(0)
     facts = [fact for _ in range(2000) for make in RECALL_TASKS.values() for fact in make(draw)]
     return "".join("".join(piece.text for note in fact.notes for piece in note) + fact.question + fact.answer for fact in facts)

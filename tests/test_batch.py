@@ -603,7 +603,7 @@ def test_a_full_disk_loses_nothing(demo_job: Any, out: Path) -> None:
     said = err.splitlines()[-1]
     assert (status, said) == (
         2,
-        f"error: {out} cannot be written (File too large); whole records stay there: mend that, and go on with --resume",
+        f"error: {out} cannot be written (File too large); whole records stay there: fix this, and go on with --resume",
     )
     assert 5 < len(ids(out)) < len(whole) and out.read_bytes().endswith(b"\n")
     goes_on(out, whole, "-i", file)

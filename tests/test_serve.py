@@ -98,7 +98,7 @@ def test_a_signal_ends_it_when_everybody_has_an_answer(command: Any, monkeypatch
     visitor.has_been_there()
     assert result.status == 0 and heard[-1].finish_reason == "length"
     assert f"serving   tiny at http://127.0.0.1:{visitor.place.port}/v1: 3 seats, prompts of up to 97 tokens" in result.out[-2]
-    assert result.said == ["note: ending: whoever was admitted is served first; another signal ends at once"]
+    assert result.said == ["note: shutting down: finishing admitted requests; another signal ends at once"]
     assert result.json["completions"] == {"length": 1} and result.json["answers"] == {"200": 1}
     assert result.json["generated_tokens"] == 20
     assert "prefixes  room for 96 tokens of what requests begin with alike, pinned" in result.out
@@ -277,7 +277,7 @@ def test_whoever_reaches_it_from_elsewhere_is_spoken_of_and_has_to_show_a_key(
     result = command("--host", "0.0.0.0", "--api-key-file", keys, "--verbose", 0)
     visitor.has_been_there()
     port = visitor.place.port
-    assert result.said[0] == f"note: 0.0.0.0 is not this machine alone: whoever reaches port {port} may ask"
+    assert result.said[0] == f"note: 0.0.0.0 is not this machine alone: any client that reaches port {port} may ask"
     assert result.status == 0 and "key" not in result.out[0]
 
 

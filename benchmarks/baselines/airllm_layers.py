@@ -51,4 +51,4 @@ class System:
 def _missing_model(request: Request) -> str | None:
     if any(name.startswith(LAYERS) for name in tensor_shapes(request.checkpoint)):
         return None
-    return f"AirLLM has no {config_of(request)['model_type']}: only models whose layers are named as LLaMA's"
+    return f"AirLLM has no {config_of(request)['model_type']}: only models with layers named as LLaMA's"

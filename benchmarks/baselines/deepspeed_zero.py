@@ -134,5 +134,5 @@ def _missing_tools(request: Request) -> str | None:
     if find_library("aio") is None or not any(header.exists() for header in headers):
         return "libaio and its headers are not installed: apt-get install libaio-dev"
     if request.device == "cuda" and shutil.which("nvcc") is None and "CUDA_HOME" not in os.environ:
-        return "there is no CUDA toolkit (nvcc), with whose headers DeepSpeed compiles its reader of files"
+        return "there is no CUDA toolkit (nvcc); DeepSpeed compiles its reader of files with the toolkit's headers"
     return None

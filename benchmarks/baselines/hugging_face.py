@@ -1,4 +1,4 @@
-"""The greedy loop of every peer that is a model of transformers with somebody's hooks in it: they differ in nothing else.
+"""The greedy loop of every peer that is a model of transformers with hooks of its own: they differ in nothing else.
 
 A whole run decodes every token. A shortened run makes up the keys and values of the first half of the text, times some steps
 there, and makes up those of the rest for one last step: a batch that does not fit at its longest dies as in a whole run.

@@ -1,8 +1,8 @@
 """A folder of our own for what torch compiles for a peer, with a guard against the locks of builds that were killed.
 
 torch marks a build by a file that is there until the build ends. That of a killed build stays for ever, and the next one waits
-for it without a word. Here a lock of the system goes around all builds of the folder, which does end with its process: who has
-it knows that nobody builds, and that every mark is a dead one's.
+for it without a word. Here a lock of the system goes around all builds of the folder, which does end with its process. The
+process that holds it knows that no other one builds, and that every mark is of a killed build.
 """
 
 from __future__ import annotations

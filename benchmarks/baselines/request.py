@@ -34,7 +34,7 @@ class Request:
 
     @property
     def last(self) -> int:
-        """Tokens of a row whose KV is held when the last token is made."""
+        """Tokens of a row with KV that is held when the last token is made."""
         return self.prompt_len + self.gen_len - 1
 
     def to_json(self) -> str:

@@ -7,12 +7,12 @@
 
 Every run has a process of its own under the same cap on memory, the page cache included, and starts with nothing of the
 checkpoint in that cache. Random weights are written once, as a checkpoint that every system can read. Rows are doubled until a
-system fails or slows, and then tried half way; the engine, whose planner knows what fits, is tried from there downwards, and
-with one thing switched off it is run with as many as fit. With --rows, as in the suite "processor", all systems are run with
-the same numbers of rows, in turns, and prompts and steps are held against the machine's limit apart. Without --whole a run is
-shortened: prompts are computed whole, then a few decode steps are timed with as much KV as half way through the text, and the
-rest of the generation counts as if each step took their median. The machine is measured before and after. The last line is one
-JSON document; --picture draws it.
+system fails or slows, and then tried half way. The engine's planner knows what fits, so the engine is tried from there
+downwards, and with one thing switched off it is run with as many as fit. With --rows, as in the suite "processor", all
+systems are run with the same numbers of rows, in turns, and prompts and steps are held against the machine's limit apart.
+Without --whole a run is shortened: prompts are computed whole, then a few decode steps are timed with as much KV as half way
+through the text, and the rest of the generation counts as if each step took their median. The machine is measured before and
+after. The last line is one JSON document; --picture draws it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def argument_of(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Turns a ValueError into argparse's own error, whose message alone is shown."""
+    """Turns a ValueError into argparse's own error, which is shown as its message alone."""
 
     def checked(text: str) -> T:
         try:

@@ -108,7 +108,7 @@ class _Watched:
         self._kill()
         self._process.wait()
         self._listener.join(timeout=HEARD_WITHIN)
-        heard_all = not self._listener.is_alive()  # else somebody still holds the pipe, and closing it would wait for him
+        heard_all = not self._listener.is_alive()  # else a process still holds the pipe, and closing it would wait for that
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr if heard_all else None):
             if pipe is not None:
                 with suppress(OSError):
@@ -153,7 +153,7 @@ class _Watched:
     def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._cap.kill()  # and who has left the group: a process of its own session, that a launcher has started
+        self._cap.kill()  # and processes outside of the group: a launcher may have started one in its own session
 
 
 def reason_in(lines: Sequence[str]) -> str:

@@ -73,7 +73,7 @@ SUITES: Mapping[str, Suite] = {
 
 # -- the engine, and the engine with one thing switched off ------------------------------------------------------------------
 
-FULL_KV_ROWS = 64  # with KV on disk a thousand rows may fit, whose prompts alone take an hour
+FULL_KV_ROWS = 64  # with KV on disk a thousand rows may fit; their prompts alone take an hour
 ZIGZAG = {"sep_layer": False, "slots": 3}
 BARRIER = {"sep_layer": False, "schedule": "flexgen_barrier"}
 ROW_BY_ROW = {"sep_layer": False, "schedule": "row_by_row", "rows_at_once": 1 << 20}  # all rows are one batch

@@ -43,8 +43,8 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a folder or a file, and those matrices among them that have a form of their own, whoever read the headers.
-    If `copy` is there, the files were made here, and weights are also checked when they are read."""
+    """The tensors of a folder or a file, and those matrices among them that have a form of their own. If `copy` is there, the
+    files were made here, and weights are also checked when they are read."""
 
     def __init__(
         self,

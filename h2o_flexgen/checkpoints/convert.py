@@ -90,7 +90,7 @@ def load_shard(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
     mapped = start.startswith(ZIP_MAGIC)
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # of many kinds, whose texts advise unsafe unpickling
+    except Exception as error:  # of many kinds, with texts that advise unsafe unpickling
         raise ValueError(
             f"{path} is damaged or holds more than plain tensors ({type(error).__name__}); "
             "it is not unpickled unsafely: download it again, or save it as safetensors"

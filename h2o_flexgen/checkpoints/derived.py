@@ -166,8 +166,8 @@ class Copy:
         return [replace(tensor, check=_Check(self, tensor, sums[tensor.name])) for tensor in stored]
 
     def discard(self) -> bool:
-        """Removes the folder, so that whoever opens it next makes it again. Returns False if another process has removed it or
-        made it again already."""
+        """Removes the folder, so that the next process that opens it makes it again. Returns False if another process has
+        removed it or made it again already."""
         try:
             with alone_in(self.path.parent):
                 if not self.is_still_there:
@@ -257,7 +257,7 @@ class DerivedFolder:
 
     @property
     def older_bytes(self) -> int:
-        """Bytes of a copy in an older format, whose place the new one will take."""
+        """Bytes of a copy in an older format, which the new one will replace."""
         with suppress(OSError):  # another process removes it
             return 0 if self.is_there else nbytes_in(self.path)
         return 0
@@ -310,7 +310,7 @@ class DerivedFolder:
             raise
 
     def _remove_older(self, renewing: Callable[[], None] | None) -> None:
-        """Removes a copy that nobody reads any more, before the new one is made: a disk may not hold both. Its name becomes
+        """Removes a copy that is no longer read, before the new one is made: a disk may not hold both. Its name becomes
         that of a leftover, so that a later run removes what stays of it if this one is killed."""
         if renewing is not None:
             renewing()

@@ -1,4 +1,4 @@
-"""DummySource: seeded random weights for a model whose files are missing, so that speed can be measured without a download.
+"""DummySource: seeded random weights for a model without files, so that speed can be measured without a download.
 
 A value depends only on the seed, the tensor's name and its place in the tensor. Tensors are cut from one random block that
 repeats for ever, so making weights costs a copy. The block's length is prime; otherwise rows of a matrix would equal each other
@@ -59,7 +59,7 @@ class DummySource:
         self._offload_dir = offload_dir
         self._progress = progress
         self._files: list[OwnFile] = []
-        weakref.finalize(self, _remove, self._files)  # in case nobody closes this source
+        weakref.finalize(self, _remove, self._files)  # in case this source is never closed
 
     @cached_property
     def _block(self) -> torch.Tensor:
@@ -184,8 +184,8 @@ class DummySource:
 
 @dataclass(frozen=True)
 class OwnFile:
-    """A file that goes with its process. If the system can open it again without a name, it has none; otherwise it is locked as
-    long as its process lives, so that whoever finds it unlocked knows that nobody needs it."""
+    """A file that is gone when its process is. If the system can open it again without a name, it has none. Otherwise it is
+    locked as long as its process lives: a file without a lock is not needed any more."""
 
     path: Path  # under which this process opens it
     lock: int  # another descriptor of the same opening

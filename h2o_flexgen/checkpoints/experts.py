@@ -2,7 +2,7 @@
 
 Checkpoints of Mixtral name them in words of their own. Those that transformers writes as it holds them have all experts of a
 layer in one tensor of three dimensions; there the rows of each expert lie together, those of its gate before the others. In
-those of gpt-oss, whose experts have biases, gate and up are one matrix, and plain ones are transposed.
+those of gpt-oss the experts have biases, gate and up are one matrix, and plain ones are transposed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Shards:
 
     def check(self, contents: Mapping[Path, Collection[str]]) -> None:
         """Refuses files that contradict the index. If two files have a tensor of the same name, the index decides; a tensor
-        that it names and no file has is only missed by those who ask for it."""
+        that it names and no file has is an error only when it is read."""
         if self.index is None:
             return
         holders = {name: file for file, names in contents.items() for name in names}

@@ -131,7 +131,7 @@ class Said:
 
     @property
     def blocks(self) -> int:
-        """Those of the model. Blocks behind them would guess at tokens further ahead, which nobody asks for."""
+        """The blocks of the model itself. Those after them predict tokens further ahead, and are not used."""
         return self.whole("block_count") - self.whole(MORE_TOKENS, 0)
 
     @property
@@ -173,7 +173,7 @@ def _experts(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """How many there are, how wide they are, and how they are chosen."""
     if not said.experts:
         return {}
-    is_glm = said.model_type == GLM  # whose files may say either
+    is_glm = said.model_type == GLM  # its files may say either
     sums_to_one = said.metadata.flag(said.key(NORMED), False) if is_glm else said.model_type in SUMS_TO_ONE
     if said.has(NORMED) and said.metadata.values[said.key(NORMED)] is not sums_to_one:
         raise said.refusal(NORMED, f"which is not how {said.model_type} weighs its experts; give another model")
@@ -245,10 +245,10 @@ def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, A
 
 
 def _refuse_other_mix(said: Said, kind: str) -> None:
-    """Refuses a file whose kind of scaling and share of YaRN's mix ask for different things. In ggml the share alone decides:
+    """Refuses a file if its kind of scaling and its share of YaRN's mix contradict each other. In ggml the share alone decides:
     with 0 scaling is linear, whatever it is called, and with 1 it is YaRN. llama.cpp takes the share from the kind, and from
-    files of a few architectures only, which are not read here. So what is meant by two that differ nobody knows. Below 0 the
-    kind decides; and where nothing is scaled a mix of the same with the same is harmless."""
+    files of a few architectures only, which are not read here. So two that differ have no known meaning. Below 0 the kind
+    decides; and where nothing is scaled a mix of the same with the same is harmless."""
     of_kind = 1.0 if kind == YARN else 0.0
     share = said.number(MIX, of_kind)
     if share >= 0 and share != of_kind:

@@ -77,7 +77,7 @@ def has_magic(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
-    except OSError:  # whoever reads it will say why
+    except OSError:  # the reader of the file will report it
         return False
 
 
@@ -172,7 +172,7 @@ def _tensor(header: HeaderBytes, alignment: int) -> GgufTensor:
 
 
 def _check_places(header: HeaderBytes, tensors: list[GgufTensor], size: int) -> None:
-    """Refuses tensors that share bytes, or whose bytes the file does not have."""
+    """Refuses tensors that share bytes, or that have bytes outside of the file."""
     ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes))
     for before, tensor in pairwise(ordered):
         if before.offset + before.nbytes > tensor.offset:

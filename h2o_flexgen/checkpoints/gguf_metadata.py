@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file: keys with values of a few types, read from the beginning of a file that nobody vouches for.
+"""The metadata of a GGUF file: keys with values of a few types, read from the beginning of an untrusted file.
 
 Every length and count is held against what the file still has before anything is made of it.
 """

@@ -1,5 +1,5 @@
-"""HandedSource: the weights of a process that another one reads them for. What rests on a device is handed over tensor by
-tensor; what every step reads from disk is found where it lies."""
+"""HandedSource: the weights of a process, read by another process. Weights that stay on a device are handed over tensor by
+tensor; those that every step reads from disk are read from their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from h2o_flexgen.core.model_spec import TensorSpec
 
 class HandedSource:
     def __init__(self, source: WeightSource, take: Callable[[Tensor], None]) -> None:
-        """`take` brings the next tensor's bytes, in the order in which whoever reads them gives them."""
+        """`take` receives the next tensor's bytes, in the order in which the reading process sends them."""
         self._source = source
         self._take = take
 
@@ -23,7 +23,7 @@ class HandedSource:
         return self._source.stored_as(name)
 
     def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
-        """The places of tensors. Nobody checks what the process that reads has checked."""
+        """The places of tensors, without checks: the process that reads has checked them."""
         return {name: unchecked(stored) for name, stored in self._source.locate(tensors).items()}
 
     def fill(self, tensor: TensorSpec, out: Tensor) -> bool:

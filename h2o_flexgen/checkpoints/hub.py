@@ -51,7 +51,7 @@ def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
 def _what_instead(file: Path) -> str:
     """What to do about a file of another kind. Some programs keep their GGUF files under names without a suffix."""
     if has_magic(file):
-        return f"it is a GGUF file, but its name does not end in {SUFFIX}; rename it, or give a link whose name does"
+        return f"it is a GGUF file, but its name does not end in {SUFFIX}; rename it, or give a link with such a name"
     return f"give the folder that it lies in, or a {SUFFIX} file"
 
 

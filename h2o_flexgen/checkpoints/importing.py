@@ -1,6 +1,6 @@
-"""Matrices of 4-bit codes whose files have them in an order that no product wants, brought into that of `Int4`, once.
+"""Matrices of 4-bit codes in an order that no product reads, converted once to the order of `Int4`.
 
-Words are read some rows at a time; what is held is the outcome, and that part.
+Words are read some rows at a time; only the outcome and that part are held.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def values_of(stored: StoredTensor) -> Tensor:
 
 
 def _along_inputs(unpacked: Callable[[Tensor], Tensor], together: int, words: StoredTensor, codes: Tensor) -> None:
-    """Fills codes from words whose rows are inputs, some times `together` of them at once."""
+    """Fills codes from words with a row for each input, some times `together` of them at once."""
     first = 0
     for rows in read_rows(words, words.nbytes // words.shape[0], together):
         part = unpacked(rows.view(torch.int32))

@@ -2,8 +2,8 @@
 
 A writer holds a lock until it has ended, however it ends: on its own random weights, on its own temporary folder, or on the
 cache in which it fills a folder. Files without a lock are leftovers. On file systems that other hosts see too, locks may belong
-to one host alone, so only files that this host wrote are removed there; their names say who wrote them, except those of
-temporary folders, which stay there.
+to one host alone, so only files that this host wrote are removed there; their names say which host wrote them, except
+those of temporary folders, which stay there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _host() -> str:
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Yields removed files. Nobody makes such a file meanwhile: it is locked before its folder's lock is released."""
+    """Yields removed files. No process makes such a file meanwhile: it is locked before its folder's lock is released."""
     places = [place for place in _glob(folder, f"{WEIGHTS_PREFIX}*{WEIGHTS_SUFFIX}") if may_be_removed(place)]
     if not places:
         return
@@ -113,7 +113,7 @@ def _partial_folders_in(cache: Path) -> Iterator[tuple[Path, int]]:
     places = [place for place in partial if may_be_removed(place)]
     if not places:
         return
-    with _lock(cache) as is_ours:  # otherwise somebody is filling one of them
+    with _lock(cache) as is_ours:  # otherwise another process is filling one of them
         for place in places if is_ours else ():
             with suppress(OSError):
                 nbytes = nbytes_in(place)

@@ -1,6 +1,6 @@
-"""PackedCheckpoint: a checkpoint some of whose matrices and tables are kept in a form that its files do not have, or have
-transposed. They are encoded once, some rows at a time, into safetensors in a cache folder, and read from there ever after, in
-every step if they are placed on disk."""
+"""PackedCheckpoint: a checkpoint with some matrices and tables in a form that its files do not have, or have transposed. They
+are encoded once, some rows at a time, into safetensors in a cache folder. Later they are read from there, in every step if
+they are placed on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN, chosen_codec
 
 FILE_BYTES = 2 << 30  # of a packed file, approximately
 LARGEST = 1e38  # so that the difference of two values is still a float32
-NAMING = 1  # in the names of folders: with another number nobody would find those of before
+NAMING = 1  # in the names of folders: with another number, earlier folders would not be found
 
 
 class PackedCheckpoint:

@@ -21,7 +21,7 @@ from h2o_flexgen.core.probe import Floats, Probe
 FILE = "probe.safetensors"  # its name where it lies beside the model that it was fitted to
 WEIGHT, BIAS = "layers.{}.weight", "layers.{}.bias"
 NAME = re.compile(r"layers\.(\d+)\.(weight|bias)")
-UNKNOWN = "an unnamed model"  # published probes do not say whose they are
+UNKNOWN = "an unnamed model"  # published probes do not name their model
 OF_CALIBRATE = "give a file that calibrate wrote"
 
 
@@ -53,7 +53,7 @@ def read_probe(path: str | os.PathLike[str]) -> Probe:
 def _stacked(tensors: Mapping[str, Mapping[str, Any]]) -> tuple[Floats, Floats]:
     if other := next((name for name in tensors if not NAME.fullmatch(name)), None):
         raise ValueError(f"it has {other}, and a linear probe has a weight and a bias for each layer; {OF_CALIBRATE}")
-    layers = max(1, -(-len(tensors) // 2))  # a higher number is one whose layers before it are missing
+    layers = max(1, -(-len(tensors) // 2))  # a higher number means that layers before it are missing
     wanted = [form.format(layer) for form in (WEIGHT, BIAS) for layer in range(layers)]
     if missing := next((name for name in wanted if name not in tensors), None):
         raise ValueError(f"{missing} is missing; {OF_CALIBRATE}")

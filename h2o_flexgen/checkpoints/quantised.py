@@ -1,5 +1,5 @@
 """Finds the quantised matrices of a checkpoint: the tensors that each is written in, checked against each other, become one
-`StoredMatrix`. A matrix whose bytes lie in the file as products want them is read in place; the others are imported.
+`StoredMatrix`. A matrix is read in place if its bytes lie in the file as products need them; the others are imported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_matrices(quantisation: Quantisation | None, tensors: Tensors) -> Found:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The tensors whose names begin alike."""
+    """The tensors with the same prefix in their names."""
 
     prefix: str
     tensors: Tensors
@@ -111,7 +111,7 @@ def _imported(
     """A matrix of AWQ or GPTQ: zero points lie like scales, eight outputs to a word."""
     zeros = parts.required("qzeros", (WORD,))
     if shape[0] % PER_WORD:
-        raise _wrong(scales, f"has {shape[0]} outputs, whose zero points are no whole words of {PER_WORD}")
+        raise _wrong(scales, f"has {shape[0]} outputs, but zero points come in whole words of {PER_WORD}")
     if zeros.shape != (count, shape[0] // PER_WORD):
         raise _wrong(zeros, f"has the shape {zeros.shape} beside {count} x {shape[0]} scales")
     return _integers(parts, method, shape, words, scales, zeros, groups)
@@ -197,7 +197,7 @@ def _check_shape(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
 
 
 def _fp8(parts: _Parts) -> StoredMatrix | None:
-    """None: the weight is not quantised, or in a form that whoever asks for it refuses."""
+    """None: the weight is not quantised, or in a form that the caller rejects."""
     weight = parts.tensors[parts.prefix + WEIGHT]
     if weight.dtype in BYTES and len(weight.shape) == 2:
         return _fp4(parts, weight, *SCALES_OF_FP8)

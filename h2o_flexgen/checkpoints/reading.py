@@ -1,4 +1,4 @@
-"""Bytes of stored tensors read outside of a run, some at a time, and compared with what was written where somebody knows it."""
+"""Bytes of stored tensors read outside of a run, some at a time, and compared with what was written where that is known."""
 
 from __future__ import annotations
 

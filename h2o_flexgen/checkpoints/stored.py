@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 class Located(Protocol):
-    """A tensor whose bytes lie in files, in the form that its spec names."""
+    """A tensor with its bytes in files, in the form that its spec names."""
 
     @property
     def segments(self) -> tuple[Segment, ...]: ...
@@ -55,7 +55,7 @@ class StoredTensor:
     nbytes: int
     dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of its format ("I8")
     shape: tuple[int, ...]
-    check: Check | None = field(default=None, compare=False)  # None if nobody knows what was written
+    check: Check | None = field(default=None, compare=False)  # None if it is not known what was written
     is_turned: bool = False  # the file has the transposed matrix: its columns lie one behind the other
 
     @property

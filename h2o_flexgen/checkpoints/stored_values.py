@@ -15,7 +15,7 @@ from h2o_flexgen.quant.codec import CODECS
 from h2o_flexgen.quant.sectioned import Sectioned, parts_of_sections, section_starts
 
 FLOAT32_BYTES = 4
-CUTS = 128  # outputs at whose multiples every form can be cut
+CUTS = 128  # outputs: every form can be cut at multiples of it
 
 ReadSection = Callable[[int, int, int], torch.Tensor]  # number of the section, first and last byte
 

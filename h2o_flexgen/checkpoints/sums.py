@@ -4,7 +4,7 @@ A page of 4096 bytes is 512 words of two halves. Each half is multiplied by an o
 products of lower and of upper halves are summed separately, in 64 bits that they cannot exceed; a digest of the pages' sums
 stands for each stretch of a tensor. So all bits count alike: one half that differs, any two bits that do, halves or pages that
 change places, and pages of zeros are always detected, anything else almost certainly, at the cost of two multiplications and
-additions per eight bytes. The sums guard against faulty disks and half-written files, not against people who mean harm.
+additions per eight bytes. The sums guard against faulty disks and half-written files, not against people with bad intent.
 """
 
 from __future__ import annotations

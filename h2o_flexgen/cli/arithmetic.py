@@ -19,7 +19,7 @@ BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
 class Arithmetic:
     plan: Plan
     dtype: str  # type of hidden states, and of everything that is not packed
-    processor: Processor | None  # None: that of another machine, whose instructions are not known
+    processor: Processor | None  # None: that of another machine, with unknown instructions
     decode_rows: int = 1  # rows of products in decode
     prompt_rows: int = 1  # rows of products while prompts are computed
     forms: tuple[str, ...] = (PLAIN,)  # codecs of the matrices, that of most values first
@@ -45,7 +45,7 @@ class Arithmetic:
 
     @property
     def rounded(self) -> tuple[str, ...]:
-        """The forms whose factors are rounded to 8 bits."""
+        """The forms that have their factors rounded to 8 bits."""
         return tuple(form for form in self.forms if self.plan.compute == INT8 and rounds(form))
 
     def _multiplied_in(self, form: str, rows: int, processor: Processor) -> str:

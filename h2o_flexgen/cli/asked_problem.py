@@ -102,8 +102,8 @@ def _budgets(request: PlanRequest, machine: Machine) -> Budgets:
 
 
 def system_share(named: Machine | None, site: SiteRequest) -> Mapping[str, int]:
-    """Bytes per tier that are not planned with. A named machine is taken whole, so its system needs a share; a profile of this
-    one has what was free, and memory that somebody asked for is theirs."""
+    """Bytes per tier that the plan must leave free. A named machine is described whole, so its system needs a share. A profile
+    of this machine has only what was free, and memory that the user gave as a size is used in full."""
     if named is None:
         return {}
     asked = {DEVICE: site.gpu_mem, HOST: site.cpu_mem}

@@ -288,7 +288,7 @@ def _begun(files: JobFiles, resuming: Resuming) -> Manifest | None:
     begun = Manifest.read(files.manifest)
     if begun is None and is_there and not resuming.anyway:
         missing = f"{files.output} has records, but its manifest {files.manifest.name} is not there"
-        raise ValueError(f"{missing}, so nobody knows what they were made with; {ANYWAY} goes on all the same")
+        raise ValueError(f"{missing}, so it is not known what they were made with; {ANYWAY} goes on all the same")
     return begun
 
 
@@ -325,14 +325,14 @@ def add_job(group: Group) -> None:
     group.add("-o", OUTPUT, metavar="FILE", required=True, help=records)
     group.truth("--ordered", text="records in the order of the input (default: as requests finish)")
     group.truth(RESUME, text="go on with the job in the output: only requests without a record are run; a new job begins")
-    group.truth(RETRY, text=f"{RESUME}, and run requests again whose record is an error")
+    group.truth(RETRY, text=f"{RESUME}, and run requests again if their record is an error")
     group.truth(ANYWAY, text=f"{RESUME} with another model, input or other options than the job was begun with")
     group.value("--metrics", "FILE", "append how far the job is, every few seconds: a line of JSON each")
     group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
 
 
 def add_engine(parser: Parser) -> None:
-    """Adds the model, who runs it, under which plan, and what is kept of the KV."""
+    """Adds the model, the processes that run it, the plan, and how much of the KV is kept."""
     parser.add_model()
     parser.add_tokenizer()
     workers = parser.group("workers")

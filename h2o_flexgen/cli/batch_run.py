@@ -37,7 +37,7 @@ class JobRun:
     output: Output
     seed: int
     metrics: Path | None
-    elsewhere: Elsewhere | None = None  # who runs requests, if not this process
+    elsewhere: Elsewhere | None = None  # what runs requests, if not this process
 
     @property
     def _index(self) -> Index:
@@ -82,8 +82,8 @@ class JobRun:
             return listening.watch.end()
 
     def _run(self, listening: Listening) -> None:
-        """Runs what is left. A request that breaks takes nobody with it: it is recorded, and the others are run again from
-        their prompts."""
+        """Runs what is left. A request that fails does not fail the others: it is recorded, and the others are run again
+        from their prompts."""
         left = self.left
         while len(left.sizes):
             broken = self._broken_in(left, listening)

@@ -1,4 +1,4 @@
-"""How far a job is: a line of progress, lines of JSON for who draws them, and the figures of its end."""
+"""The progress of a job: a line of progress, lines of JSON for plots, and the figures at its end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _together(before: Tick, now: Tick) -> Tick:
 
 @dataclass
 class Ticks:
-    """How far all are together who run a job's parts."""
+    """The joint progress of all processes that run a job's parts."""
 
     latest: dict[int, Tick] = field(default_factory=dict)  # by part
 
@@ -164,7 +164,7 @@ class JobWatch:
     """Listens to a running job."""
 
     def __init__(self, progress: Progress, metrics: Metrics, sizes: Sizes, finished: Finished, shared_tokens: int = 0) -> None:
-        """`finished` is kept up to date by whoever writes records; `shared_tokens` are not read again."""
+        """`finished` is kept up to date by the writer of records; `shared_tokens` are not read again."""
         self._progress, self._metrics, self._finished = progress, metrics, finished
         whole = sum(size.rows * (size.prompt_len + size.gen_len) for size in sizes)
         self._work = whole - shared_tokens  # tokens, at most

@@ -258,7 +258,7 @@ class BatchJob:
         return ended
 
     def _elsewhere(self, seed: int) -> Elsewhere | None:
-        """Who runs requests, if not this process."""
+        """What runs requests, if not this process."""
         if self.request.ray is not None:
             return partial(self._on_workers, self.request.ray, seed)
         if len(self.parts) > 1:

@@ -30,7 +30,7 @@ COMMANDS = {
 }
 
 DESCRIPTION = """\
-Talk with a model whose weights may be larger than the memory. What was said stays in the KV cache.
+Talk with a model. Its weights may be larger than the memory. What was said stays in the KV cache.
 Without --model: a small one that travels with the package; nothing is downloaded."""
 
 EPILOG = f"""\

@@ -14,7 +14,7 @@ LOOK_SECONDS = 1.0  # between two looks: the system counts busy time in hundredt
 
 
 class Watched(Protocol):
-    """Who has kept cores busy since a moment."""
+    """The processes that have kept cores busy since a moment."""
 
     @property
     def seconds(self) -> float:

@@ -22,7 +22,7 @@ from h2o_flexgen.core.openmp import let_threads_sleep_soon
 FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # exit status of a process ended by a signal, less the signal's number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
-UNREAD = 141  # status of a command whose output nobody reads any more, as if SIGPIPE had ended it
+UNREAD = 141  # status of a command with an output that is no longer read, as if SIGPIPE had ended it
 
 
 class Mendable(RuntimeError):
@@ -127,7 +127,7 @@ def _is_about_output(error: BaseException) -> bool:
 
 
 def _is_unread() -> bool:
-    """Whether nobody reads our output. Nothing more is written then: the interpreter would complain at its end."""
+    """Whether our output is no longer read. Then nothing more is written: the interpreter would complain at its end."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

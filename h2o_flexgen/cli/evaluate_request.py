@@ -59,7 +59,7 @@ PROGRAM = "python -m h2o_flexgen.evaluate"
 USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"
 USUAL_BUDGETS, USUAL_SIZES, ALL_SLOTS = "100,50,20,10,5", "64,128,256,512,1024,full", "full"
 USUAL_TASKS = "perplexity,recall,agreement"
-OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
+OF_SIZES = (XSum.name,)  # tasks that usually have a grid of KV sizes
 BOTH = "both"
 DEMO_BATCH = 16  # rows of a small model that are computed at once
 # the defaults of flags that say which examples tasks have
@@ -416,8 +416,8 @@ def _add_tasks(group: Group) -> None:
     value("--mentions", "N", mentions, whole(1, MOST_MENTIONS))
     value("--seed", "N", "recall: of the questions", SEED)
     share = f"(default: {STUDY_BUDGET.percent:g})"
-    attention = f"{HEAVY_HITTERS}: where attention goes over the first window of the text, and who is kept"
-    facts = f"{FACTS}: which heads look at what recall asks for, and who of them still holds it"
+    attention = f"{HEAVY_HITTERS}: where attention goes over the first window of the text, and which tokens are kept"
+    facts = f"{FACTS}: which heads look at what recall asks for, and which of them still hold it"
     studies = f"instead of tasks, at one budget {share}; {attention}; {facts}"
     group.choice("--study", STUDIES, studies)
 

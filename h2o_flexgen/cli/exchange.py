@@ -1,4 +1,4 @@
-"""Exchange: what the processes of a job say goes to each other, or to whoever looks after the job."""
+"""Exchange: messages of a job's processes go to each other, or to the process that runs the job."""
 
 from __future__ import annotations
 

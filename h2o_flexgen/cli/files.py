@@ -44,7 +44,7 @@ def check_output_file(file: str | None, flag: str = OUTPUT) -> None:
     except OSError as error:
         raise _unwritable(file, error, flag) from error
     if file is not None and is_other:
-        raise ValueError(f"{flag} {file} is a device or a pipe, whose place no file takes; give a plain file")
+        raise ValueError(f"{flag} {file} is a device or a pipe, and no file can replace it; give a plain file")
 
 
 def _unwritable(file: str | None, error: OSError, flag: str = OUTPUT) -> ValueError:

@@ -39,7 +39,7 @@ from h2o_flexgen.text.tokenizer import BYTES
 
 BESIDE_BUDGET = ("hh_prompt_only", "value_norms", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
-# whose shapes random weights have, if no model is named
+# the model that gives random weights their shapes, if none is named
 NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": True}
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 GRAPHS_FLAG = "--cuda-graphs"
@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
         epilog: str | None = None,
         instead: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`instead`: what helps those who give a flag that this command lacks."""
+        """`instead`: what to do instead, by each flag that this command lacks."""
         super().__init__(program, usage, description, epilog, formatter_class=Help)
         self._instead = instead
         self.add_argument(
@@ -197,7 +197,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}{self._hint(flag) or '; --help names those that there are'}")
 
     def _hint(self, flag: str) -> str:
-        """What helps: what there is instead, who has the flag, or the nearest name. Dashes make no name nearer to another."""
+        """The hint: what to use instead, which command has the flag, or the nearest name. Dashes do not count as similarity."""
         if flag in self._instead:
             return f"; {self._instead[flag]}"
         if CALLED.get(flag) in self.flags:
@@ -365,7 +365,7 @@ def add_pipeline(group: Group) -> None:
 
 
 class Percent(argparse.Action):
-    """Takes six numbers. `const`: whether the word AUTO asks for a plan to be found, and if not, advice to whoever gives it."""
+    """Takes six numbers. `const`: whether the word AUTO asks for a plan search, and if not, what to do instead of AUTO."""
 
     const: tuple[bool, str]
 
@@ -387,8 +387,8 @@ class Percent(argparse.Action):
 
 
 def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str = "") -> None:
-    """Adds where data lies. `may_be_found`: --percent also takes `auto`, which is then the default. `instead_of_auto` advises
-    whoever gives it all the same."""
+    """Adds where data lies. `may_be_found`: --percent also takes `auto`, which is then the default. `instead_of_auto` is
+    the advice where `auto` is given but not accepted."""
     found = f"; {AUTO}: the plan is found for this machine" if may_be_found else ""
     group.add(
         "--percent",
@@ -413,7 +413,7 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
     for flag, option, text in (("--compress-weight", "weight_codec", packed), ("--compress-cache", "kv_codec", kept)):
         kinds = "|".join(map(str, BY_BITS))
         group.value(flag, kinds, text, _codec, argparse.SUPPRESS, dest=option, nargs="?", const="4")
-    under_way = f"layers whose weights may be under way or in use at once (default: {Plan.slots}; a search tries more)"
+    under_way = f"layers that may have weights under way or in use at once (default: {Plan.slots}; a search tries more)"
     group.value("--slots", "N", under_way, whole(1, MOST_SLOTS))
 
 
@@ -445,7 +445,7 @@ def add_sharing(group: Group) -> None:
 
 def add_prefix_policy(group: Group) -> None:
     pinned = f"{PINNED}: it is never evicted, and a budget is that of the tokens behind it"
-    judged = f"{JUDGED}: it is evicted as if nobody shared it"
+    judged = f"{JUDGED}: it is evicted as if it were not shared"
     group.choice("--prefix-policy", PREFIX_POLICIES, f"of shared prefixes; {pinned}; {judged}", Plan.prefix_policy)
 
 

@@ -199,7 +199,7 @@ def candidate_json(one: Candidate) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Why:
-    """The reasons for a plan's speed: the busiest lane of a step, and the tier whose memory is nearest to its end."""
+    """The reasons for a plan's speed: the busiest lane of a step, and the tier with the fullest memory."""
 
     problem: Problem
     best: Candidate

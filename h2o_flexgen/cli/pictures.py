@@ -73,7 +73,7 @@ class _Kind(NamedTuple):
 
     @classmethod
     def of(cls, span: Span, names: Sequence[LayerName]) -> _Kind:
-        is_divided = span.key.op.data in (Data.WEIGHTS, Data.NOTHING)  # other data are those of rows, whoever computes
+        is_divided = span.key.op.data in (Data.WEIGHTS, Data.NOTHING)  # other data belong to rows, whichever layer computes
         return cls(span.key.op.data, bool(names) and is_divided and names[span.key.layer].is_of_experts)
 
     @property

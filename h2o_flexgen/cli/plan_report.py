@@ -33,7 +33,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN, chosen_codec, matrix_form
 from h2o_flexgen.schedule.schedule import Schedule
 
-if TYPE_CHECKING:  # whoever plans for other machines opens no model
+if TYPE_CHECKING:  # a plan for another machine opens no model
     from h2o_flexgen.under_plan import ModelUnderPlan
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
@@ -385,7 +385,7 @@ class Kept:
         return self._capacity(Full()) * spec.kv_bytes_per_slot * len(spec.kv_layers)
 
     def _capacity(self, policy: KVPolicy) -> int:
-        """Slots of a row of the first batch, whose rows are the longest."""
+        """Slots of a row of the first batch, which has the longest rows."""
         block = self.planned.blocks.first.block
         return policy.occupancy(block.batches[0], block.gen_len).capacity
 

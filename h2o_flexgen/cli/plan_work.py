@@ -46,7 +46,7 @@ def work(request: PlanRequest) -> None:
 
 
 def _refuse_before_profile(request: PlanRequest) -> None:
-    """Refuses what cannot be done, before anybody waits for a profile."""
+    """Refuses what cannot be done, before the user waits for a profile."""
     if request.machine is None and not has_profile(request.site, request.model.dtype):
         machine = machine_before_measuring(request.site)
         before = problem_of(request, machine, opened_for(request, machine))

@@ -125,10 +125,10 @@ def compute(link: Link, place: Place, part: Part) -> int:
     """The life of a process, and its exit status."""
     try:
         _compute(link, place, part)
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # nobody looks after this process any more, or it is ended
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the parent has gone, or this process was told to end
         return INTERRUPTED
     except Exception as error:
-        with suppress(OSError):  # nobody hears it
+        with suppress(OSError):  # the other end has gone
             link.say(Failed(one_line(error), traceback.format_exc()))
         return FAILED
     return 0

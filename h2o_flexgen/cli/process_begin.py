@@ -16,7 +16,7 @@ from h2o_flexgen.cli.errors import BY_SIGNAL, INTERRUPTED
 from h2o_flexgen.cli.process_link import Link
 from h2o_flexgen.core.interrupted import raised_again
 
-GRACE_SECONDS = 60.0  # within which a process that nobody looks after any more ends in order
+GRACE_SECONDS = 60.0  # within which a process ends in order after its parent has gone
 
 
 def begin(link: int, lifeline: int) -> int:
@@ -33,8 +33,8 @@ def begin(link: int, lifeline: int) -> int:
 
 
 def _end_with(lifeline: int) -> None:
-    """Ends this process in order when it is told to, or when the one that looks after it has gone: then nobody holds the other
-    end of the lifeline. Signals of a terminal go to that one."""
+    """Ends this process in order when it is told to, or when its parent has gone: then the other end of the lifeline is
+    closed. Signals of a terminal go to the parent."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)  # once: what is cleaned up is not disturbed

@@ -104,7 +104,7 @@ class Processes:
             link.connection.close()
 
     def _wait(self) -> None:
-        """Waits for all processes, whose lifeline is broken; who takes too long is killed."""
+        """Waits for all processes after their lifeline is closed. A process that takes too long is killed."""
         until = time.monotonic() + PATIENCE_SECONDS
         try:
             for process in self._processes:

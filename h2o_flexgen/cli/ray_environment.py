@@ -18,7 +18,7 @@ AUTH_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 @contextmanager
 def ray_environment() -> Iterator[None]:
-    """A context for a cluster of this process's own: nobody who does not know its token can hand workers anything."""
+    """A context for a cluster of this process's own: without its token, no process can hand workers anything."""
     settings = dict(SETTINGS)
     if "ray" not in sys.modules:  # otherwise it has chosen to do without
         settings |= {AUTH_MODE: "token", TOKEN: secrets.token_hex(32)}

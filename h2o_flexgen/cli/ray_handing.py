@@ -15,7 +15,7 @@ from h2o_flexgen.cli.ray_cluster import Pool
 from h2o_flexgen.cli.ray_worker import Portion, Said, Worker
 
 POLL_SECONDS = 0.2  # within which the end of the job is seen
-RETRIES = 3  # how often requests are run again whose worker died: some of them may be what kills it
+RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause
 LONGEST_REASON = 200  # characters
 
 
@@ -42,7 +42,7 @@ class Waiting:
     """The numbers of requests that are to be handed out together."""
 
     numbers: Sequence[int]
-    tries: int = 0  # whose worker died
+    tries: int = 0  # runs that ended because the worker died
 
 
 @dataclass

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SHARE = 2  # a portion is one of so many parts of what a worker would still have to do
-MOST_PORTION = 4096  # requests, whose lines are held in memory and sent at once
+MOST_PORTION = 4096  # requests: their lines are held in memory and sent at once
 
 
 def cut(places: Sequence[int], work: Sequence[int], workers: int, least: int) -> list[Sequence[int]]:

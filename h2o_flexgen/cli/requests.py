@@ -112,7 +112,7 @@ def site_of(flags: Namespace) -> SiteRequest:
 
 
 def site_of_each(site: SiteRequest) -> SiteRequest:
-    """The site of each process: with a share of the threads, if nobody has said how many."""
+    """The site of each process: with a share of the threads, if the user gave no number."""
     return site if site.gpus == 1 else replace(site, threads=site.threads or max(1, cores() // site.gpus))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunApart:
-    """A run whose prompts are dealt to processes."""
+    """A run that divides its prompts among processes."""
 
     job: Job
     seed: int
@@ -89,7 +89,7 @@ class RunApart:
         return Timing(len(self.completions), prompts, generated, prefill, decode)
 
     def peaks(self, shared: int) -> Peaks:
-        """The most that was held: on a device by one process, elsewhere by all, who share the weights in host memory."""
+        """The peaks of memory: on a device of one process, elsewhere of all together. They share the weights in host memory."""
         each = {tier: [one.peak_bytes.get(tier, 0) for one in self.figures.values()] for tier in TIERS}
         beside = {HOST: peak_resident_bytes() - shared * (len(self.figures) - 1)}
         held = {tier: max(peaks) if tier == DEVICE else sum(peaks) + beside.get(tier, 0) for tier, peaks in each.items()}

@@ -253,7 +253,7 @@ def _rates(machine: Machine | None) -> dict[str, object]:
 class LaneReport:
     moved_bytes: int
     predicted_bytes: int  # of a run in which no row finishes early
-    skipped_bytes: int  # of experts that nobody asked for: with these, as many would have been moved as are predicted
+    skipped_bytes: int  # of experts that no token chose: with these, as many would have been moved as are predicted
     busy_share: float  # share of the seconds from the first task to the last
     bound_seconds: float | None  # bytes over measured bandwidths, flops over measured rates; None where not measured
 

@@ -91,7 +91,7 @@ class MadeUp:
 
 @dataclass(frozen=True)
 class NamedByPlan:
-    """A log file whose name is made of the plan."""
+    """A log file with a name made from the plan."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Job:
 
     @cached_property
     def machine(self) -> Machine | None:
-        """The machine that the run is predicted for; None, and not measured, if nobody asks for a prediction."""
+        """The machine that the run is predicted for; None, and not measured, if no prediction is asked for."""
         request = self.request
         is_searched = self._wish is not None and self._plan_with_room is None
         if not is_searched and request.machine is None and request.files.timeline is None:

@@ -70,11 +70,11 @@ EPILOG = f"""\
 
 @dataclass(frozen=True)
 class ListenRequest:
-    """The address of the server, and who may ask."""
+    """The address of the server, and the keys that requests need."""
 
     host: str
     port: int  # 0: one that is free
-    key_file: Path | None  # None: everybody may ask
+    key_file: Path | None  # None: requests need no key
     most_body_bytes: int
 
 
@@ -187,7 +187,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 def _add_listening(group: Group) -> None:
     group.value("--host", "ADDRESS", "where to listen; other machines reach 0.0.0.0, and this one alone", default=HOST)
     group.value("--port", "N", "0: one that is free", whole(0, MOST_PORT), PORT)
-    group.value(KEYS, "FILE", "keys, one a line, of which a request has to show one (default: everybody may ask)")
+    group.value(KEYS, "FILE", "keys, one a line, of which a request has to show one (default: requests need no key)")
     group.value("--max-body", "SIZE", "of a request; larger ones are refused", memory_size, MOST_BODY)
     group.value("--served-model-name", "NAME", "by which clients know the model (default: as --model says)")
     group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
@@ -203,7 +203,7 @@ def _add_requests(group: Group) -> None:
     )
     group.value("--rows", "N", f"completions that are computed at once, at most, {WHERE_FOUND}", whole(1, MOST_PROMPTS), ROWS)
     room = "kept of what requests begin with alike, which is computed once; 0: nothing is shared"
-    usual = "as many as are of use and fit beside the seats, but 0 where answers would depend on who else asks"
+    usual = "as many as are of use and fit beside the seats, but 0 where answers would depend on other requests"
     group.value("--prefix-room", "TOKENS", f"{room} (default: {usual})", whole(0, MOST_TOKENS))
     add_prefix_policy(group)
     styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"

@@ -61,7 +61,7 @@ from h2o_flexgen.serving.status import Facts, Tier
 from h2o_flexgen.text.dialogue import choose_style
 
 TEMPERATURE, MAX_TOKENS = 1.0, 16  # of OpenAI, where a request does not say
-ENDING = "ending: whoever was admitted is served first; another signal ends at once"
+ENDING = "shutting down: finishing admitted requests; another signal ends at once"
 
 
 def work(request: ServeRequest) -> None:
@@ -137,7 +137,7 @@ class Preparing:
         say_threads(self.request.others, self.request.site.threads, report.arithmetic)
 
     def _unshared(self, arrivals: Arrivals) -> Iterator[str]:
-        """Why requests share nothing, if nobody has asked for that."""
+        """Why requests share nothing, if the user has not asked for that."""
         plan = self.llm.plan
         can_share = plan.shares_prefixes and arrivals.longest_prompt > plan.least_prefix
         if arrivals.planned.workload.prefix_room or self.request.prefix_room is not None or not can_share:
@@ -194,7 +194,7 @@ class Server:
         return {**of_model, **plan_settings(self._llm.plan), **room, "style": self._request.style}, noted
 
     def run(self, app: ASGIApp, opened: socket, batches: BatchRoutes | None = None) -> None:
-        """Serves until a signal comes and everybody who was admitted has an answer. Batches are left as far as they are."""
+        """Serves until a signal comes and every admitted request has an answer. Batches stay as far as they are."""
         interrupts = Interrupts(self._end)
         working = nullcontext() if batches is None else batches.work.running()
         with interrupts.heard(), listening(app, opened, self._limits, self.desk.close), working:
@@ -203,7 +203,7 @@ class Server:
             try:
                 self.desk.run()
             finally:
-                self.desk.hand_back()  # nobody is left, unless it was ended at once
+                self.desk.hand_back()  # no request is left, unless it was ended at once
         peaks = self._llm.peaks()
         say_broken(peaks)
         print(json.dumps({**self.counts.totals(), **peaks.as_json()}), flush=True)
@@ -212,8 +212,8 @@ class Server:
         seats, arrivals = self._arrivals.load.seats, self._arrivals
         room = f"prompts of up to {arrivals.longest_prompt} tokens, completions of up to {arrivals.most_tokens}"
         if not is_loopback(place):
-            guarded = "" if self._request.listen.key_file else f"; {KEYS} would have them show a key"
-            note(f"{place.host} is not this machine alone: whoever reaches port {place.port} may ask{guarded}")
+            guarded = "" if self._request.listen.key_file else f"; {KEYS} would make clients show a key"
+            note(f"{place.host} is not this machine alone: any client that reaches port {place.port} may ask{guarded}")
         yield f"serving   {self._request.name} at {place.url}/v1: {seats} seats, {room}"
 
     def _end(self) -> None:
@@ -224,7 +224,7 @@ class Server:
         if self._request.verbose >= TRACEBACK:
             traceback.print_exception(error)
         line = one_line(error) or f"{type(error).__name__}: {error}"
-        note(f"a block has failed, and whoever lost by it was told: {line}")
+        note(f"block failed; affected clients were notified: {line}")
         return f"the computation has failed: {line}"
 
 

@@ -1,4 +1,4 @@
-"""What was found in a checkpoint: who says how its weights are written, and the forms that they have, in a line and as JSON."""
+"""What was found in a checkpoint: the kind of its files, its quantisation, and the forms of its weights."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from h2o_flexgen.schedule.task import Task
 
 FIRST = 8  # completions that are shown unless all are wanted
 CHARACTERS = 600  # characters of a text that are shown unless all are wanted
-TOKENS = 3  # tokens whose log-probabilities are shown unless all are wanted
+TOKENS = 3  # tokens that are shown with log-probabilities unless all are wanted
 PROMPT_CHARACTERS = 120  # characters that are shown from the end of a prompt
 INDENT = "    "
 FEWER_BATCH_LAYERS = 20  # layers of the first decode step that are run; the second half of them is the base of the projection

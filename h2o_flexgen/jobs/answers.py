@@ -35,7 +35,7 @@ class Answers:
     tokenizer: Tokenizer
 
     def body(self, name: str, created: int, answered: Sequence[tuple[Line, Completion]]) -> Said:
-        """The whole answer to a body, whose prompts have a line each; `created`: in seconds since 1970."""
+        """The whole answer to a body; its prompts have a line each; `created`: in seconds since 1970."""
         choices: list[Said] = []
         for line, completion in answered:
             for output in completion.outputs:

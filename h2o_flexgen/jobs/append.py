@@ -11,7 +11,7 @@ from h2o_flexgen.core.hints import reason
 
 MODE = 0o644
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-KEPT = ".kept"  # ends the name of a file whose own name was given to another one
+KEPT = ".kept"  # ends the new name of a file if another one took its own name
 CHUNK_BYTES = 1 << 20
 RESUMED = "go on with --resume"
 
@@ -33,7 +33,7 @@ class AppendFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._is_synced = False  # whoever wrote it before may have been killed before all was on the disk
+        self._is_synced = False  # an earlier writer may have been killed before all was on the disk
 
     def append(self, line: bytes) -> int:
         """Appends a line and returns where it begins. If it does not fit, none of it stays."""
@@ -114,7 +114,7 @@ class AppendFile:
         try:
             os.ftruncate(self._descriptor, nbytes)
         except OSError:
-            return  # half a line at the end is dropped by whoever goes on
+            return  # half a line at the end is discarded when the job goes on
         self.size, self._durable = nbytes, min(nbytes, self._durable)
         self._is_synced = False
 
@@ -131,7 +131,7 @@ class AppendFile:
 
     def _full(self, error: OSError) -> ValueError:
         kept = "whole records stay there"
-        return ValueError(f"{self.path} cannot be written ({reason(error)}); {kept}: mend that, and {RESUMED}")
+        return ValueError(f"{self.path} cannot be written ({reason(error)}); {kept}: fix this, and {RESUMED}")
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -86,7 +86,7 @@ class _Checker:
             self._refused.append((number, str(bad)))
 
     def _refuse_json_in_disguise(self, raw: RawLine) -> None:
-        """Refuses a file of JSON lines whose name says text: each would be taken for a prompt."""
+        """Refuses a file of JSON lines with a name for text: each line would be taken for a prompt."""
         if self._index.reader.is_json or not raw.data.lstrip().startswith(b"{"):
             return
         try:

@@ -31,7 +31,7 @@ _TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prom
 UNUSED: Mapping[str, Rule] = {
     **dict.fromkeys(("model", *_TEXTS, "reasoning_effort", "verbosity"), _TEXT),
     **dict.fromkeys(("store", "parallel_tool_calls"), _SWITCH),
-    "metadata": Rule(mapping(_text, _text), "an object whose values are texts"),
+    "metadata": Rule(mapping(_text, _text), "an object with texts as values"),
 }
 _NO_TOOLS = "there are no tools; write them into the prompt"
 NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that are let pass with the value that changes nothing
@@ -143,7 +143,7 @@ def _max_tokens(found: Mapping[str, object]) -> dict[str, object]:
 
 
 def _bias(found: Mapping[str, object]) -> dict[str, object]:
-    """The biases of tokens, whose ids are texts in JSON."""
+    """The biases of tokens. In JSON the ids of tokens are texts."""
     given = found.get(BIAS)
     if not isinstance(given, Mapping):
         return {BIAS: given} if BIAS in found else {}

@@ -56,7 +56,7 @@ class Index:
     # -- ids -----------------------------------------------------------------------------------------------------------
 
     def settle_ids(self) -> list[int]:
-        """Marks requests whose id an earlier one has, which are then known by their lines; returns their places."""
+        """Marks requests with the id of an earlier one; they are then known by their lines. Returns their places."""
         twice = self._later_ones()
         for place in twice:
             self.states[place] = TWICE
@@ -66,7 +66,7 @@ class Index:
         return twice
 
     def _later_ones(self) -> list[int]:
-        """Sorts the places; returns those whose digest stands at an earlier place, too."""
+        """Sorts the places; returns those with a digest that an earlier place has, too."""
         pairs = self._pairs
         self._order = numpy.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: of equal ones the earliest comes first
         in_order = pairs[self._order]
@@ -149,7 +149,7 @@ def _own_id(number: int) -> str:
 
 
 def _replaced_id(number: int) -> str:
-    """The id of a line whose own is another line's."""
+    """The id of a line, if its own is already another line's."""
     return f"{RESERVED}{number}"
 
 

@@ -22,8 +22,8 @@ ENVELOPE = (CUSTOM_ID, "method", "url", BODY)
 FORMS = f'a line is {{"{PROMPT}": ...}}, {{"{MESSAGES}": [...]}}, or a request in the form of OpenAI\'s batches'
 BODIES = f'a request has a "{PROMPT}", or "{MESSAGES}" for a chat'
 LONGEST_ID = 512  # characters
-RESERVED = "refused-line-"  # begins the ids of records of lines whose own id is another line's
-SURROGATE = b"\\ud"  # how half a pair of characters begins, the only way in which valid UTF-8 holds one
+RESERVED = "refused-line-"  # begins the id of a record if the id of its line is already another line's
+SURROGATE = b"\\ud"  # how the escape of a surrogate begins, the only way in which valid UTF-8 holds one
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ def _text(name: str, given: str) -> str:
 
 
 def _refuse_halves(given: object) -> None:
-    """Refuses texts with half a pair of characters, which no tokenizer can read."""
+    """Refuses texts with an unpaired surrogate, which no tokenizer can read."""
     try:
         json.dumps(given, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("a text has half a pair of characters (a surrogate alone)") from error
+        raise ValueError("a text contains an unpaired surrogate") from error

@@ -55,7 +55,7 @@ class Manifest:
             write_durably(path, text + "\n")
         except OSError as error:
             raise ValueError(
-                f"{path} cannot be written ({reason(error)}); no job can go on without it: mend that, or give another output"
+                f"{path} cannot be written ({reason(error)}); no job can go on without it: fix this, or give another output"
             ) from error
 
     @classmethod

@@ -62,7 +62,7 @@ class OrderedOutput(Output):
     """Records in the order of the input. One that waits for others lies in a file beside the output, as durable as that."""
 
     def __init__(self, path: Path, reader: OutputReader) -> None:
-        self._next = 0  # the place whose record comes next
+        self._next = 0  # the place of the next record
         self._begins = array("q", [-1]) * len(reader.index)  # where records begin in the file of those that wait
         self._sizes = array("q", [0]) * len(reader.index)
         self._num_waiting = 0

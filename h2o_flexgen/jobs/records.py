@@ -24,7 +24,7 @@ def as_line(record: Record) -> bytes:
 
 
 def refusal(custom_id: str, reason: str, status: int = BAD_REQUEST, code: str | None = None) -> Record:
-    """The record of a request that cannot be run, or whose run has failed."""
+    """The record of a request that cannot be run, or that has failed."""
     kind = f"{KINDS[status].removesuffix('_error')}_error"
     response = _response(custom_id, status, error_body(reason, kind, code))
     return _record(custom_id, response, {"code": code or KINDS[status], "message": reason})

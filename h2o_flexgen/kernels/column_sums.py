@@ -89,8 +89,8 @@ def outcome_and_sums(
 
 
 def _gather(got: Tensor, shares: Tensor, weights: Tensor, gathers: str) -> None:
-    """Adds to `got` (rows, kv_heads, keys) what keys get from queries whose shares are (rows, kv_heads, group * queries, keys)
-    and whose weights are (rows, queries), or has the highest of both there. Shares may be overwritten."""
+    """Adds to `got` (rows, kv_heads, keys) what keys get from queries, or keeps the highest of both there. The queries' shares
+    are (rows, kv_heads, group * queries, keys), and their weights (rows, queries). Shares may be overwritten."""
     weight = weights[:, None, None].repeat(1, 1, 1, shares.shape[2] // weights.shape[1])
     if gathers == MAX:
         got.copy_(torch.maximum(got, shares.mul_(weight.transpose(2, 3)).amax(2)))

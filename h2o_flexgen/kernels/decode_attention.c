@@ -55,7 +55,7 @@ static ALWAYS_INLINE void widen(const char *slot, long dim, long registers, int 
     }
 }
 
-/* A slot whose values do not fill their registers is copied first, so that nothing behind it is read. */
+/* A slot with values that do not fill their registers is copied first, so that nothing behind it is read. */
 static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registers, int kind, char *room)
 {
     if (kind >= GROUP4 || registers * LANES == dim)

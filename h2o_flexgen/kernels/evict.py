@@ -15,14 +15,14 @@ from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 
 WORD = (1 << 32) - 1
-LEAST_SCORE = 1e-4  # is added where a worth weighs scores: of tokens that nobody attends to, the most worthy stay
+LEAST_SCORE = 1e-4  # is added where a worth weighs scores: of tokens that get no attention, the most worthy stay
 LowestSlot = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor], Tensor]
 
 
 def evict(
     image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
 ) -> Tensor:
-    """Who goes is found in C."""
+    """The slot to evict is found in C."""
     note(notes, newest, got, decay, gathers)
     return _evicted(lowest_slot, image, notes, newest, leaving)
 

@@ -14,7 +14,7 @@
 #include <math.h>
 
 #define MOST_QUERIES 8 /* of a group, at once */
-#define NEAR 64        /* slots whose values are read several times, from the nearest cache */
+#define NEAR 64        /* slots with values that are read several times, from the nearest cache */
 #define MOST_GROUPS ((STEP_HEAD_VALUES + GROUP - 1) / GROUP)
 #define MOST_SUMS (LANES == 16 ? 16 : 8) /* sums that lie in registers */
 #define FIXED 32767.0f                   /* the largest number in fixed point */

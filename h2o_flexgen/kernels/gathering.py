@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 SUM = "sum"
-MAX = "max"  # the highest share; who knows which queries count says so by their weights
+MAX = "max"  # the highest share; the weights of queries say which of them count

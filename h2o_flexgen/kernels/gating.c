@@ -33,7 +33,7 @@ static ALWAYS_INLINE floats sigmoid(floats x)
     return either(positive, all(1.0f), part) / (part + 1.0f);
 }
 
-/* By an approximation of erfc whose relative error is below 1.2e-7 everywhere (Press et al., Numerical Recipes, erfcc). */
+/* By an approximation of erfc with a relative error below 1.2e-7 everywhere (Press et al., Numerical Recipes, erfcc). */
 static ALWAYS_INLINE floats normal_distribution(floats x)
 {
     static const float factors[] = {0.17087277f,  -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,

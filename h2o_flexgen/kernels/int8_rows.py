@@ -29,7 +29,7 @@ class Int8Rows(NamedTuple):
 
 
 class Int8Parts(NamedTuple):
-    """The same with the sums of smaller groups, for matrices whose scales and minima are those of fewer inputs."""
+    """The same with the sums of smaller groups, for matrices with scales and minima for fewer inputs."""
 
     rows: Int8Rows
     wholes: Tensor  # (rows, parts), int32: the sum of the codes of each part

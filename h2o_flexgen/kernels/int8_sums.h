@@ -5,7 +5,7 @@
 
 #include "int8_dots.h"
 
-/* Rows and tiles at once: the dot products of a group fill the registers. Who keeps more than these there has fewer rows. */
+/* Rows and tiles at once: the dot products of a group fill the registers. A product that keeps more than these there has fewer rows. */
 #if LANES == 16
 #ifndef MOST_ROWS
 #define MOST_ROWS 6
@@ -19,7 +19,7 @@
 #define TILES 1
 #endif
 #define REGISTERS (TILES * PARTS)
-#define ROWS_AT_ONCE 256 /* whose sums are kept between groups */
+#define ROWS_AT_ONCE 256 /* rows with sums that are kept between groups */
 #define LINE 64          /* bytes of the cache that are fetched at once */
 
 typedef struct {
@@ -37,7 +37,7 @@ static ALWAYS_INLINE long parts_of_outputs(long outputs)
     return ((outputs + TILE - 1) / TILE + TILES - 1) / TILES;
 }
 
-/* Dwords whose products with codes may be added up in 16 bits: with codes of 8 bits in planes of 4. */
+/* Dwords: their products with codes may be added up in 16 bits, with codes of 8 bits in planes of 4. */
 static ALWAYS_INLINE int dwords_in_shorts(int bits)
 {
     return bits == 5 ? 4 : bits == 6 ? 2 : 8;

@@ -1,5 +1,5 @@
 """PackedMatrix: a layer's matrix in the bytes of its codec. It is multiplied as it lies where a kernel can do that; otherwise
-it is decoded first, once for all products that follow. SteadyMatrix: a plain one beside matrices whose products are rounded."""
+it is decoded first, once for all products that follow. SteadyMatrix: a plain one beside matrices with rounded products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DecodeBuffer:
     """Memory for the decoded values of one matrix at a time."""
 
     values: Tensor  # (outputs, inputs) of the largest matrix
-    holder: PackedMatrix | None = None  # the matrix whose values are there
+    holder: PackedMatrix | None = None  # the matrix that has its values there
 
 
 @dataclass(frozen=True, eq=False)

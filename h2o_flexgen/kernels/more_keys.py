@@ -1,7 +1,7 @@
-"""One more key for each query, which stands for all keys that were attended elsewhere, or for a sink.
+"""One more key for each query, which represents all keys that were attended elsewhere, or a sink.
 
-A sink is a score that a model has learned for a query head: it takes part in every softmax of that head, and its share is let
-go. So it is a key whose value is zero.
+A sink is a score that a model has learned for a query head: it takes part in every softmax of that head, and its share is
+discarded. So it is a key with the value zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class More(NamedTuple):
 
     @classmethod
     def of_sink_scores(cls, sink_scores: Tensor, rows: int, tokens: int) -> More:
-        """The sinks of so many queries, whose scores are (heads,)."""
+        """The sinks of so many queries; `sink_scores` is (heads,)."""
         return cls(sink_scores.float().expand(rows, tokens, -1).contiguous(), None)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> More:

@@ -70,7 +70,7 @@ def _instructions_of_gpus() -> tuple[str, ...]:
 @cache
 def _instructions(build: str) -> tuple[str, ...]:
     """What torch multiplies with instructions of its own. Without them it goes value by value, ten times as slow as float32.
-    Whoever asks for the library of an older processor gets what that one would have."""
+    For the library of an older processor, these are the instructions of that processor."""
     if platform.machine().lower() not in X86:
         return (BF16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and build in (TORCH, *WIDE)

@@ -1,5 +1,5 @@
-"""What kernels of a decode step are told of slots: where each row's newest token goes, what a policy has noted of the others,
-and who of them may go."""
+"""The arguments about slots for kernels of a decode step: where each row's newest token goes, what a policy has noted of the
+others, and which of them may be evicted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Notes(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Who may go, as (rows, 1, 1), and how many slots a row then holds."""
+    """The tokens that may be evicted, as (rows, 1, 1), and how many slots a row then holds."""
 
     start: Tensor  # tokens with positions from here
     end: Tensor  # up to but not including this one may go

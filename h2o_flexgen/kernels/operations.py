@@ -1,7 +1,7 @@
 """The operations on values that have kernels of their own, each done by the kernel that kernels/table.py chooses for it.
 
-Nobody else chooses. A kernel and its twin in torch take the same arguments, and give the same bits unless their file says how
-they differ.
+Kernels are chosen nowhere else. A kernel and its twin in torch take the same arguments, and give the same bits unless their
+file says how they differ.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _in_units(codec: str, data: Tensor, rows: int) -> Tensor:
 
 
 def packed_product(op: str, codec: str, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor | None:
-    """Multiplies x (..., inputs) with the transposed matrix whose bytes are data (units of rows, bytes of a unit) and adds bias
+    """Multiplies x (..., inputs) with the transposed matrix in `data` (units of rows, bytes of a unit) and adds bias
     (outputs,). None if no kernel multiplies this many rows with the bytes: the matrix must be decoded first."""
     function = chosen(op, codec, x.values, x.rows)
     return None if function is None else function(CODECS[codec], x, data, outputs, bias)
@@ -154,7 +154,7 @@ def decode_attention(
     """Attention of one new token per row: q (rows, kv_heads, group, dim); `held` (rows,) is the number of filled slots, the
     newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and unless `gathers` is None the attention that
     each slot got from its group, (rows, kv_heads, slots) in float32: the sum, or the highest share. With `more`, a query head
-    has one more key, whose share slots lack; with a `cap`, scores come near it and no further.
+    has one more key, and slots lack its share; with a `cap`, scores come near it and no further.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
     of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
@@ -189,7 +189,7 @@ def prompt_attention(
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
     tokens), fp32, from 0 on, say how much the shares of queries count. -> (rows, tokens, heads * dim), and where there are
     weights what each key got, (rows, kv_heads, keys) in fp32: the sum over queries and their heads, or the highest. With
-    `more`, a query has one more key, whose share the others lack; with a `window`, it sees so many tokens, itself included;
+    `more`, a query has one more key, and the others lack its share; with a `window`, it sees so many tokens, itself included;
     with a `cap`, scores come near it and no further."""
     out, got = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more, gathers, window, cap)
     return out, got

@@ -1,5 +1,5 @@
-/* The product of rows in bfloat16 with a transposed matrix whose values are bfloat16, plain or decoded from tiles, by instructions
-   that multiply and add pairs of inputs: for processors that have them. Panels hold pairs where those of other products hold inputs
+/* The product of rows in bfloat16 with a transposed matrix of bfloat16 values, plain or decoded from tiles, by instructions that
+   multiply and add pairs of inputs: for processors that have them. Panels hold pairs where those of other products hold inputs
    (panels.h), so a row and an output have one chain of operations here too. */
 
 #ifdef __AVX512BF16__

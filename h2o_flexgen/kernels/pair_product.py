@@ -1,5 +1,5 @@
-"""The product of rows and a transposed matrix by instructions for pairs of bfloat16: plain values, or tiles whose values
-are rounded to bfloat16 as decoding does. What becomes of a row depends on nothing but the row and the matrix."""
+"""The product of rows and a transposed matrix by instructions for pairs of bfloat16: plain values, or tiles with values
+that are rounded to bfloat16 as decoding does. The result of a row depends on nothing but the row and the matrix."""
 
 from __future__ import annotations
 

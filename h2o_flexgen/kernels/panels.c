@@ -62,8 +62,8 @@ static ALWAYS_INLINE words words_of_row(const char *from, long left, int kind)
     return (words)load_floats(from, kind);
 }
 
-/* The rows of a block, whose bytes lie one behind the other, turned round register by register: words of all rows lie side by side.
-   A register is stored whole, and what it has behind the last row is written over by the next one, but at the end. */
+/* Transposes the rows of a block register by register: the bytes of rows lie one behind the other, then words of all rows lie side
+   by side. A register is stored whole, and the next one overwrites what it has behind the last row, but at the end. */
 static ALWAYS_INLINE void arrange_block(const char *x, float *out, long rows, long nbytes, long columns, int kind)
 {
     for (long first = 0; first < columns; first += LANES) {
@@ -131,7 +131,7 @@ static void arrange_runs(arranging some, int threads)
     share_out(&some, begins[some.count], threads, arrange_part);
 }
 
-/* Arranges x (rows, inputs) for a matrix whose codes have so many bits, or for a plain one (0), and sums up its groups for codes.
+/* Arranges x (rows, inputs) for a matrix with codes of so many bits, or for a plain one (0), and sums up its groups for codes.
    Rows of no run are left out. */
 void arrange_rows(const char *x, float *out, const long (*runs)[2], long count, long inputs, int kind, int bits, int threads)
 {

@@ -166,7 +166,7 @@ static ALWAYS_INLINE work work_number(const product *p, long number, long panels
     return (work){panel, all_panels - panel < panels ? all_panels - panel : panels, block, behind - block};
 }
 
-/* Some products, whose parts threads take. */
+/* Some products; threads take parts of them. */
 typedef struct {
     const char *products; /* each begins with a `product` */
     long size;            /* bytes from one to the next */

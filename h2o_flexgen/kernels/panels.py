@@ -1,5 +1,5 @@
-"""What exact products share whose kernels work panel by panel: rows arranged for them, and their arguments. A call is for one
-product or for several, of rows that meet matrices of their own."""
+"""The common parts of exact products with kernels that work panel by panel: rows arranged for them, and their arguments. A call
+is for one product or for several, each of other rows with another matrix."""
 
 from __future__ import annotations
 

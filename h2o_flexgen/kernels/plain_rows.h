@@ -1,4 +1,4 @@
-/* Panels of a transposed plain matrix, whose outputs lie row by row. */
+/* Panels of a transposed plain matrix; its outputs lie row by row. */
 
 #pragma once
 

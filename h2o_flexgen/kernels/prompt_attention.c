@@ -13,7 +13,7 @@
 typedef struct {
     slots q, keys, values;  /* (rows, heads or kv_heads, new or all tokens, dim), all of the kind of the outcome */
     const int64_t *before;  /* (rows): keys that exist before the new ones; there is room for all_tokens - new_tokens */
-    const float *weights;   /* (rows, new_tokens): how much queries count in what keys get; NULL: nobody asks for it */
+    const float *weights;   /* (rows, new_tokens): how much queries count in what keys get; NULL: it is not needed */
     char *out;              /* (rows, new_tokens, heads, dim) */
     float *got;             /* (rows, kv_heads, all_tokens) */
     more_keys more;         /* for each of (rows, new_tokens, heads) */

@@ -1,5 +1,5 @@
-/* What attention of many queries at once is made of: products whose tiles lie in registers, and a head's keys and values as these
-   want them, in float32. All sums are in float32. */
+/* The parts of attention of many queries at once: products with tiles in registers, and a head's keys and values as these
+   need them, in float32. All sums are in float32. */
 
 #pragma once
 
@@ -17,7 +17,7 @@
 #endif
 #define PANEL (TILE_WIDTH * LANES) /* columns of a tile */
 #define AHEAD 16                   /* tokens that are prefetched */
-#define NEAR 64                    /* keys whose values stay in the nearest cache for a block of queries */
+#define NEAR 64                    /* keys with values that stay in the nearest cache for a block of queries */
 
 _Static_assert(NEAR % PANEL == 0 && NEAR % (4 * LANES) == 0, "what begins near is a whole tile");
 _Static_assert(PROMPT_KEYS % PANEL == 0 && PROMPT_KEYS % (4 * LANES) == 0 && REGISTER_VALUES % LANES == 0 &&

@@ -1,7 +1,7 @@
-"""The door to values in host memory for all that is not torch: the disk, numpy, and kernels in C.
+"""Access to values in host memory for all that is not torch: the disk, numpy, and kernels in C.
 
-Whoever comes through it says whether it writes. So a device that checks the order of all accesses hears of those that torch
-does not see.
+Each call says whether it writes. So a device that checks the order of all accesses also sees those that torch does not
+report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def touched(tensor: Tensor, writes: bool) -> None:
-    """Says that the calling thread is about to read or write a tensor past torch. Nobody listens but tests."""
+    """Says that the calling thread is about to read or write a tensor past torch. Only tests listen."""
 
 
 def address_of(tensor: Tensor, writes: bool = False) -> int:

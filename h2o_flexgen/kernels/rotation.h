@@ -5,7 +5,7 @@
 
 #include "vectors.h"
 
-/* Some pairs, whose second values lie `behind` (bytes) the first ones. */
+/* Some pairs; their second values lie `behind` (bytes) the first ones. */
 static ALWAYS_INLINE void turn_pairs(const char *x, const char *cos, const char *sin, char *out, long behind, long count, int kind)
 {
     const floats first = load_some(x, count, kind), second = load_some(x + behind, count, kind);

@@ -85,7 +85,7 @@ static ALWAYS_INLINE void lay_piece(const sharing *s, long head, piece here, roo
 
 /* -- a block of queries ---------------------------------------------------------------------------------------------------- */
 
-/* Brings a query's sums so far down to the largest score of all keys up to this piece, whose sum of exponentials is `total`. */
+/* Scales a query's sums so far to the largest score of all keys up to this piece. `total` is the piece's sum of exponentials. */
 static ALWAYS_INLINE void bring_down(progress *done, long number, piece here, float top, float total, float *sums, long width)
 {
     if (here.start == 0) {

@@ -53,7 +53,7 @@ def _told(made: Int8Parts, out: Tensor) -> FactorRows:
 
 
 def part_of(codec: Whole) -> int:
-    """The inputs of a part, whose dot product meets one scale: those that share one, of a group of x at most."""
+    """The inputs of a part, which has one scale for its dot product: those that share a scale, of a group of x at most."""
     return min(GROUP, codec.group) if isinstance(codec, (Fp4, Int4)) else 16 if codec.name == SIXTEENS else 32
 
 

@@ -1,4 +1,4 @@
-/* The product of rows in bfloat16 with a transposed matrix in a stored form, whose values are rounded to bfloat16 as decoding does,
+/* The product of rows in bfloat16 with a transposed matrix in a stored form. Its values are rounded to bfloat16 as decoding does,
    by instructions that multiply and add pairs of inputs: for processors that have them. */
 
 #ifdef __AVX512BF16__

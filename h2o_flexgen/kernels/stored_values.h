@@ -1,5 +1,5 @@
 /* Matrices in the forms in which checkpoints store them: where codes, scales and zeros of a row lie, and 32 of its inputs as codes or
-   as float32. Every form of whole numbers is seen in one way: a value is (code - zero) * scale + minimum, whose codes are unsigned
+   as float32. Every form of whole numbers is seen in one way: a value is (code - zero) * scale + minimum, where codes are unsigned
    bytes in the order of the inputs, and 16 or 32 inputs share the rest. Products of a code and a scale are exact in float32, so it
    does not matter whether a compiler fuses them with a sum. A minimum of -0 changes nothing, not even the sign of a zero.
 
@@ -12,7 +12,7 @@
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors wider than registers are never handed to a function that is called */
 
 #define PIECE 32    /* inputs that are read at once */
-#define STRETCH 256 /* inputs whose scales are read at once: a block of the forms with the longest ones */
+#define STRETCH 256 /* inputs with scales that are read at once: a block of the forms with the longest ones */
 
 /* Blocks are those of GGUF, the others lie in sections. Python numbers them in the same order (stored_matrix.py). */
 enum form { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4 };
@@ -259,7 +259,7 @@ static ALWAYS_INLINE float load_half(const uint8_t *from)
 #endif
 }
 
-/* A power of two, or half of it, whose exponent is a byte: small ones are subnormal, and the largest byte is infinity. */
+/* A power of two with a byte as exponent, or half of it: small ones are subnormal, and the largest byte is infinity. */
 static ALWAYS_INLINE float float_of_e8m0(uint8_t exponent)
 {
     return float_of_bits(exponent ? (uint32_t)exponent << 23 : 0x00400000u);
@@ -379,7 +379,7 @@ static ALWAYS_INLINE floats floats_of_fp8(words from)
 
 #ifdef __AVX2__
 
-/* The same of bytes one by one, by way of float16, whose exponent is 8 higher: the outcome is smaller by a power of two. */
+/* The same of bytes one by one, by way of float16. Its exponent is 8 higher, so the outcome is smaller by a power of two. */
 static ALWAYS_INLINE void halves_of_fp8(stored_codes codes, floats *out)
 {
 #if LANES == 16

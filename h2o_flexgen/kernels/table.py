@@ -32,7 +32,7 @@ ADD_WEIGHTED = "add weighted"
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
-AMPERE = "bfloat16"  # a GPU with instructions for this type is one whose tensor cores Triton uses
+AMPERE = "bfloat16"  # Triton uses the tensor cores of GPUs with instructions for this type
 TRITON = "triton"  # kernels for GPUs, which it compiles when they first run
 BASELINE, PAIRS = "baseline", "avx512bf16"  # PAIRS: instructions for pairs of bfloat16
 WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
@@ -43,7 +43,7 @@ ROWS_OF_DOTS = 16  # up to here dot products of stored forms were measured to be
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
-WIDE_SIDE = 4096  # of a matrix beside whose values all else that a form stores is small
+WIDE_SIDE = 4096  # of a matrix so large that all else that a form stores is small beside its values
 MEASURED_BY_BITS = {5.0: "q4_K", 7.0: "q6_K", inf: "q8_0"}  # forms of checkpoints that a profile measures: up to so many bits
 FP8_MEASURED = "fp8-128x128-float32"
 WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots

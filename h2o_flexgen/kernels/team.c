@@ -11,11 +11,11 @@
 #define STACK_BYTES (2l << 20) /* of a helper: no kernel needs a quarter of it */
 #define LINE 64                /* what one thread writes often lies in lines of the cache of its own */
 #define SPIN_NS 50000          /* how long a thread that waits looks for work before it sleeps */
-#define STOLEN_NS 300000       /* who was away for as long between two looks was put aside for another process */
+#define STOLEN_NS 300000       /* a thread that was away for so long between two looks was preempted by another process */
 #define CROWDED_NS 20000000    /* and for so long sleeps at once */
 #define LOOKS 32               /* between two looks at the clock */
 #define TAKES 16               /* what a thread takes at once is at most one of so many times what would be its share of the whole, */
-#define LAST_TAKES 4           /* and one of so many times its share of what is left: nobody waits long for the slowest */
+#define LAST_TAKES 4           /* and one of so many times its share of what is left: no thread waits long for the slowest */
 
 /* Where a thread sleeps. */
 typedef struct {
@@ -93,7 +93,7 @@ static void await(int member, there_is *ready)
         return;
     pthread_mutex_lock(&own->door);
     for (;;) {
-        atomic_store(&own->is_asleep, 1); /* before the last look: who makes it ready looks here behind that */
+        atomic_store(&own->is_asleep, 1); /* before the last look: the thread that makes it ready looks here after that */
         if (ready(member))
             break;
         pthread_cond_wait(&own->bell, &own->door);

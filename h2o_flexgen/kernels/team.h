@@ -1,7 +1,7 @@
 /* The threads that compute together: work comes as numbered parts, and whichever thread is there takes the next few.
 
    The caller takes parts too. It waits for parts that a helper has begun, and never for a helper that has begun none: where another
-   process has a helper's core, the caller does the work. Who computes a part changes no bit of it. */
+   process has a helper's core, the caller does the work. Which thread computes a part changes no bit of it. */
 
 #pragma once
 

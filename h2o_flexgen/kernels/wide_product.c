@@ -1,4 +1,4 @@
-/* The product of rows with a transposed matrix of plain values (outputs, inputs), whose values are widened to float32 and turned
+/* The product of rows with a transposed matrix of plain values (outputs, inputs), which are widened to float32 and turned
    panel by panel: never more of them than fits into the nearest cache. */
 
 #include "plain_rows.h"

@@ -1,5 +1,5 @@
 """What a layer that attends hands over of its new tokens. How many keys are kept, and at which positions they stand, is the
-business of whoever attends.
+business of the function that attends.
 """
 
 from __future__ import annotations

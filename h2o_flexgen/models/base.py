@@ -42,7 +42,7 @@ class Given:
     positions: Tensor  # (rows, tokens), from 0
     attend: Attend = nothing_to_attend
     chosen: Callable[[Tensor], None] = _nobody_listens  # told of the experts (..., chosen) that tokens are given to
-    may_overwrite: bool = False  # the hidden states are nobody else's: a function may change them and hand them on
+    may_overwrite: bool = False  # the hidden states are not used elsewhere: a function may change them and hand them on
 
 
 class Model(Protocol):

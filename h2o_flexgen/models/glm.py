@@ -1,5 +1,5 @@
-"""GLM-4.5: a mixture whose router judges each expert by itself, and a correction says whom it chooses but not what they count.
-Its first blocks have a single mlp."""
+"""GLM-4.5: a mixture with a router that scores each expert by itself. A correction changes which experts are chosen, but not
+their weights. Its first blocks have a single mlp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.models.mixture import ROUTER, Mixture, MixtureOfExperts
 
 CORRECTION = f"{ROUTER}.e_score_correction_bias"
 SHARED = GatedMlp.of("mlp.shared_experts")
-LEAST_SUM = 1e-20  # so that nobody divides by zero
+LEAST_SUM = 1e-20  # prevents a division by zero
 
 
 class GlmMoe(MixtureOfExperts):

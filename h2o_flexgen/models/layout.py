@@ -43,7 +43,7 @@ def linear(name: str, out_width: int, in_width: int, bias: bool, share: float = 
 
 
 def router(name: str, out_width: int, in_width: int, bias: bool = False) -> Parameters:
-    """A matrix whose products choose what is computed."""
+    """The matrix of a router: its products choose what is computed."""
     weight = {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True)}
     return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
 

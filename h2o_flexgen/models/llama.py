@@ -155,7 +155,7 @@ class Llama(InHalves):
         return out
 
     def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
-        made = self._gating(*ops.linears(x, weights, names.gate, names.up))  # from here on nobody holds gate or up
+        made = self._gating(*ops.linears(x, weights, names.gate, names.up))  # from here on nothing holds gate or up
         return ops.linear(made, weights, names.down)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
@@ -198,13 +198,13 @@ class Llama(InHalves):
 
 
 def same_windows(config: Config) -> Windows:
-    """Those of an architecture whose layers all have the window that its config names, if it names one."""
+    """The windows of an architecture where all layers have the window that the config names, if it names one."""
     is_there = config.sliding_window is not None
     return _windows(config, [is_there] * config.num_hidden_layers)
 
 
 def windows_by_kind(config: Config) -> Windows:
-    """Those of an architecture whose config says layer by layer what has a window."""
+    """The windows of an architecture where the config says for each layer whether it has a window."""
     kinds, blocks = getattr(config, "layer_types", None), config.num_hidden_layers
     if kinds is None:  # transformers 4 says how many layers have none
         kinds = [SLIDING if block >= config.max_window_layers and config.sliding_window else FULL for block in range(blocks)]

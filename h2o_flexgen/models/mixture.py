@@ -228,7 +228,7 @@ class MixtureOfExperts(Llama):
         return ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
 
     def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
-        """What goes on from both, which nobody else needs."""
+        """The input of the down projection, from `gate` and `up`, which are not used elsewhere."""
         return ops.gated_each(self._gating, gate, up, counts)
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:

@@ -1,5 +1,5 @@
 """The arithmetic of decoder layers: pure functions over tensors and a dict of weights. None writes into what it is given,
-except the activations, which are handed only what nobody else needs."""
+except the activations, which get only tensors that nothing else needs."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Rope:
         return cls(kind, theta, share, scaling)
 
     def longest(self, config: Config) -> int:
-        """The tokens of the longest text. One that outgrew the original length of longrope would have all of its tokens turned
-        anew, by other divisors, also those whose keys are kept."""
+        """The tokens of the longest text. If a text outgrew the original length of longrope, all of its tokens, also those with
+        cached keys, would have to be rotated again by other divisors."""
         most = int(config.max_position_embeddings)
         return min(most, int(_positive(self.scaling, ORIGINAL_LENGTH))) if self.kind == LONGROPE else most
 
@@ -99,7 +99,7 @@ class Rope:
 
 
 def _whole(share: float, kind: str, config: Config) -> float:
-    """The share of an architecture that rotates whole heads. Without a scaling, what its config says is read by nobody."""
+    """The share of an architecture that rotates whole heads. Without a scaling, what its config says is not read."""
     if share != 1.0 and kind != DEFAULT and kind in SCALINGS:
         raise ValueError(
             f"partial_rotary_factor is {share:g} and the rope type {shown(kind)}, but {config.model_type} rotates whole heads; "

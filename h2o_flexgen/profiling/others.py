@@ -33,7 +33,7 @@ class Others:
 
     def cores(self) -> float:
         """The cores that others kept busy since the beginning, on average."""
-        return max(0.0, (_busy_seconds() - self._busy) / self.seconds - self.own_cores())
+        return max(0.0, (_busy_seconds() - self._busy - (_own_seconds() - self._own)) / self.seconds)
 
     def own_cores(self) -> float:
         """Those that this process had."""

@@ -1,4 +1,4 @@
-"""The routes of the server, who may take them, and what is said where there is none."""
+"""The routes of the server, the checks before them, and the answer where there is no such route."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _completion_routes(service: Service) -> list[Route]:
 
 @dataclass(frozen=True)
 class Door:
-    """Lets in who means this server and has a key, and counts answers."""
+    """Lets in requests that name this server and have a key, and counts answers."""
 
     app: ASGIApp
     counts: Counts
@@ -141,8 +141,8 @@ class Door:
 
 
 def _other_site(headers: Headers) -> str | None:
-    """The site whose page has sent a request, if it is not this server's. Pages may send all but JSON without being allowed to,
-    but say whose they are."""
+    """The site of the page that sent a request, if it is another site. Browsers let pages send anything but JSON without
+    permission, but name the page's site."""
     origin = headers.get("origin")
     return None if origin is None or origin.partition("://")[2] == headers.get("host") else origin
 

@@ -1,5 +1,5 @@
-"""Desk: where requests are handed in, and the one thread that computes. It gathers requests, runs a block until nobody is left,
-and goes on whatever becomes of a block: whoever lost something by that is told."""
+"""Desk: where requests are handed in, and the one thread that computes. It gathers requests, and runs a block until no request
+is left. If a block fails, the clients that lost something are told, and the thread goes on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.serving.counts import Counts, Now
 from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full, too_many
 
-RETRY_SECONDS = 2  # when to ask again whom a full queue turned away
-LOST = "error"  # why completions end whose block has failed
+RETRY_SECONDS = 2  # when a client may retry that a full queue has refused
+LOST = "error"  # why completions of a failed block end
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Whoever waits for a request, told in the thread that computes."""
+    """The callbacks of a client that waits for a request. They are called in the thread that computes."""
 
     on_piece: OnPiece | None  # None: only whole completions are wanted
     over: Callable[[Completion], object]
@@ -62,11 +62,11 @@ class Desk:
         self._is_closed = False
         self._hear_of_end: list[Callable[[], object]] = []
 
-    # -- for those who ask -------------------------------------------------------------------------------------------------
+    # -- for requests of clients -------------------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody is admitted any more."""
+        """Whether no request is admitted any more."""
         return self._is_closed
 
     def offer(self, requests: Sequence[tuple[Request, Listener]]) -> list[Arrival]:
@@ -95,8 +95,8 @@ class Desk:
         return arrivals
 
     def _refuse_too_many(self, rows: int) -> None:
-        """Refuses rows for which there is no room in seats and queue together; for ever, or as long as others have it. Whoever
-        is in the background has none: he takes seats that are left."""
+        """Refuses rows for which there is no room in seats and queue together: for ever, or as long as others have it. Rows in
+        the background do not count: they take seats that are left."""
         load, most = self._arrivals.load, self._terms.most_waiting
         if rows > load.seats + most:
             raise Refused(too_many(rows, load.seats, most))
@@ -104,7 +104,7 @@ class Desk:
             raise Refused(queue_full(load.waiting, rows, most, RETRY_SECONDS))
 
     def give_up(self, arrivals: Sequence[Arrival]) -> None:
-        """Nobody waits for these any more."""
+        """Gives up these requests: no client waits for them any more."""
         for arrival in arrivals:
             with self._lock:
                 is_open = self._listeners.pop(arrival, None) is not None
@@ -118,27 +118,27 @@ class Desk:
         return Now(*arrivals.requests, *arrivals.load, *arrivals.kv_bytes, arrivals.waiting_in_background)
 
     def when_closed(self, hear: Callable[[], object]) -> None:
-        """Tells somebody later that nobody is admitted any more, be it in a signal's handler."""
+        """Registers a callback for the moment when no request is admitted any more; a signal's handler may call it."""
         self._hear_of_end.append(hear)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Admits nobody any more; whoever was admitted is served to the end. It may be called by a signal's handler."""
+        """Admits no more requests; those that were admitted are served to the end. A signal's handler may call this."""
         self._is_closed = True
         self._arrivals.close()
         for hear in self._hear_of_end:
             hear()
 
     def hand_back(self) -> None:
-        """Ends it for all who were admitted, when nothing is computed any more."""
+        """Ends all admitted requests, when nothing is computed any more."""
         self.close()
         self._tell(self._arrivals.abandon(), ending())
 
     # -- the thread that computes ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves until the desk is closed and nobody is left."""
+        """Serves until the desk is closed and no request is left."""
         while self._arrivals.gather(self._terms.gather_seconds):
             try:
                 self._run_block()
@@ -157,8 +157,8 @@ class Desk:
                 listener.over(completion)
 
     def _survive(self, error: Exception) -> None:
-        """Tells those whose computation is lost: all who had a seat. If a single request broke the block, only that one is; the
-        others start anew from their prompts, and keep what they were told."""
+        """Tells the clients of lost requests: all that had a seat. If a single request broke the block, only that one is lost;
+        the others start again from their prompts, and keep what they were told."""
         cause = error.cause if isinstance(error, TaskFailed) else error
         said, lost = self._on_broken(error), list[Arrival]()
         if isinstance(cause, NoTokenLeft):

@@ -60,5 +60,5 @@ class Exchange:
         self._put(Piece(place, row.number, token, text or "", logprobs, row.finish_reason, row.stop_reason))
 
     def _put(self, told: Told) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and so nobody waits
+        with suppress(RuntimeError):  # the loop has ended, so no client waits
             self._loop.call_soon_threadsafe(self._told.put_nowait, told)

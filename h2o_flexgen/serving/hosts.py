@@ -1,5 +1,5 @@
 """Hosts: the names by which a server may be asked. One that listens to its machine alone answers to the names of loopback
-alone: a site whose name was made to lead here (DNS rebinding) could read everything, as browsers go by names."""
+alone. Otherwise a site could make its name lead here (DNS rebinding) and read everything, as browsers go by names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HEADER = re.compile(
 
 @dataclass(frozen=True)
 class Hosts:
-    """Who is meant where a request says whom it asks."""
+    """The names in a Host header that mean this server."""
 
-    own: str | None = None  # the one that was chosen beside those of loopback; None: whoever can reach it may call it anything
+    own: str | None = None  # the one that was chosen beside those of loopback; None: a client may use any name
 
     def admit(self, header: str | None) -> bool:
         """Whether a request with this Host header is for this server."""

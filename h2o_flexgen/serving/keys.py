@@ -1,4 +1,4 @@
-"""Keys: who may ask. They stand in a file, one a line, and are compared in a time that says nothing about them."""
+"""Keys, of which a request needs one. They are in a file, one a line. The time of a comparison says nothing about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST = 8  # characters: a shorter one is soon guessed
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a server; everybody may ask if there are none."""
+    """The keys of a server; without any, requests need none."""
 
     known: tuple[bytes, ...] = field(default=(), repr=False)
 
@@ -30,7 +30,7 @@ class Keys:
         return cls(tuple(key.encode() for key in keys))
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether this header, whose bytes were read as latin-1, has a known key. All keys are compared, whichever fits."""
+        """Whether this header has a known key; its bytes were read as latin-1. All keys are compared, whichever fits."""
         if not self.known:
             return True
         scheme, _, given = (authorization or "").encode("latin-1").partition(b" ")

@@ -65,8 +65,8 @@ def is_loopback(place: Place) -> bool:
 
 @contextmanager
 def listening(app: ASGIApp, opened: socket.socket, limits: Limits, on_end: Callable[[], object]) -> Iterator[None]:
-    """A context in which a thread answers. `on_end` hears if it ends by itself, whose error is raised at the end. What was
-    answered is sent first, unless an error ends the context."""
+    """A context in which a thread answers. `on_end` is called when the thread ends; its error is raised at the end of
+    the context. What was answered is sent first, unless an error ends the context."""
     try:
         opened.listen(BACKLOG)
     except OSError as error:
@@ -129,8 +129,8 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 
 
 def _forget_who_does_not_read(opened: socket.socket, seconds: float) -> None:
-    """Tells the system to end connections whose client takes nothing of what was sent, for so long. Accepted ones inherit
-    it."""
+    """Tells the system to end a connection if its client takes nothing of what was sent, for so long. Accepted connections
+    inherit this."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 

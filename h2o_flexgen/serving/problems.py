@@ -101,7 +101,7 @@ def broken(reason: str) -> Problem:
 
 
 def broken_by_itself(reason: str) -> Problem:
-    """Nobody else had a part in it: to ask again is of no use."""
+    """The request alone is the cause: a retry is of no use."""
     return Problem(500, reason, BROKEN, "request_failed")
 
 
@@ -154,4 +154,4 @@ def file_too_large(limit: int) -> Problem:
 
 
 def cannot_write(why: str) -> Problem:
-    return Problem(507, f"the server's folder cannot be written ({why}); ask whoever runs it", BROKEN, "insufficient_storage")
+    return Problem(507, f"the server's folder cannot be written ({why}); tell its operator", BROKEN, "insufficient_storage")

@@ -29,13 +29,13 @@ from h2o_flexgen.serving.exchange import Exchange, Whole
 from h2o_flexgen.serving.fields import Asked, blamed, read_asked
 from h2o_flexgen.serving.problems import TOO_LONG, Problem, Refused, bad_request, ending
 
-CLIENT_HAS_GONE = 499  # as others log it; nobody reads it
+CLIENT_HAS_GONE = 499  # as other servers log it; no client reads it
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that chunks pass proxies as they come
 
 
 @dataclass(frozen=True)
 class Order:
-    """A body whose requests were handed in."""
+    """A body with its requests, which were handed in."""
 
     asked: Asked
     prompts: Sequence[str]  # as they are echoed
@@ -76,7 +76,7 @@ class Service:
         return Order(asked, prompts, arrivals, uuid.uuid4().hex, int(time.time()))
 
     def _request(self, place: int, line: Line, asked: Asked) -> Request:
-        """A request with its tokens. One with a seed of its own draws by its place in the body, whoever came before."""
+        """A request with its tokens. One with a seed of its own draws by its place in the body, whatever came before."""
         number = next(self._numbers) if line.options.params.seed is None else place
         with _refusing(asked, number):
             return self.reading.request(number, line)
@@ -119,7 +119,7 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """Events as they come. However it ends, whoever computes is told that nobody waits."""
+    """Events as they come. However it ends, the desk is told that no client waits."""
 
     media_type = "text/event-stream"
 

@@ -12,7 +12,7 @@ from h2o_flexgen.evaluation.recall import RECALL_TASKS, WORDS, Fact, Recall
 QUESTION_EVERY = 110  # tokens
 TOKENS_PER_FACT = 60
 SINGLE = 0.25  # share of facts that are stated only once
-PROSE, NEW, AGAIN, ANSWER = 1.0, 0.0, 1.5, 6.0  # weights in the loss: nobody can know what is new
+PROSE, NEW, AGAIN, ANSWER = 1.0, 0.0, 1.5, 6.0  # weights in the loss: what is new cannot be predicted
 SHORTEST_ROUND = 8
 
 

@@ -2,7 +2,7 @@
 what followed a token once may follow it again; here two layers are made to do so, and training has only to make it better.
 
     layer 0: heads look at the token before, by its place alone, and write what it is beside the token
-    layer 1: heads look for places whose token before is this token, and say what stands there
+    layer 1: heads look for places with this token right before them, and say what stands there
 
 What differs between the architectures is how a head can go by places, and which of its values do not turn with them.
 """

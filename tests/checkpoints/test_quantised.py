@@ -310,7 +310,7 @@ def fewer_outputs(tensors: Tensors, count: int) -> None:
     [
         ("awq", lambda tensors: tensors.pop(f"{LAYER}.scales"), "tensor model.layers.1.mlp.up_proj.scales is missing"),
         ("awq", put("qzeros", narrow), "qzeros .* has the shape"),
-        ("gptq", lambda tensors: fewer_outputs(tensors, 4), "scales .* has 156 outputs, whose zero points are no whole words"),
+        ("gptq", lambda tensors: fewer_outputs(tensors, 4), "scales .* has 156 outputs, but zero points come in whole words"),
         ("awq", put("scales", lambda one: one.float()), "scales .* has the dtype float32 where bfloat16 or float16 is read"),
         ("awq", put("qweight", lambda one: torch.cat((one, one), 1)), "codes of 8 bits; those of 4 bits are read"),
         ("awq", put("qweight", lambda one: one[:, 0]), "has the shape .* where 2 sizes are to stand"),

@@ -55,7 +55,7 @@ def test_prompts_are_read_by_the_tokenizer_and_chats_by_their_style() -> None:
     [
         (b"{", "it is not JSON", None),
         (b'{"prompt": "\xff"}', "it is not UTF-8 text (byte 12)", None),
-        (b'{"custom_id": "a", "prompt": "\\ud800"}', "half a pair of characters", None),
+        (b'{"custom_id": "a", "prompt": "\\ud800"}', "a text contains an unpaired surrogate", None),
         (b'{"a": 1, "a": 2}', "'a' stands there twice", None),
         (b"[" * 100_000, "brackets are nested too deeply", None),
         ([1, 2], "it is [1, 2]; a line is", None),

@@ -205,7 +205,7 @@ def test_half_a_line_does_not_stay_when_the_disk_is_full(path: Path, monkeypatch
         monkeypatch.setattr(os, "write", full)
         said = one_line(lambda: file.append(b"second\n"))
         assert said == (
-            f"{path} cannot be written (No space left on device); whole records stay there: mend that, and go on with --resume"
+            f"{path} cannot be written (No space left on device); whole records stay there: fix this, and go on with --resume"
         )
         monkeypatch.undo()
         assert path.read_bytes() == b"first\n"

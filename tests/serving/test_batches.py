@@ -395,7 +395,7 @@ def test_where_the_disk_fails_batches_rest_and_go_on(llm: LLM, tmp_path: Path, m
     with served(llm, data=tmp_path, seconds_of_rest=0.01) as server, server.client() as client:
         batch = ended(server, client, batch_of(client, [{"prompt": "x", "max_tokens": 2}] * 9))
         assert batch.status == "completed" and batch.request_counts.completed == 9
-        told = f"{batch.id} rests for 0.01 s (No space left on device); mend that"
+        told = f"{batch.id} paused for 0.01 s (No space left on device); fix this and it will retry"
         assert server.told == [told]
 
 
@@ -414,7 +414,7 @@ def test_where_the_disk_or_the_memory_fails_a_check_is_made_again(
         batch = ended(server, client, batch_of(client, [{"prompt": "x", "max_tokens": 1}]))
         assert batch.status == "completed"
         why = ("Input/output error", "there is no memory left")
-        assert server.told == [f"{batch.id} rests for 0.01 s ({each}); mend that" for each in why]
+        assert server.told == [f"{batch.id} paused for 0.01 s ({each}); fix this and it will retry" for each in why]
 
 
 def test_while_one_rests_others_go_on_and_it_can_be_cancelled(
@@ -437,7 +437,7 @@ def test_while_one_rests_others_go_on_and_it_can_be_cancelled(
         assert client.batches.retrieve(first.id).status == "in_progress"
         client.batches.cancel(first.id)
         assert ended(server, client, first).status == "cancelled"
-        assert server.told == [f"{first.id} rests for 3600 s (Input/output error); mend that"]
+        assert server.told == [f"{first.id} paused for 3600 s (Input/output error); fix this and it will retry"]
 
 
 ENDS = {

@@ -118,7 +118,7 @@ def test_a_context_too_long_is_refused_with_the_numbers(http: httpx.Client, serv
     [
         (b"{", "invalid_json", "the body cannot be read: it is not JSON"),
         (b'{"prompt": "\xff"}', "invalid_json", "the body cannot be read: it is not UTF-8 text (byte 12)"),
-        (b'{"prompt": "\\ud800"}', "invalid_json", "the body cannot be read: it is not JSON: a text has half a pair"),
+        (b'{"prompt": "\\ud800"}', "invalid_json", "the body cannot be read: it is not JSON: a text contains an unpaired"),
         (b"[" * 100_000, "invalid_json", "the body cannot be read: it is not JSON: brackets are nested too deeply"),
         (b'{"n": 1, "n": 2}', "invalid_json", "the body cannot be read: it is not JSON: 'n' stands there twice"),
         (b"[1]", None, "the body is [1]; it is an object with the fields of a request"),

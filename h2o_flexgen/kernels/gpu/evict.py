@@ -1,7 +1,7 @@
-"""Scores, who goes, and the newest token in its slot: one program for each KV head of a row.
+"""Updates scores, chooses the token to evict, and writes the newest token to its slot: one program for each KV head of a row.
 
-Everything is read before anything is written: a barrier stands between. Only the outcome of whole numbers and of a product
-and a sum that are each rounded is kept, so all is as the twin has it, bit for bit."""
+Everything is read before anything is written, with a barrier between. The result depends only on whole numbers, and on a
+product and a sum that are each rounded, so it equals that of the twin, bit for bit."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def evict_one(
     oldest = tl.where(least == best, oldest, NOBODY)
     eldest = tl.min(oldest)
     lowest = tl.min(tl.where(oldest == eldest, place, slots))
-    nobody = (eldest == NOBODY) | (tl.max(lost) > 0)
-    goes = tl.where(nobody | (tl.load(after + row) > last), last, lowest)
+    none_goes = (eldest == NOBODY) | (tl.max(lost) > 0)
+    goes = tl.where(none_goes | (tl.load(after + row) > last), last, lowest)
     tl.store(target + row * tl.num_programs(0) + head, goes)
 
     position = tl.load(positions + own)

@@ -2,7 +2,7 @@
 
 The first kernel goes over the keys of a block of queries with a running softmax, and leaves the logarithm of each query's sum
 of exponentials. With that the second one, a program for each block of keys, gathers what these got, in one fixed order: all
-query heads of a group, and of each all queries. Outcomes do not depend on whether anybody asks for it. Earlier keys that a row
+query heads of a group, and of each all queries. Outcomes do not depend on whether it is needed. Earlier keys that a row
 lacks are not looked at.
 
 It differs from the twin in the last bits: scores and shares are in fp32, and a block's shares are rounded to the type of the

@@ -1,2 +1,2 @@
-"""Batches: files of requests that clients leave with a server, which computes them when nobody
-waits, and keeps what came of it."""
+"""Batches: files of requests that clients leave with a server. It computes them when no client waits,
+and keeps the results."""

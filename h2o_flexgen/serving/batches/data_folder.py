@@ -25,7 +25,7 @@ from h2o_flexgen.core.files import lock, read_text, write_durably
 from h2o_flexgen.core.hints import reason
 
 LOCK = "lock"
-OURS_ALONE = 0o700  # what clients have sent is nobody else's
+OURS_ALONE = 0o700  # what clients have sent is for this user alone
 FORM = 1  # counted up when older documents can no longer be read
 DOCUMENT, LINES = ".json", ".jsonl"
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""All batches of a server. Each change of one is on the disk before anybody hears of it."""
+"""All batches of a server. Each change of one is on the disk before it can be seen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from h2o_flexgen.serving.problems import Refused, file_in_use, no_longer, other_
 
 
 class Batches:
-    """Who looks never waits for the disk: a change holds one lock, and what is known has its own."""
+    """Readers never wait for the disk: a change holds one lock, and the known state has a lock of its own."""
 
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder, self._files, self._changing = folder, files, RLock()
@@ -35,7 +35,7 @@ class Batches:
             if path.stem not in self._known or self._known[path.stem].has_ended:
                 path.unlink()  # a server was killed when its outcome was there, and this no longer needed
 
-    # -- for those who ask -------------------------------------------------------------------------------------------------
+    # -- for requests of clients -------------------------------------------------------------------------------------------
 
     def all(self) -> list[Batch]:
         """The oldest first."""
@@ -57,11 +57,11 @@ class Batches:
             try:
                 return self._keep(batch)
             except BaseException:
-                self._document(batch.id).unlink(missing_ok=True)  # who asked is told that there is none
+                self._document(batch.id).unlink(missing_ok=True)  # the client is told that there is none
                 raise
 
     def cancel(self, batch_id: str) -> Batch:
-        """Ends a batch early. If it has begun, whoever runs it ends it, with the records that there are."""
+        """Ends a batch early. If it has begun, the thread that runs it ends it, with the records that there are."""
         with self._changing:
             batch = self.one(batch_id)
             if batch.status == CANCELLING:
@@ -90,7 +90,7 @@ class Batches:
         known = self.all()
         return {name: sum(getattr(one, name) for one in known) for name in ("completed", "failed")}
 
-    # -- for whoever runs them ---------------------------------------------------------------------------------------------
+    # -- for the thread that runs them -------------------------------------------------------------------------------------
 
     @property
     def under_way(self) -> list[Batch]:

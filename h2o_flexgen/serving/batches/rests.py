@@ -21,7 +21,7 @@ class Rests:
             self._until[batch.id, batch.status] = now + self.seconds
 
     def over(self, now: float) -> list[str]:
-        """The ids of those whose rest is over; it is forgotten."""
+        """The ids of batches with a rest that is over; the rest is forgotten."""
         with self._lock:
             found = [key for key, until in self._until.items() if until <= now]
             for key in found:

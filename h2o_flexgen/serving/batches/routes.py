@@ -124,7 +124,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
 
 
 def routes_without_folder() -> list[Route]:
-    """The same routes of a server that keeps nothing: whoever asks is told how it would."""
+    """The same routes of a server that keeps nothing: the answer says which option would make it keep files."""
 
     async def refuse(request: Request) -> Response:
         raise Refused(no_data_folder())

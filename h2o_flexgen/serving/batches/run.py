@@ -86,7 +86,7 @@ class BatchRun:
             try:
                 self._service.desk.admit([*prepared.values()], in_background=True)
             except Closed:
-                return  # whoever asks it to go on will know
+                return  # the server is shutting down, as the caller sees before it goes on
             self._under_way |= {place: arrival for place, (arrival, _) in prepared.items()}
 
     def _next_place(self) -> int | None:

@@ -59,8 +59,8 @@ class NewFile:
 
 
 class Files:
-    """All files of a folder, by their ids. What was done is on the disk when anybody hears of it; who looks never waits for the
-    disk, since the lock is held for what is known alone."""
+    """All files of a folder, by their ids. A change is on the disk before it can be seen. Readers never wait for the disk, as
+    the lock guards the known state alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, Lock()

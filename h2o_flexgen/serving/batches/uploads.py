@@ -24,7 +24,7 @@ FORM = b"multipart/form-data"
 FILE, PURPOSE = "file", "purpose"
 ELSEWHERE = {"expires_after": "nothing expires here; leave it out"}
 MOST_BESIDE = 1 << 16  # bytes of a form beside its file
-LEAST_RATE = 100_000  # bytes per second: who sends slower for all of the time is not waited for
+LEAST_RATE = 100_000  # bytes per second: a client that always sends slower is not waited for
 AT_ONCE = 1 << 20  # bytes that are written together
 LONGEST_NAME = 255
 
@@ -88,7 +88,7 @@ class _Parts:
         self.bytes = self.file_bytes = 0
         self._fields: dict[str, bytearray] = {}
         self._filename: str | None = None
-        self._pieces: list[bytes] = []  # of the file, that nobody has taken yet
+        self._pieces: list[bytes] = []  # of the file, not yet taken
         self._header, self._value = b"", b""
         self._headers: dict[bytes, bytes] = {}
         self._is_whole = False
@@ -105,7 +105,7 @@ class _Parts:
             self._parser = MultipartParser(boundary, heard)  # type: ignore[arg-type]
         except FormParserError as error:
             raise Refused(_broken(error)) from error
-        self._parser.logger.setLevel(logging.CRITICAL)  # the client is told what is wrong with its form, and nobody else
+        self._parser.logger.setLevel(logging.CRITICAL)  # only the client is told what is wrong with its form
 
     def of(self, data: bytes) -> bytes:
         """Takes the next bytes of the body; returns those of the file among them."""

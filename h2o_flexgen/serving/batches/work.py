@@ -54,7 +54,7 @@ SettingsOf = Callable[[], tuple[Settings, Settings]]  # what answers depend on, 
 
 
 class ServerEnds(Exception):
-    """What goes through the lines of a file is not to go on."""
+    """The server is shutting down: work on the lines of a file stops."""
 
 
 class BatchWork:
@@ -117,7 +117,7 @@ class BatchWork:
         self.wake()
 
     def _found(self, batch: Batch) -> Batch:
-        """The batch behind its check; where the disk or the memory fails, that says nothing of it."""
+        """The batch after its check. A failure of the disk or the memory says nothing about the batch, and is raised."""
         try:
             with self._checked(batch) as checked:
                 return batch.checked_as(checked.whole, len(checked.index), _errors(checked))
@@ -127,7 +127,7 @@ class BatchWork:
             return batch.checked_as(None, 0, [failing(_line_of(error))])
 
     def _check_again(self, now: float) -> None:
-        """Checks those whose rest is over."""
+        """Checks the batches with a rest that is over."""
         for batch_id in self._rests.over(now):
             batch = self.batches.one(batch_id)
             if batch.status == VALIDATING:
@@ -135,7 +135,7 @@ class BatchWork:
 
     @contextmanager
     def _checked(self, batch: Batch) -> Iterator[CheckedFile]:
-        """A context with the batch's input, whose lines can be read again there."""
+        """A context with the batch's input: its lines can be read again there."""
         service = self._service
         defaults = service.of_chats if batch.endpoint == CHAT else service.of_prompts
         bodies = partial(read_line_body, model=service.answers.model)
@@ -171,7 +171,7 @@ class BatchWork:
                 self._survive(batch, error)
 
     def _survive(self, batch: Batch, error: Exception) -> None:
-        """Ends a batch that has met an error, unless the disk or the memory has failed, which may be mended: then it rests."""
+        """Ends a batch after an error. If the disk or the memory has failed, the batch is paused instead: that may be fixed."""
         if self._is_over:
             return  # what it needed may have been taken away; the next server goes on with it
         why = _why_of_rest(error)
@@ -186,7 +186,7 @@ class BatchWork:
         self._rest(batch, why)
 
     def _rest(self, batch: Batch, why: str) -> None:
-        self._note(f"{batch.id} rests for {self._rests.seconds:g} s ({why}); mend that")
+        self._note(f"{batch.id} paused for {self._rests.seconds:g} s ({why}); fix this and it will retry")
         self._rests.begin(self.batches.one(batch.id), time.monotonic())
 
     def _run_one(self, batch: Batch) -> None:
