@@ -175,7 +175,7 @@ def test_what_has_no_room_is_refused_and_after_closing_everything(checkpoints: C
         arrivals = llm.arrivals(6, 4)
         for prompt, params, said in (
             (range(1, 8), FOUR, "the prompt has 7 tokens, and no more than 6 are taken"),
-            ((1, 2), SamplingParams(max_tokens=5), "max_tokens is 5; allowed is 4 at most"),
+            ((1, 2), SamplingParams(max_tokens=5), "max_tokens is 5; a seat has room for 4 at most"),
         ):
             with pytest.raises(TooLong, match=said):
                 arrivals.offer(Request(Prompt(None, tuple(prompt)), params))

@@ -177,7 +177,7 @@ def test_a_full_conversation_says_so_and_can_be_reset(checkpoints: Checkpoints, 
         assert talk.seen == 20
         with pytest.raises(
             ContextFull,
-            match=r"20 tokens were said and 2 are new, but the limit is 20 tokens, the context .*; reset it, or keep less",
+            match=r"it has 20 tokens and 2 are new, but the limit is 20 tokens, the context .*; reset it, or keep less",
         ):
             talk.reply([3], GREEDY)
         talk.reset()

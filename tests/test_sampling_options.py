@@ -221,7 +221,7 @@ def test_without_a_number_a_row_goes_on_as_far_as_the_model_has_positions(checkp
         assert found == llm.generate(prompts, [SamplingParams(max_tokens=count) for count in (3, 1, 6)])
         with pytest.raises(ValueError, match=r"prompt 1 has 129 tokens .* has 128 positions"):
             llm.generate([[5], [5] * room], SamplingParams(max_tokens=None))
-        with pytest.raises(ValueError, match="min_tokens is 7, but behind prompt 0 there is room for 6 tokens"):
+        with pytest.raises(ValueError, match="min_tokens is 7, but after prompt 0 there is room for 6 tokens"):
             llm.generate(prompts[2:], SamplingParams(max_tokens=None, min_tokens=7))
 
 
@@ -277,9 +277,9 @@ def test_a_conversation_takes_what_there_is_room_for_and_says_what_it_cannot_do(
     checkpoints: Checkpoints, offload: Path
 ) -> None:
     with Case().open(checkpoints, offload) as llm, llm.converse(context=12) as talk:
-        with pytest.raises(ValueError, match="n is 2, but a conversation goes on behind one reply"):
+        with pytest.raises(ValueError, match="n is 2, but a conversation has one reply to each turn"):
             talk.reply([5], SamplingParams(n=2, temperature=1.0))
-        with pytest.raises(ValueError, match="prompt_logprobs are not made in a conversation"):
+        with pytest.raises(ValueError, match="prompt_logprobs are not available in a conversation"):
             talk.reply([5], SamplingParams(prompt_logprobs=1))
         for params, fills in (
             (SamplingParams(max_tokens=20, min_tokens=15), True),

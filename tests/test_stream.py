@@ -232,7 +232,7 @@ def test_a_request_that_is_not_what_its_job_said_is_refused(checkpoints: Checkpo
         job = job_of(requests_of(case), llm._row_maker)
         assert isinstance(job, ListedJob)
         said = replace(job, sizes=[one_longer(size) for size in job.sizes])
-        with pytest.raises(ValueError, match="request 9 was said to have 6 tokens, max_tokens 11 and n 1, but now has 5, 11"):
+        with pytest.raises(ValueError, match="request 9 was declared with 6 tokens, max_tokens 11 and n 1, but now has 5, 11"):
             list(llm.generate_stream(said))
         assert llm._memories is None or llm._memories.disk.meter.used_bytes == 0
 

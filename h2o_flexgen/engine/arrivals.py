@@ -1,11 +1,11 @@
-"""Arrivals: requests that come while a block runs, from any thread. First come, first served: whoever finds a free seat joins
-at the next pass over the weights.
+"""Arrivals: requests that come while a block runs, from any thread. First come, first served: a request that finds a free seat
+joins at the next pass over the weights.
 
-The block is planned before anybody comes, for the longest prompt and the most tokens that are admitted, and runs until nobody
-is left. A batch that nobody wanted at its turn stays empty until then. If so many wait that they would fill it, nobody joins
-for a while: the block ends with its rows, and the next one has all seats.
+The block is planned before any request comes, for the longest prompt and the most tokens that are admitted. It runs until no
+row is left. A batch that is empty at its turn stays empty until the block ends. If enough rows wait to fill it, no row joins
+for a while: the block ends with its rows, and the next block has all seats.
 
-Some come in the background: they have a queue of their own, and take the seats that are free when nobody else waits.
+Background requests have a queue of their own. They take free seats when no other request waits.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import one_params
 
-ROWS_PER_SEAT = 16  # that a block is planned for: so long may it go on before it has to end and begin anew
-SECONDS_BETWEEN_LOOKS = 0.5  # who waits in the main thread hears of a signal that another thread has taken up
-GIVEN_UP = "abort"  # why a row ends that nobody waits for any more
+ROWS_PER_SEAT = 16  # that a block is planned for: after so many it has to end, and a new block begins
+SECONDS_BETWEEN_LOOKS = 0.5  # between wake-ups of the main thread, so that it notices a signal that another thread received
+GIVEN_UP = "abort"  # finish reason of a row for which no client waits any more
 OnPiece = Callable[[RowState, int, "str | None"], object]  # row, its newest token, its new text
 
 
@@ -69,14 +69,14 @@ class TooLong(ValueError):
 
 
 class Closed(ValueError):
-    """An error: nobody is admitted any more."""
+    """An error: no more requests are admitted."""
 
 
 class Arrivals(Waiting):
     keeps_prefixes = True
 
     def __init__(self, planned: WorkloadPlan, maker: RowMaker) -> None:
-        """`planned`: a workload of rows that come and go, each of them as long as any row may be."""
+        """`planned`: a workload of rows that come and go, each as long as a row may be."""
         self.planned = planned
         self.longest_prompt, self.most_tokens = planned.workload.prompt_lens[0], planned.workload.gen_len
         self._maker = maker
@@ -91,22 +91,22 @@ class Arrivals(Waiting):
         self._is_closed = False
         self.seat_in(planned.blocks.first)
 
-    # -- those who come, in any thread -------------------------------------------------------------------------------------
+    # -- requests that come, in any thread ---------------------------------------------------------------------------------
 
     def offer(self, request: Request, on_piece: OnPiece | None = None, in_background: bool = False) -> Arrival:
-        """Puts a request, whose prompt is read, at the end of a queue; without max_tokens it gets as many as there may be.
-        `on_piece` hears of every token, in the thread that computes."""
+        """Puts a request at the end of a queue; its prompt is tokenized already. Without max_tokens it gets the most allowed.
+        `on_piece` is called for every token, in the thread that computes."""
         arrival = self.prepare(request, on_piece)
         self.admit([arrival], in_background)
         return arrival
 
     def prepare(self, request: Request, on_piece: OnPiece | None = None) -> Arrival:
-        """A request that may be admitted. One that has no room in a seat is refused."""
+        """A request that may be admitted. A request too large for a seat is refused."""
         number = next(self._numbers) if request.index is None else request.index
         return Arrival(self._maker.rows_of(number, self._bounded(number, request), on_piece is not None, 0), on_piece)
 
     def admit(self, arrivals: Iterable[Arrival], in_background: bool = False) -> None:
-        """Puts all of these at the end of a queue at once, so that a block that begins has seats for them all."""
+        """Puts all of these at the end of a queue at once, so that a block that begins now sees them all."""
         come = list(arrivals)
         if self._sharing is not None:
             self._sharing.take_note((arrival.rows[0].prompt_ids, len(arrival.rows)) for arrival in come)
@@ -131,11 +131,11 @@ class Arrivals(Waiting):
         if params.max_tokens is None:
             params = params.up_to(min(self.most_tokens, self._maker.size(number, request).gen_len))
         elif params.max_tokens > self.most_tokens:
-            raise TooLong(f"max_tokens is {params.max_tokens}; allowed is {self.most_tokens} at most, as a seat has room for")
+            raise TooLong(f"max_tokens is {params.max_tokens}; a seat has room for {self.most_tokens} at most")
         return replace(request, params=params)
 
     def give_up(self, arrival: Arrival) -> None:
-        """Nobody waits for this one any more: its rows leave the queue, and those with a seat end at their next token."""
+        """Cancels a request: its rows leave the queue, and rows that have a seat end at their next token."""
         with self._changed:
             arrival.is_given_up = True
             queue = self._queue_of(arrival)
@@ -146,12 +146,12 @@ class Arrivals(Waiting):
                     row.stop(GIVEN_UP)
 
     def close(self) -> None:
-        """Admits nobody any more. Those who were admitted go on."""
+        """Admits no more requests. Those that were admitted go on."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
-    # -- whoever serves them -----------------------------------------------------------------------------------------------
+    # -- the thread that serves them ---------------------------------------------------------------------------------------
 
     @property
     def load(self) -> Load:
@@ -160,7 +160,7 @@ class Arrivals(Waiting):
 
     @property
     def waiting_in_background(self) -> int:
-        """How many rows wait there."""
+        """How many rows wait in the background queue."""
         with self._changed:
             return len(self._background)
 
@@ -181,20 +181,20 @@ class Arrivals(Waiting):
 
     @property
     def kv_bytes(self) -> HeldBytes:
-        """Keys and values of the rows that have a seat, and what all seats can hold."""
+        """Bytes of the keys and values of seated rows, and the bytes that all seats can hold."""
         with self._changed:
             return held_bytes(self._block, [(row, self._needs.get(row.row)) for row in self._seated.values()])
 
     def gather(self, seconds: float) -> bool:
-        """Waits until somebody comes, and then as long as it takes others to fill all seats, but no more than so many seconds;
-        who comes in the background does not wait for others. Returns whether anybody waits: if not, nobody will ever come."""
+        """Waits for a request, and then until more requests fill all seats, but at most so many seconds. A background request
+        does not wait for more. Returns whether a request waits; if none does, the queues are closed and none will come."""
         with self._changed:
             while self._waiting or not self._is_closed:
                 if not self._changed.wait_for(lambda: self._waiting or self._is_closed, SECONDS_BETWEEN_LOOKS):
                     continue
                 self._wait_for_others(monotonic() + seconds)
                 if self._waiting:
-                    return True  # otherwise all who had come have given up meanwhile
+                    return True  # otherwise all requests that had come were cancelled meanwhile
             return False
 
     @property
@@ -203,26 +203,26 @@ class Arrivals(Waiting):
         return len(self._queue) + len(self._background)
 
     def _wait_for_others(self, until: float) -> None:
-        """Waits for others than the first, while there is room for them and anybody waits at all."""
+        """Waits for more requests after the first, while seats are free and the first still waits."""
         while (left := until - monotonic()) > 0 and not self._is_closed and self._queue and self._waiting < sum(self._sizes):
             self._changed.wait(min(left, SECONDS_BETWEEN_LOOKS))
 
     def abandon(self) -> list[Arrival]:
-        """Forgets all who wait or have a seat, since nothing can be computed for them, and says who they are."""
+        """Forgets and returns all requests that wait or have a seat, since nothing can be computed for them."""
         with self._changed:
             return self._forget(self._of_row.values())
 
     def break_off(self) -> list[Arrival]:
-        """Forgets those who had a seat in a block that has failed, and says who they are: the others wait on. If nobody had
-        one yet, no request is to blame, and all are forgotten: otherwise they would be tried for ever."""
+        """Forgets and returns the requests that had a seat in a block that has failed; the others keep waiting. If none had a
+        seat yet, no request caused the failure, and all are forgotten: otherwise they would be retried for ever."""
         with self._changed:
             waiting = {row.row for queue in (self._queue, self._background) for row in queue}
             seated = [arrival for place, arrival in self._of_row.items() if place not in waiting]
             return self._forget(seated or self._of_row.values())
 
     def drop(self, row: int) -> list[Arrival]:
-        """Forgets the request of this row, which has broken the block, and returns it. All others that had a seat wait again,
-        before those who had none."""
+        """Forgets and returns the request of this row, which made the block fail. All others that had a seat wait again, before
+        those that had none."""
         self.left(())
         with self._changed:
             return self._forget([self._of_row[row]] if row in self._of_row else [])
@@ -241,7 +241,7 @@ class Arrivals(Waiting):
         return lost
 
     def on_token(self, row: int, token: int, text: str | None) -> None:
-        """Tells whoever listens to this row, and ends it if nobody waits for it."""
+        """Calls the listener of this row, and ends the row if its request was cancelled."""
         arrival, state = self._of_row[row], self._seated[row]
         if arrival.on_piece is not None and not arrival.is_given_up:
             arrival.on_piece(state, token, text)
@@ -249,7 +249,7 @@ class Arrivals(Waiting):
             state.stop(GIVEN_UP)
 
     def over(self, ended: Iterable[RowState]) -> Iterator[Arrival]:
-        """Those of whom the last row has ended."""
+        """The requests of which all rows have ended."""
         for row in ended:
             with self._changed:
                 arrival = self._of_row.pop(row.row, None)
@@ -262,12 +262,12 @@ class Arrivals(Waiting):
         self._block = planned
         self._sizes = [batch.size for batch in planned.block.batches]
         self._passes_left = [planned.block.gen_len] * len(self._sizes)
-        self._empty: set[int] = set()  # batches that nobody wanted
-        self._held_back = [0] * len(self._sizes)  # passes in which the background left free seats to the next block
+        self._empty: set[int] = set()  # batches that no row joined at their turn
+        self._held_back = [0] * len(self._sizes)  # passes in which background requests waited for the next block
 
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
-        """The first places of the workload, as many as rows have lost their seats: all places are alike. These rows come
-        first, each in its queue."""
+        """The first places of the workload, one for each row that lost its seat: all places are alike. These rows go to the
+        front of their queues."""
         with self._changed:
             left = [row for row in self._seated.values() if not row.finished]
             self._seated.clear()
@@ -296,8 +296,8 @@ class Arrivals(Waiting):
         return self._needs[row.row]
 
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
-        """The first in the queue and then those of the background, longest prompts first. Called at each pass of a batch, until
-        nobody is left in it."""
+        """The first rows of the queue and then of the background, sorted by prompt length, longest first. Called at each pass
+        of a batch, until no row is left in it."""
         with self._changed:
             self._passes_left[batch] -= 1
             taken = [self._queue.popleft() for _ in range(self._admitted(batch, len(seated)))]
@@ -308,13 +308,13 @@ class Arrivals(Waiting):
         return sorted(taken, key=lambda row: -row.prompt_len)
 
     def _admitted(self, batch: int, seated: int) -> int:
-        """How many of those who wait may join now."""
+        """How many rows of the queue may join now."""
         free = min(self._sizes[batch] - seated, len(self._queue))
         return 0 if self._would_fill_another(len(self._queue) - free) or self._is_ending(batch) else free
 
     def _fill_in(self, batch: int, seated: int) -> int:
-        """How many of the background may join now: nobody while others wait. They too wait for an empty batch that they would
-        fill, but no longer than the block can go on without newcomers: after that it is newcomers that keep it from ending."""
+        """How many background rows may join now: none while other rows wait. They too wait for an empty batch that they would
+        fill, but no longer than the block can run without new rows: after that, only new rows would keep it from ending."""
         free = min(self._sizes[batch] - seated, len(self._background))
         if not free or self._queue or self._is_ending(batch):
             return 0
@@ -324,9 +324,9 @@ class Arrivals(Waiting):
         return free
 
     def _would_fill_another(self, left: int) -> bool:
-        """Whether so many who are left over would fill a batch that is empty."""
+        """Whether this many waiting rows would fill a batch that is empty."""
         return any(left >= self._sizes[one] for one in self._empty)
 
     def _is_ending(self, batch: int) -> bool:
-        """Whether a row that begins now could still grow when all passes are over."""
+        """Whether a row that begins now might not be finished when all passes are over."""
         return self._passes_left[batch] < self.most_tokens

@@ -1,4 +1,4 @@
-"""The bytes that may be held on each tier: as somebody says, or as many as are free when a model is opened."""
+"""The bytes that may be held on each tier: as given by the user, or as many as are free when a model is opened."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from h2o_flexgen.schedule.ops import COMPUTE_LANE
 
 
 class Packing(NamedTuple):
-    """The folder of packed weights, and what is done there first."""
+    """The folder of packed weights, and what has to be written there first."""
 
     folder: Path
     nbytes: int  # to write
-    freed: int = 0  # of a copy in an older form, which goes before
+    freed: int = 0  # of a copy in an older layout, which is deleted first
 
     def __str__(self) -> str:
         instead = f", in place of {format_bytes(self.freed)} of an older layout" if self.freed else ""
@@ -30,13 +30,13 @@ class Packing(NamedTuple):
 
 
 def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
-    """Refuses a limit on a GPU that does not compute: it would limit nothing, and whoever gives it expects something else."""
+    """Refuses a limit on GPU memory where no GPU computes: it would limit nothing, and the caller expects otherwise."""
     if gpu_mem is not None and not device.accelerator:
         raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
 
 
 def open_budgets(devices: Sequence[Device], gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
-    """The budgets except the disk's. That of a device is the one of the fullest of several."""
+    """The budgets except the disk's. With several devices, the budget is that of the one with the least free memory."""
     for device in devices:
         device.warm_up(COMPUTE_LANE)
     host_base = bytes_to_begin_with()
@@ -52,7 +52,7 @@ def open_budgets(devices: Sequence[Device], gpu_mem: int | str | None, cpu_mem: 
 
 
 def weighed_anew(budgets: Budgets) -> Budgets:
-    """The budgets with what the process holds now beside what a plan counts: a search for a plan leaves something behind."""
+    """The budgets with the bytes measured again that the process holds besides the plan: a plan search leaves some behind."""
     give_back_freed()
     return replace(budgets, host_base=bytes_to_begin_with())
 

@@ -36,7 +36,7 @@ Stop = Callable[[], bool]
 
 
 class ContextFull(ValueError):
-    """The text has reached the length that the model, or whoever opened the conversation, allows."""
+    """The text has reached the most tokens that the model allows, or that the caller gave."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Extent:
     levels: tuple[Level, ...]  # of KV heads
     context: int  # tokens that the text may grow to, unless it is endless; a budget that is a share is one of this
     piece_tokens: int  # tokens of a turn that are computed at once
-    is_asked: bool = False  # somebody chose the context; otherwise it is all that the model has
+    is_asked: bool = False  # the caller chose the context; otherwise it is all of the model's positions
 
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan, context: int | None) -> Extent:
@@ -101,7 +101,7 @@ class Extent:
 
     @property
     def workload(self) -> Workload:
-        """The workload that needs most of all to come: as many tokens as are computed at once, behind all that is held."""
+        """The largest workload that can come: as many tokens as are computed at once, after all that the cache holds."""
         return Workload((min(self.piece_tokens, max(1, self.context - 1)),), 1, self.context)
 
     def held(self, seen: int) -> int:
@@ -126,7 +126,7 @@ class Conversation:
     def __init__(
         self, engine: Engine, planned: WorkloadPlan, tokenizer: Tokenizer, extent: Extent, seed: int | None = None
     ) -> None:
-        """`planned` is the workload that the extent stands for."""
+        """`planned` is the extent's workload."""
         self.extent = extent
         self.seen = 0  # tokens of the text that are in the cache
         self.turns = 0
@@ -155,7 +155,7 @@ class Conversation:
 
     @property
     def planned_reply(self) -> BlockPlan:
-        """The plan of a short reply, to which that of any other is alike but for its length."""
+        """The plan of a short reply; that of any other reply differs only in its length."""
         return self._planned.planned(self.extent.block(0, 1, 2))
 
     # -- turns -----------------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ class Conversation:
         on_text: OnText | None = None,
         stop: Stop | None = None,
     ) -> Reply:
-        """Puts the turn behind the text and generates what follows. `on_text` gets the pieces as they come; the reply ends
-        after the token under way once `stop` says so."""
+        """Appends the turn to the text and generates what follows. `on_text` gets the pieces as they come. When `stop` returns
+        true, the reply ends after the current token."""
         params = one_params(sampling_params)
         self._refuse_if_closed_or_broken()
         self._refuse(params)
@@ -187,7 +187,7 @@ class Conversation:
             read = time.perf_counter()
             run = self._generate(row, last, on_text, stop)
         except BaseException:
-            self._is_broken = True  # some layers may have taken in what others have not
+            self._is_broken = True  # the caches of some layers may have tokens that others lack
             raise
         self._advance(row, last)
         wanted_more = params.max_tokens is None or (allowed is not None and allowed < params.max_tokens)
@@ -204,16 +204,16 @@ class Conversation:
         if self.closed:
             raise ValueError("this conversation is closed; open another one")
         if self._is_broken:
-            raise ValueError("the last reply was broken off within a token; reset the conversation to go on")
+            raise ValueError("the last reply was interrupted within a token; reset the conversation to go on")
 
     def _refuse(self, params: SamplingParams) -> None:
         """Refuses sampling parameters that a conversation does not support."""
         params.check_vocabulary(self._spec.vocab, self._spec.name)
         if params.n > 1:
-            raise ValueError(f"n is {params.n}, but a conversation goes on behind one reply; leave it out")
+            raise ValueError(f"n is {params.n}, but a conversation has one reply to each turn; leave it out")
         if params.prompt_logprobs is not None:
             raise ValueError(
-                "prompt_logprobs are not made in a conversation, which reads turns behind what it keeps; use generate"
+                "prompt_logprobs are not available in a conversation, where turns are read after cached text; use generate"
             )
         if params.max_tokens is None and self.extent.is_endless:
             raise ValueError("max_tokens is None, but this conversation has no end; give a number")
@@ -233,7 +233,7 @@ class Conversation:
     def _full(self, new: int) -> str:
         endless = ", or keep less with rolling positions, which have no limit" if self._spec.rotary else ""
         return (
-            f"the conversation is full: {self.seen} tokens were said and {new} are new, but the limit is {self.extent.limit}; "
+            f"the conversation is full: it has {self.seen} tokens and {new} are new, but the limit is {self.extent.limit}; "
             f"reset it{endless}"
         )
 

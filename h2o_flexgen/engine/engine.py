@@ -1,5 +1,5 @@
-"""The engine: the one place where the halves meet. It turns a plan into a schedule, gives every op its small action, and runs
-the blocks of a workload one after the other.
+"""The engine: the one place where planning and execution meet. It gives every op of a plan's schedule its action, and runs the
+blocks of a workload one after the other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Thing = TypeVar("Thing")
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
 AttendOf = Callable[[Part], "Attend | None"]
-PROMPTS_WORTH_IT = 1024  # tokens: what fewer have worked in is not worth a walk through all that is freed
+PROMPTS_WORTH_IT = 1024  # tokens: the working memory of fewer is not worth a walk through the allocator's free memory
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class BlockRun:
     step_seconds: tuple[float, ...]  # seconds of each decode step
     tokens: int  # tokens generated or scored
     moved_bytes: Mapping[str, int]  # bytes per lane, of all devices
-    skipped_bytes: Mapping[str, int]  # of experts that nobody asked for, which would have been moved
-    busy_seconds: Mapping[str, float]  # of the device whose lane works longest
+    skipped_bytes: Mapping[str, int]  # of experts that no row chose, and that were not moved
+    busy_seconds: Mapping[str, float]  # per lane, of the device on which the lane was busy longest
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
-    shortage: Shortage | None = None  # a want of memory that ended it early: unfinished rows start anew
+    shortage: Shortage | None = None  # a lack of memory that ended it early: unfinished rows start again
 
     @property
     def block(self) -> Block:
@@ -94,7 +94,7 @@ class _Measures:
 
     tokens: int = 0
     prompt_tokens: int = 0
-    spared_tokens: int = 0  # of prompts, which others had computed
+    spared_tokens: int = 0  # of prompts, already computed for other rows
     computed_tokens: int = 0  # with pads
     step: int = 0  # the step that is computed
     clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
@@ -116,7 +116,7 @@ class _Measures:
 
 @dataclass(frozen=True)
 class _Listening:
-    """Those who take part in a block: who uses the last hidden states, who hears of visits, and who ends it early."""
+    """The callbacks of a block: for the last hidden states, for visits, for ending it early, and for passes."""
 
     at_head: AtHead
     on_visit: OnVisit | None
@@ -137,18 +137,18 @@ class _Progress:
     guard: HostGuard | None
     graphs: StepGraphs | None
     measures: _Measures
-    finished: list[RowState]  # rows that nobody was handed yet
+    finished: list[RowState]  # rows that were not handed out yet
     seats: int
     busy_seconds: Callable[[], Mapping[str, float]]  # of each lane, so far
     heard: deque[Task] = field(default_factory=deque)  # COMPUTEs that are over, of all devices
-    told: tuple[int, int, int, int] = (0, 0, 0, 0)  # tokens of passes that were told of: prompts, spared, generated, computed
+    told: tuple[int, int, int, int] = (0, 0, 0, 0)  # tokens of passes reported so far: prompts, spared, generated, computed
 
     @property
     def is_done(self) -> bool:
         return all(rows.is_done for rows in self.rows)
 
     def is_wanted(self, task: Task) -> bool:
-        """Whether anybody will need what this task stores."""
+        """Whether what this task stores will be needed."""
         rows = self.rows[task.batch]
         return rows.last_step is None or (rows.lives_on and task.step <= rows.last_step)
 
@@ -169,7 +169,7 @@ class _Progress:
             self.finished += [row for row in there if row.finished]
         measures.count(task.step, tokens)
         if prompt_tokens:
-            give_back_freed()  # prompts work in much more room than steps do; what they freed would stay
+            give_back_freed()  # prompts need much more working memory than steps; what they freed would stay allocated
         if self.listening.on_pass is not None and all(later.is_done for later in self.rows[task.batch + 1 :]):
             self._tell_of_pass(self.listening.on_pass, task.step)
 
@@ -200,7 +200,7 @@ def _taken(things: list[Thing]) -> list[Thing]:
 
 class Engine:
     def __init__(self, model: base.Model, source: WeightSource, plan: Plan, memories: Memories, times_all: bool = True) -> None:
-        """`times_all`: traces have every task, also of a device that must be asked for its times."""
+        """`times_all`: traces have every task, also where times cost calls to the device's driver."""
         self._times_all = times_all
         self._model = model
         self._spec = model.spec
@@ -227,7 +227,7 @@ class Engine:
             own.device.restart_peak()
 
     def hand_round(self, give: Callable[[Tensor], None]) -> None:
-        """Gives the weights that rest on the device to the processes that share those of host memory."""
+        """Gives the weights that stay on the device to the processes that share those in host memory."""
         for weights in self._weights:
             weights.hand_round(give)
 
@@ -237,11 +237,11 @@ class Engine:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a fork's copy of an engine, whose memory belongs to the parent."""
+        """Whether this is a fork's copy of an engine: its memory then belongs to the parent."""
         return self._process != os.getpid()
 
     def open_kv(self, planned: BlockPlan) -> KVLevels:
-        """A home for the block's KV; the caller closes it. That of texts that live on is handed to `run` again."""
+        """A store for the block's KV; the caller closes it. The store of a conversation is handed to `run` again."""
         self._forget_prefixes()
         return self._kv_on(planned, self._memories)
 
@@ -279,11 +279,11 @@ class Engine:
         may_run_out: bool = False,
         on_pass: OnPass | None = None,
     ) -> Generator[RowState, None, BlockRun]:
-        """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those who
-        wait for a seat; `stop_at` ends the run early at a task; `on_pass` hears of a pass when its rows were handed out, and
-        may raise; `kv` holds what an earlier block has left. Rows that had finished before an error are handed out, and then it
-        is raised. Want of memory is an error, unless it `may_run_out`: then it ends the block, everything held for it is given
-        back, and the run reports the `shortage`."""
+        """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those that
+        wait for a seat. `stop_at` ends the run early at a task. `on_pass` is called after a pass, when its rows were handed
+        out, and may raise. `kv` holds what an earlier block has left. Rows that had finished before an error are handed out
+        before it is raised. Running out of memory is an error, unless it `may_run_out`: then the block ends, its memory is
+        freed, and the run reports the `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
         measures, finished, passes, shortage = _Measures(), list[RowState](), list[Pass](), None
         listening = _Listening(at_head, on_visit, stop_at, None if on_pass is None else passes.append)
@@ -308,7 +308,7 @@ class Engine:
                 raise
             measures.count(measures.step, 0)
         if shortage is not None:
-            self._give_back()  # not earlier: the error's traceback held what the block did
+            self._give_back()  # not earlier: the error's traceback kept the block's memory alive
         yield from hand_out()
         return _summary(planned, measures, shortage)
 
@@ -323,8 +323,8 @@ class Engine:
         kv: KVLevels | None,
         may_run_out: bool,
     ) -> Generator[None, None, None]:
-        """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when there is
-        something to hand out."""
+        """Runs the block in a generator of its own: all that the block holds is freed when the generator ends. It pauses when
+        there is something to hand out."""
         block, schedule = planned.block, planned.schedule
         for weights in self._weights:
             weights.prepare(schedule)
@@ -372,8 +372,8 @@ class Engine:
 
     @contextmanager
     def _prefixes(self, planned: BlockPlan, last: bool) -> Iterator[PrefixStore]:
-        """What rows of a block share. Where prefixes `last`, they are kept for the next block, unless this one breaks or
-        another workload comes between them."""
+        """The store of prefixes that rows of a block share. Where prefixes `last`, they are kept for the next block, unless
+        this block fails or another workload comes between."""
         store, self._lasting = self._lasting, None
         if store is not None and not (last and store.serves(planned)):
             store.close()
@@ -411,7 +411,7 @@ class Engine:
         return BatchRows(batch, [rows[row] for row in batch.rows], *there)
 
     def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:
-        """The tasks of the schedule, until nobody is left to compute for."""
+        """The tasks of the schedule, until no row is left."""
         stop_at = state.listening.stop_at
         for task in schedule.tasks():
             if state.is_done or (stop_at is not None and stop_at(task)):
@@ -428,7 +428,7 @@ class Engine:
             return lambda task: action(task) if state.is_wanted(task) else 0
 
         def for_its_users(action: Callable[[Task], int]) -> Callable[[Task], int]:
-            """Skips the action if nobody needs its data any more. Weights cut in slices serve all batches."""
+            """Skips the action if no row needs its data any more. Weights cut in slices serve all batches."""
             return lambda task: 0 if state.is_done or is_for_nobody(task) else action(task)
 
         def is_for_nobody(task: Task) -> bool:
@@ -438,7 +438,7 @@ class Engine:
         lanes = schedule.traffic.lanes
 
         def on_own(action_of: Callable[[int], Callable[[Task], int]]) -> Callable[[Task], int]:
-            """Wraps the action of each device: a task gets that of its own."""
+            """Wraps the actions of all devices: each task runs that of its own device."""
             return lambda task: action_of(lanes.device(task.layer))(task)
 
         def compute(task: Task) -> int:
@@ -491,10 +491,10 @@ class Engine:
         may_overwrite = state.hidden.may_be_overwritten(task.batch)
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
-            give_back_freed()  # what this one has worked in: the next one needs memory for wider states
+            give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
 
     def _widens_behind(self, layer: int) -> bool:
-        """Whether the layer behind it makes wider hidden states on the host."""
+        """Whether the next layer makes wider hidden states on the host."""
         this, behind = self._spec.layers[layer : layer + 2]
         return behind.out_width > this.out_width and not (behind.makes_logits or self._memories.device.accelerator)
 
@@ -505,7 +505,7 @@ class Engine:
         return state.kv[self._device_of(visit.layer)]
 
     def _captured(self, visit: Visit, cache: LayerCache | None) -> Compute:
-        """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
+        """Computes a layer in a way that may be captured: it does not depend on what was done before."""
 
         def compute(part: Part, hidden: Tensor | None) -> Tensor:
             self._weights_for(visit).forget_decoded()
@@ -516,7 +516,7 @@ class Engine:
         return compute
 
     def _attend(self, task: Task, state: _Progress) -> int:
-        """The host attends what a COMPUTE has asked."""
+        """Attends on the host for a COMPUTE."""
         return state.asked.attend(task.batch, self._kv_for(task.visit, state).open_beside(task, state.rows[task.batch]))
 
     @staticmethod
@@ -525,7 +525,7 @@ class Engine:
         return not part.now.is_prefill and state.kv[0].is_attended_beside(visit)
 
     def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: Part) -> Attend | None:
-        """What the layer of a COMPUTE is handed to attend with."""
+        """The attention function that the layer of a COMPUTE gets."""
         if cache is None:
             return None
         if self._is_asking(visit, part, state):
@@ -534,9 +534,9 @@ class Engine:
         return partial((cache if is_all else _cache_of(part, cache)).attend, part.levels)
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool) -> Tensor:
-        """Computes all rows at once, or part by part and long prompts piece by piece: what one allocates in passing is free for
-        the next. A layer may put what it makes in the place of its hidden states: of all tokens, or of none."""
-        overwrites = may_overwrite and self._spec.layers[visit.layer].overwrites  # no memory is promised for anything else
+        """Computes all rows at once, or part by part and long prompts piece by piece, so that each reuses the working memory of
+        the one before. A layer may write its outcome over its hidden states: for all tokens, or for none."""
+        overwrites = may_overwrite and self._spec.layers[visit.layer].overwrites  # the plan counts no memory for other cases
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
             only = self._there(visit, rows.parts[0])
             computed = self._computed(visit, only, hidden, attend_of(only), may_overwrite=may_overwrite)
@@ -565,7 +565,7 @@ class Engine:
         return out if len(rows.parts) > 1 else out.view(*rows.parts[0].tokens.shape, -1)
 
     def _there(self, visit: Visit, part: Part) -> Part:
-        """A part as the device has it that computes a visit."""
+        """A part, on the device that computes the visit."""
         device = self._device_of(visit.layer)
         return part if device == self._plan.pipeline - 1 else self._parts_of_devices[device].of(visit.batch, part)
 
@@ -578,7 +578,7 @@ class Engine:
         piece: slice = slice(None),
         may_overwrite: bool = False,
     ) -> Tensor:
-        """Computes a part, or a piece of it: `hidden` is that of its tokens."""
+        """Computes a part, or a piece of it: `hidden` has the states of its tokens."""
         positions, chose = part.now.text_positions[:, piece], partial(self._weights_for(visit).wanted.chose, visit)
         given = base.Given(positions, attend or base.nothing_to_attend, chose, may_overwrite)
         if hidden is None:

@@ -1,9 +1,9 @@
-"""The executor: runs a schedule. Nowhere else in the running half does work happen beside other work.
+"""The executor: runs a schedule. It is the only place of execution where work runs in parallel with other work.
 
 One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Where several devices compute, each has its own lanes:
-COMPUTEs of the last one, which come to the tokens, run in the caller's thread, and those of the others in a lane's. Every task
-waits for the needs that it declares and for nothing else. An error in any lane is raised in the caller, with the task named;
-whatever happens, no thread outlives `run`.
+COMPUTEs of the last one, which picks the tokens, run in the caller's thread, and those of the others in a lane's thread. Every
+task waits for the needs that it declares and for nothing else. An error in any lane is raised in the caller, with the task
+named; whatever happens, no thread outlives `run`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
 Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
-COLLECTED_EVERY = 32  # COMPUTEs: what has ended is looked through now and then, as it takes a call of the driver for each task
+COLLECTED_EVERY = 32  # COMPUTEs: ended tasks are collected in groups, as each costs a call of the driver
 
 
 class _Pending:
@@ -60,7 +60,7 @@ class Executor:
         times_all: bool = True,
         lanes: Lanes | None = None,
     ) -> None:
-        """`times_all`: every task has its span in the trace, also where a device has to be asked for its times."""
+        """`times_all`: every task has its span in the trace, also where times cost calls to a device's driver."""
         self._actions = actions
         self._devices = (device,) if isinstance(device, Device) else tuple(device)
         self._device = self._devices[-1]  # that computes in the caller's thread
@@ -86,17 +86,17 @@ class Executor:
         return self.trace
 
     def steps(self, tasks: Iterable[Task], pauses: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Runs the tasks, and hands over to the caller after every COMPUTE behind which it `pauses`. Lanes go on meanwhile."""
+        """Runs the tasks, and yields to the caller after each COMPUTE if `pauses` returns true. Lanes go on meanwhile."""
         with self._computing():
             started_at = time.perf_counter()
         starts = [self._start_of(device) for device in self._devices]
         self._recorder = Recorder(self._devices, self._lanes, started_at, starts, self._times_all)
-        self._settle()  # what was prepared on another stream than the lanes', and the marker that all times count from
+        self._settle()  # work that was prepared on other streams than the lanes', and the marker that all times count from
         try:
             self._start_lanes()
             computed, is_left = self._issue(tasks), True
             while is_left:
-                with self._computing():  # not while the caller has it: both are settings of the thread
+                with self._computing():  # not while the caller runs: both are settings of the thread
                     is_left = any(pauses() for _ in computed)
                 if is_left:
                     yield
@@ -122,7 +122,7 @@ class Executor:
 
     @property
     def busy_seconds(self) -> Mapping[str, float]:
-        """Seconds of each lane so far. To be asked in the caller's thread."""
+        """Seconds of each lane so far. To be read in the caller's thread."""
         self._collect()
         return self._recorder.busy_seconds()
 
@@ -134,7 +134,7 @@ class Executor:
     # -- the caller's thread -----------------------------------------------------------------------------------------
 
     def _issue(self, tasks: Iterable[Task]) -> Iterator[None]:
-        """Stops behind every COMPUTE."""
+        """Pauses after every COMPUTE."""
         computes: deque[tuple[Task, _Pending]] = deque()
         event, own = self._device.handover.event, self._lanes.of_head
         for task in tasks:
@@ -165,7 +165,7 @@ class Executor:
             self._pending.pop(key, None)
 
     def _abandon(self) -> None:
-        """Stops all work, and releases whoever waits for a task that will never run."""
+        """Stops all work, and releases threads that wait for a task that will never run."""
         self._stopped = True
         for pending in list(self._pending.values()):
             pending.issued.set()
@@ -174,7 +174,7 @@ class Executor:
         if self._failure is None:
             return
         doing, error = self._failure
-        self._failure = None  # or the error's traceback and this object would keep each other, and all buffers, alive
+        self._failure = None  # otherwise the error's traceback and this object keep each other, and all buffers, alive
         if isinstance(error, KeyboardInterrupt):
             raise error
         raise TaskFailed(doing, _out_of_memory(error) or error) from error
@@ -223,7 +223,8 @@ class Executor:
             ended.set()
 
     def _perform(self, task: Task, pending: _Pending) -> None:
-        """Waits for the needs, acts, and releases those who wait, even after a failure, so that everything ends."""
+        """Waits for the needs, acts, and releases the threads that wait for it. It does so after a failure as well, so that
+        every thread ends."""
         try:
             if not self._stopped and self._wait(task):
                 self._act(task, pending)
@@ -236,7 +237,7 @@ class Executor:
                 self._pending.pop(task.key, None)
 
     def _wait(self, task: Task) -> bool:
-        for key in reversed(task.needs):  # the last of several slices comes last, and whoever waits for it has waited for all
+        for key in reversed(task.needs):  # the last of several slices comes last: a wait for it is a wait for all
             need = self._pending.get(key)
             if need is None:
                 continue
@@ -250,7 +251,8 @@ class Executor:
         return not self._stopped
 
     def _wait_on_stream(self, task: Task, other: str, marker: Marker, number: int) -> None:
-        """Makes the stream of a task's lane wait for a marker, unless it is behind it anyway: a stream works in order."""
+        """Makes the stream of a task's lane wait for a marker, unless it already waited for a later one: streams run in
+        order."""
         lane = self._lane_of(task)
         if lane != other and number > self._waited.get((lane, other), 0):
             self._devices[self._device_of(task.layer)].wait(marker)
@@ -281,4 +283,4 @@ def _out_of_memory(error: BaseException) -> MemoryError | None:
     shortage = None if isinstance(error, MemoryError) else shortage_of(error)
     if shortage is None:
         return None
-    return MemoryError(f"{shortage.reason.rstrip('. ')}; lower the batch size, or the shares of the tier that is full")
+    return MemoryError(f"{shortage.reason.rstrip('. ')}; lower the batch size, or the shares of the full tier")

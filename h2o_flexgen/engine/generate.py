@@ -1,4 +1,4 @@
-"""Generation: prepared rows run block after block, or come and go in one block, and a completion comes out when it ends."""
+"""Generation: prepared rows run block after block, or come and go in one block. A completion is yielded when it ends."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class Running:
                 yield completion_of(of_prompt.pop(row.index))
 
     def seated(self, planned: WorkloadPlan, waiting: Waiting) -> Generator[RowState, None, None]:
-        """Runs one block in which rows come and go, and yields each row when it finishes. Whoever wants no more closes it."""
+        """Runs one block in which rows come and go, and yields each row when it finishes. A caller may close it early."""
         return self._finished(planned, waiting, waiting)
 
 
 def _warn(shrink: Shrink) -> None:
-    """Warns callers without a listener: a smaller block is slower, and nobody should wonder why."""
+    """Warns callers without a listener: a smaller block is slower, and the warning says why."""
     warnings.warn(f"{shrink} ({shrink.shortage.reason})", RuntimeWarning, stacklevel=2)

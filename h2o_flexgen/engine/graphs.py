@@ -1,9 +1,9 @@
-"""Graphs: decode COMPUTEs of a block whose data stay on the device, captured once and replayed as one launch each.
+"""Graphs: decode COMPUTEs of a block that keeps its data on the device, captured once and replayed as one launch each.
 
-A graph does its work on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the
-numbers of a step) is written into tensors that stay, hidden states go through one that stays, and a graph is good for one
-layer and batch with the rows that it has, and for one buffer through which the layer's weights come. When rows leave, or begin
-to lose tokens, new graphs are made.
+A graph works on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the numbers
+of a step) is written into fixed tensors, and hidden states go through a fixed tensor. A graph is valid for one layer and batch
+with its present rows, and for one buffer through which the layer's weights come. When rows leave, or begin to evict tokens, new
+graphs are made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
 
 Compute = Callable[[Part, "Tensor | None"], Tensor]  # computes a layer on the rows of a part
-EAGER = 2  # steps before a capture: libraries make themselves ready in the first, and rows that leave soon are not worth it
+EAGER = 2  # steps before a capture: libraries initialise in the first, and rows that leave soon are not worth a capture
 
 
 class Place(NamedTuple):
@@ -50,7 +50,7 @@ class _Batch:
     """The tensors that stay, and the graphs that work on them."""
 
     kind: Kind
-    source: Part  # whose tokens and numbers they have now
+    source: Part  # the part from which they have their present tokens and numbers
     part: Part
     hidden: dict[torch.Size, Tensor] = field(default_factory=dict)
     ends: dict[int, Tensor] = field(default_factory=dict)  # layer -> where its hidden states stay
@@ -71,7 +71,7 @@ class _Batch:
             self.source = part
 
     def put(self, hidden: Tensor) -> Tensor:
-        """Copies hidden states to where those of their shape stay."""
+        """Copies hidden states into the fixed tensor of their shape."""
         if hidden.shape not in self.hidden:
             self.hidden[hidden.shape] = torch.empty_like(hidden)
         there = self.hidden[hidden.shape]
@@ -81,7 +81,7 @@ class _Batch:
 
 class StepGraphs:
     def __init__(self, device: Device, is_asked: bool) -> None:
-        """`is_asked`: what cannot be captured is an error; otherwise it is computed without graphs."""
+        """`is_asked`: a layer that cannot be captured is an error; otherwise it is computed without graphs."""
         self._device = device
         self._is_asked = is_asked
         self._batches: dict[int, _Batch] = {}
@@ -90,11 +90,11 @@ class StepGraphs:
 
     @classmethod
     def of(cls, plan: Plan, device: Device) -> StepGraphs | None:
-        """None where there can be none, or where nobody wants them."""
+        """None where graphs are not possible, or where the plan excludes them."""
         return cls(device, plan.graphs == ON) if device.captures and plan.may_capture else None
 
     def take(self, rows: BatchRows) -> bool:
-        """Whether the next COMPUTE of these rows may be a graph: a decode step of all, who share nothing with others."""
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, without shared prefixes."""
         (part, *others) = rows.parts
         return not others and not part.now.is_prefill and not part.now.prefixes and self.given_up is None
 

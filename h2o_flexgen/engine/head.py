@@ -1,6 +1,6 @@
-"""The head of the model: what happens to a batch behind the last layer. Generation picks tokens from the last logits.
+"""The head of the model: what happens to a batch after the last layer. Generation picks tokens from the last logits.
 
-The engine brings the hidden states and a function that makes logits; the AtHead given to `Engine.run` says of which.
+The engine gives the hidden states and a function that makes logits; the AtHead given to `Engine.run` chooses which logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AtHead(Protocol):
 
 @dataclass(frozen=True)
 class Picker:
-    """Generates: picks a token for every row that is not given one."""
+    """Generates: picks a token for every row, except where the token is given."""
 
     sampler: Sampler
     on_token: OnToken | None = None

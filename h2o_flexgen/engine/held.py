@@ -1,4 +1,4 @@
-"""The keys and values that rows of a running block hold at a moment, in bytes."""
+"""The bytes of keys and values that the rows of a running block hold at a moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes(planned: BlockPlan, rows: Sequence[tuple[RowState, Need | None]]) -> HeldBytes:
-    """`rows`: each with what it needs in its own slots, once that is known. What they share is not counted."""
+    """`rows`: each with its need for slots of its own, once that is known. Shared prefixes are not counted."""
     kv = HeldKV(planned.spec, planned.levels, planned.block)
     places = [(layer, batch) for layer in planned.spec.kv_layers for batch in range(len(planned.block.batches))]
     of_head = planned.spec.kv_bytes_per_head

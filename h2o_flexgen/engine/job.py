@@ -1,4 +1,4 @@
-"""A job: requests whose sizes are known, and whose texts are read when their turn comes."""
+"""A job: requests of known sizes. Their texts are read when their turn comes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prompt_of(request: Request) -> Prompt:
 
 
 def without_number(reason: str, number: int) -> str:
-    """The reason in the words of those who know a prompt by its line, or by what they have sent."""
+    """The reason without the prompt's number, for callers that know a prompt by its line or by the request they sent."""
     return reason.replace(f"prompt {number} ", "the prompt ")
 
 
@@ -49,7 +49,7 @@ class Job(Protocol):
 
     @property
     def prefixes(self) -> PrefixGroups | None:
-        """The groups of requests that begin alike; None if nobody looked for them."""
+        """The groups of requests that begin alike; None if they were not looked for."""
 
     def request(self, place: int) -> Request:
         """The request at this place, read again if need be."""
@@ -59,8 +59,8 @@ Requests: TypeAlias = "Job | Iterable[Request | object]"  # what is not a reques
 
 
 def workload_of_job(job: Job, plan: Plan, spec: ModelSpec, most_shared: int | None = None) -> Workload:
-    """All rows of a job, each with what it may need, and what it shares with others; `most_shared`: the tokens of the longest
-    prefix that is shared, or None for all that was found."""
+    """All rows of a job, each with what it may need, and what it shares with others. `most_shared`: prefixes of more tokens are
+    not shared; None: all that were found are."""
     shared, sizes, copies = job.prefixes, job.sizes, plan.copies_prefixes
     policies = [level.policy for level in plan.levels(spec)]
     known: dict[tuple[SharedPrefix, int, int], SharedPrefix | None] = {}  # equal ones are one: a job may have a million rows
@@ -81,5 +81,5 @@ def workload_of_job(job: Job, plan: Plan, spec: ModelSpec, most_shared: int | No
 
 
 def prefix_finder(plan: Plan) -> PrefixFinder | None:
-    """Finds what requests begin with alike, as far as this plan can share it; None if it shares nothing."""
+    """Finds the common beginnings of requests that this plan can share; None if it shares nothing."""
     return PrefixFinder(plan.least_prefix, plan.least_own) if plan.shares_prefixes else None

@@ -14,12 +14,12 @@ LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 
 
 def positions_at_once(plan: Plan, vocab: int) -> int:
-    """Positions whose logits are made together: those of a step of a batch are counted in any case."""
+    """How many positions have their logits made together. The plan counts those of a step of a batch in any case."""
     return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
 
 
 def side_by_side(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
-    """Joins states (tokens, width) to a few pieces of this many positions, copying one piece at a time at most."""
+    """Joins states (tokens, width) into pieces of this many positions, and copies at most one piece at a time."""
     held: list[Tensor] = []
     room = positions
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The parts of a step as a device has them that is not the one which picked their tokens."""
+"""The parts of a step on a device other than the one that picked their tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from h2o_flexgen.memory.device import Device
 
 
 class PartsThere:
-    """Serves one device. What a step has is brought there once for all its layers."""
+    """Serves one device. The data of a step are copied to it once for all its layers."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

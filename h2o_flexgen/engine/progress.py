@@ -1,4 +1,4 @@
-"""Progress: a line that tells how far a long job is. It is never silent for more than five seconds, even during a single task:
+"""Progress: a line that shows how far a long job is. It is never silent for more than five seconds, even during a single task:
 a ticker thread writes it, and ends with the `with` block. A terminal shows one line, a file gets few lines."""
 
 from __future__ import annotations

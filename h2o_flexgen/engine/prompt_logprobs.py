@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts, from the pass that reads them. There every token sees all tokens before it unchanged, whatever
-a policy then keeps of them and in however few bits. Those of a prefix that rows share are made once for all of them."""
+"""Log-probabilities of prompts, from the pass that reads them. In it every token sees all tokens before it unchanged, whatever
+a policy keeps of them afterwards and in however few bits. Those of a shared prefix are computed once for all its rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from h2o_flexgen.sampling.ranking import logprobs_of
 
 
 def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions: int) -> None:
-    """Gives rows that ask for them the log-probabilities of their prompts, which begin with their first token. `positions`: how
-    many have their logits made at once."""
+    """Gives rows that ask for them the log-probabilities of their prompts. `positions`: how many have their logits made at
+    once."""
     rows.note_prefixes(hidden)
     asking = [_Asking.of(row, own, rows.prefix_of(row)) for row, own in rows.prompts(hidden) if row.wants_prompt_logprobs]
     found = _logprobs([each for one in asking for each in one.scored], logits_of, positions)
@@ -31,8 +31,8 @@ def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions
 
 @dataclass(frozen=True)
 class _Scored:
-    """Hidden states (tokens, width), the token that each of them foretells, and how many likeliest ones are wanted beside
-    it."""
+    """Hidden states (tokens, width), the token that follows each of them, and how many of the likeliest tokens are asked for
+    beside it."""
 
     hidden: Tensor
     tokens: Sequence[int]
@@ -41,7 +41,7 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Asking:
-    """A row that asks for the log-probabilities of its prompt, and what of it is its own."""
+    """A row that asks for the log-probabilities of its prompt, and the states of the prompt that it does not share."""
 
     row: RowState
     shared: SharedOf | None
@@ -62,8 +62,8 @@ class _Asking:
 
 
 def _of_prefix(prefix: Prefix, tokens: int, count: int, logits_of: LogitsOf, positions: int) -> Sequence[StepLogprobs]:
-    """Those of the first tokens of a prefix; they are made again only for somebody who wants more likeliest tokens than all
-    before."""
+    """The log-probabilities of the first tokens of a prefix. They are computed again only if a row asks for more of the
+    likeliest tokens than all rows before."""
     assert prefix.hidden is not None
     if count > prefix.likeliest:
         prefix.logprobs = _logprobs([_Scored(prefix.hidden[:-1], prefix.ids[1:], count)], logits_of, positions)

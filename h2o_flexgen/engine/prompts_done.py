@@ -29,7 +29,7 @@ class _Bar(Protocol):
 
 @contextmanager
 def shown_progress(use_tqdm: UseTqdm, rows: Sequence[RowState], told: Listeners) -> Iterator[Listeners]:
-    """The given listeners, which also show how many prompts are done if `use_tqdm` asks for it."""
+    """The given listeners; if `use_tqdm` is set, they also show how many prompts are done."""
     if not use_tqdm:
         yield told
     elif use_tqdm is True:

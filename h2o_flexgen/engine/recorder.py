@@ -1,8 +1,8 @@
 """The recorder: what every task did and when, from all lanes, in memory that does not grow with the length of a job.
 
 Lanes only append; the caller's thread collects. On an accelerator a task's times are known when its markers are passed. There
-they cost calls of the driver, so that where nobody wants a trace only the tasks of some steps are timed, and the others are
-taken to be like them.
+they cost calls of the driver. So without a trace only the tasks of some steps are timed, and the others are assumed to take
+as long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from h2o_flexgen.schedule.trace import Span, Trace
 
 KEPT = 1 << 14  # latest spans that are kept; of earlier ones only the sums per lane are
 Kind = tuple[str, Op, bool]  # of tasks: lane, op, and whether it is the first step
-TIMED_EVERY = 8  # steps, of which one is timed where nobody wants a trace
+TIMED_EVERY = 8  # steps, of which one is timed where no trace is asked for
 
 
 class Recorder:
@@ -48,11 +48,11 @@ class Recorder:
         self._ended.append(Span(task.key, self._lanes.of(task), begun - self._started_at, ended - self._started_at, moved))
 
     def add_marked(self, task: Task, first: Marker | None, last: Marker, moved: int) -> None:
-        """Adds a task that a stream does between two markers, or, if it is not timed, before one."""
+        """Adds a task that a stream runs between two markers, or, if it is not timed, before one marker."""
         self._marked.append((task, first, last, moved))
 
     def collect(self) -> Iterator[Key]:
-        """Takes in what has ended since the last call, and yields the marked tasks among it."""
+        """Adds tasks that have ended since the last call, and yields those that have markers."""
         while self._ended:
             span = self._ended.popleft()
             self._seconds[span.lane] += span.end - span.start  # type: ignore[assignment]
@@ -87,13 +87,13 @@ class Recorder:
         """Seconds of the tasks of each lane; those that were not timed take as long as the others of their kind."""
         busy: Counter[str] = Counter(self._seconds)
         for kind, seconds in self._timed.items():
-            everyone = self._timed_tasks[kind] + self._untimed_tasks[kind]
-            busy[kind[0]] += seconds * everyone / self._timed_tasks[kind]  # type: ignore[assignment]
+            tasks = self._timed_tasks[kind] + self._untimed_tasks[kind]
+            busy[kind[0]] += seconds * tasks / self._timed_tasks[kind]  # type: ignore[assignment]
         return busy
 
     def lane_seconds(self, trace: Trace) -> dict[str, float]:
-        """Seconds in which each lane that did something did at least one task, in the order in which data passes through them.
-        Of a lane whose tasks were not all timed it is what they take together, which is the same: a stream does one at once."""
+        """Seconds in which each used lane ran at least one task, in the order in which data passes through the lanes. If some
+        tasks of a lane were not timed, it is the sum of all tasks; that is the same, as a stream runs one task at a time."""
         estimated = {kind[0] for kind, tasks in self._untimed_tasks.items() if tasks}
         busy = self.busy_seconds()
         lanes = sorted(self.moved_bytes, key=place_of)

@@ -1,4 +1,4 @@
-"""Requests to a model as rows: prompts with their tokens, and what to generate behind each of them. What the model cannot do is
+"""Requests to a model as rows: prompts with their tokens, and what to generate after each of them. What the model cannot do is
 refused here, before anything is planned."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from h2o_flexgen.text.prompts import Prompt, token_ids
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
-Forced: TypeAlias = "Sequence[Sequence[int]] | None"  # the first tokens of each prompt's rows, which are given and not picked
+Forced: TypeAlias = "Sequence[Sequence[int]] | None"  # the first tokens of each prompt's rows, given instead of picked
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RowMaker:
         forced: Forced = None,
         numbers: Sequence[int] | None = None,
     ) -> list[RowState]:
-        """The rows of all prompts: one for each completion. `streamed`: their texts are followed token by token. `numbers`:
-        those of the prompts in the input, by which rows draw (default: their places)."""
+        """The rows of all prompts: one for each completion. `streamed`: their texts are decoded token by token. `numbers`:
+        those of the prompts in the input, which seed random draws (default: their places)."""
         each = for_each(params, len(prompts))
         forced = [()] * len(prompts) if forced is None else forced
         if len(forced) != len(prompts):
@@ -56,7 +56,7 @@ class RowMaker:
         return rows
 
     def rows_of(self, index: int, request: Request, streamed: bool, first: int) -> list[RowState]:
-        """The rows of one request, whose number is `index`; `first`: their place among all rows."""
+        """The rows of one request; `index`: its number; `first`: the place of its first row among all rows."""
         return self._rows(index, prompt_of(request), one_params(request.params), streamed, (), first)
 
     def size(self, index: int, request: Request) -> Size:
@@ -66,7 +66,7 @@ class RowMaker:
         params = self._checked(one_params(request.params), index, len(prompt.ids), ())
         assert params.max_tokens is not None
         for level in self._levels:
-            level.policy.alone(Need(len(prompt.ids), params.max_tokens))  # refuses a budget of no slots
+            level.policy.alone(Need(len(prompt.ids), params.max_tokens))  # refuses a budget without slots
         return Size(len(prompt.ids), params.max_tokens, params.n, params.prompt_logprobs is not None)
 
     def _rows(
@@ -81,14 +81,14 @@ class RowMaker:
         ]
 
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
-        """The parameters with the number of tokens that may come. What this model cannot do behind this prompt is refused."""
+        """The parameters with the number of tokens that may come. What this model cannot do after this prompt is refused."""
         params.check_vocabulary(self.spec.vocab, self.spec.name)
         wanted = params.max_tokens
         most = most_tokens(self.spec, self.plan, index, prompt_len) if wanted is None else wanted
         self._check_forced(index, forced, most)
         check_positions(self.spec, self.plan, index, prompt_len, most)
         if params.min_tokens > most:
-            raise ValueError(f"min_tokens is {params.min_tokens}, but behind prompt {index} there is room for {most} tokens")
+            raise ValueError(f"min_tokens is {params.min_tokens}, but after prompt {index} there is room for {most} tokens")
         return params.up_to(most)
 
     def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
@@ -103,8 +103,8 @@ class RowMaker:
             )
         self._check_tokens(f"row {index} is forced to take", forced)
 
-    def _check_tokens(self, whose: str, ids: Sequence[int]) -> None:
-        check_tokens(whose, ids, self.spec.vocab, self.spec.name)
+    def _check_tokens(self, subject: str, ids: Sequence[int]) -> None:
+        check_tokens(subject, ids, self.spec.vocab, self.spec.name)
 
 
 def for_each(params: Params, count: int) -> list[SamplingParams]:

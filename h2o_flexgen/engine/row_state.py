@@ -38,13 +38,13 @@ class RowState:
         self.seen = list(prompt_ids)  # prompt and generated ids
         self.prompt_len = len(self.seen)
         self.logprobs: list[StepLogprobs] = []
-        self.shared_tokens = 0  # of its prompt that others, who had arrived before, have had computed
-        self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # survive a new start
+        self.shared_tokens = 0  # of its prompt, already computed for requests that had arrived before
+        self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # kept when the row starts again
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._streamed = streamed
         self.forced = tuple(forced)  # its first tokens, given instead of picked; they never end it
-        self._known: list[tuple[int, StepLogprobs | None]] = []  # tokens generated before a new start
+        self._known: list[tuple[int, StepLogprobs | None]] = []  # tokens generated before the row started again
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(params.stop_ids)
         self._ends = self._stop_ids | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
@@ -83,7 +83,7 @@ class RowState:
         return len(self.seen) - self.prompt_len
 
     def push(self, token: int, logprobs: StepLogprobs | None = None) -> str | None:
-        """Takes a generated token. Returns the new piece of text if the row's text is followed, else None."""
+        """Takes a generated token. Returns the new piece of text if the row's text is decoded as it comes, else None."""
         assert not self.finished, f"row {self.index} is finished"
         self.seen.append(token)
         if logprobs is not None:
@@ -111,7 +111,7 @@ class RowState:
 
     @property
     def known(self) -> tuple[int, StepLogprobs | None] | None:
-        """The next token, if the row had already generated it before a new start."""
+        """The next token, if the row had generated it before it started again."""
         return self._known[self.num_generated] if self.num_generated < len(self._known) else None
 
     @property
@@ -122,8 +122,8 @@ class RowState:
         return self.forced[self.num_generated] if self.num_generated < len(self.forced) else None
 
     def start_anew(self) -> None:
-        """Goes back to the prompt, when what was computed is lost. The tokens generated so far are given again, since picking
-        again could choose others: beside other rows the last bits differ."""
+        """Starts again at the prompt, when the row's cache is lost. The tokens generated so far are replayed, not picked again:
+        beside other rows the last bits of logits differ, and could give other tokens."""
         assert not self.finished, f"row {self.index} is finished"
         silent: list[StepLogprobs | None] = [None] * self.num_generated
         self._known[: self.num_generated] = zip(self.token_ids, self.logprobs or silent, strict=True)
@@ -132,7 +132,7 @@ class RowState:
         self._text = self._new_text()
 
     def stop(self, reason: str) -> str | None:
-        """Ends the row here. Returns the text held back so far if it is followed."""
+        """Ends the row here. Returns the text held back so far if its text is decoded as it comes."""
         return None if self.finished else self._finish(reason)
 
     def output(self) -> Output:
@@ -180,6 +180,6 @@ class RowState:
 
 
 def completion_of(rows: Sequence[RowState]) -> Completion:
-    """The completion of a prompt, all of whose rows have ended."""
+    """The completion of a prompt when all its rows have ended."""
     first, *others = rows
     return first.completion(others)

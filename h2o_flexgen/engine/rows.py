@@ -1,7 +1,7 @@
 """The rows of one batch while they are generated: which are alive, what is computed next, and which replace finished ones.
 
 A finished row leaves at once: from the next layer on it is no longer computed. The caches follow when they are next opened:
-living rows from behind fill the gaps, so that the living always stand in front.
+living rows from the end fill the gaps, so that living rows always come first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 
 # a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
-OnToken = Callable[[int, int, str | None], object]  # row, token, new text if the row's text is followed
+OnToken = Callable[[int, int, str | None], object]  # row, token, new text if the row's text is decoded as it comes
 OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a copy of its logits (vocab,)
 
 
@@ -72,7 +72,7 @@ class BatchRows:
         """`policies`: of each level of KV heads."""
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
-        self.last_step: int | None = None  # known once all rows are finished and nobody else comes
+        self.last_step: int | None = None  # known once all rows are finished and no more come
         self._batch = batch  # the living rows
         self._rows = list(rows)
         self._policies = policies
@@ -85,12 +85,12 @@ class BatchRows:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to compute. Lanes ask at any moment, also between rows that leave and those that join."""
+        """Whether nothing is left to compute. Lanes read this at any moment, also after rows left and before others join."""
         return self.last_step is not None
 
     @property
     def lives_on(self) -> bool:
-        """Whether the KV of these rows is needed when they have ended."""
+        """Whether the KV of these rows is needed after they have ended."""
         return self._batch.lives_on
 
     @property
@@ -119,7 +119,7 @@ class BatchRows:
 
     @property
     def prefixes(self) -> Set[int]:
-        """The groups whose prefixes this step computes, copies or attends to."""
+        """The groups of the prefixes that this step computes, copies or attends to."""
         shared = {prefix.group for part in self.parts for prefix, _ in part.now.groups}
         return shared.union(part.prefix for part in self.parts if part.prefix is not None)
 
@@ -132,13 +132,13 @@ class BatchRows:
 
     @property
     def joining(self) -> slice | None:
-        """The rows whose prompts this step reads, which stand behind all others."""
+        """The rows that have their prompts read in this step; they come after all others."""
         reading = [part.rows for part in self._own_parts if part.now.is_prefill]
         return slice(reading[0].start, reading[-1].stop) if reading else None
 
     @property
     def changes_all(self) -> bool:
-        """Whether new rows stand beside those that were there: then all slots of the batch are stored anew."""
+        """Whether new rows join others: then all slots of the batch are stored again."""
         return len(self.parts) > 1 and len({part.now.is_prefill for part in self._own_parts}) > 1
 
     def split(self, hidden: Tensor) -> Iterator[tuple[Part, Tensor]]:
@@ -153,7 +153,7 @@ class BatchRows:
             start = end
 
     def prompts(self, hidden: Tensor) -> Iterator[tuple[RowState, Tensor]]:
-        """The rows whose prompts are read, each with the hidden states of its new tokens, (tokens, width)."""
+        """The rows that have their prompts read, each with the hidden states of its new tokens, (tokens, width)."""
         for part, states in self.split(hidden):
             if part.now.is_prefill and part.prefix is None:
                 for row, own, length in zip(self._rows[part.rows], states, part.now.slots.new):
@@ -164,7 +164,7 @@ class BatchRows:
         return torch.cat([_last(part, states) for part, states in self.split(hidden) if part.prefix is None])
 
     def note_prefixes(self, hidden: Tensor) -> None:
-        """Keeps the hidden states of shared prefixes that are computed now: whoever asks gets log-probabilities of them."""
+        """Keeps the hidden states of shared prefixes that are computed now, for rows that ask for their log-probabilities."""
 
     def prefix_of(self, row: RowState) -> SharedOf | None:
         """What a row shares with others."""
@@ -172,7 +172,7 @@ class BatchRows:
 
     @property
     def spared_tokens(self) -> int:
-        """Tokens of the prompts that are read which need not be computed, as others have had them computed."""
+        """Tokens of the prompts read now that need not be computed, as they were computed for other rows."""
         return 0
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
@@ -223,8 +223,8 @@ class BatchRows:
         on_token: OnToken | None = None,
         on_logits: OnLogits | None = None,
     ) -> int:
-        """Picks a token for every growing row that is not given one, drops the finished ones, and returns the number of tokens.
-        A row that starts anew is given the tokens it had, and listeners do not hear of them again."""
+        """Picks a token for every growing row without a given one, drops finished rows, and returns the number of tokens. A row
+        that starts again is given the tokens it had, and listeners do not get them again."""
         growing = [place for place, row in enumerate(self._rows) if not row.finished]
         rows = [self._rows[place] for place in growing]
         params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
@@ -250,7 +250,7 @@ class BatchRows:
         self._drop(step, range(len(self._rows)))
 
     def _drop(self, step: int, growing: Sequence[int]) -> None:
-        """Lets the living move up, and prepares what is computed next for them. `growing`: the places of the newest tokens."""
+        """Moves living rows up, and prepares what is computed next for them. `growing`: the places of the newest tokens."""
         self._move_up([place for place, row in enumerate(self._rows) if not row.finished])
         if self._rows and self.places_before != list(growing):
             of_place = {place: number for number, place in enumerate(growing)}
@@ -263,7 +263,7 @@ class BatchRows:
         return (Part(slice(None), self._levels(self._batch, step), self._newest[:, None]),) if self._rows else ()
 
     def _move_up(self, alive: list[int]) -> None:
-        """Fills the gaps among the first rows with living ones from behind."""
+        """Fills the gaps among the first rows with living rows from the end."""
         count = len(alive)
         from_behind = [place for place in reversed(alive) if place >= count]
         in_front = set(alive)

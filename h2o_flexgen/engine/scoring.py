@@ -1,4 +1,4 @@
-"""Scores: how likely a model finds a given text, in one pass over it or token by token with what a KV policy keeps."""
+"""Scores: how likely a text is to a model, in one pass over it or token by token with what a KV policy keeps."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def params_of(continuations: Sequence[Sequence[int]]) -> list[SamplingParams]:
 
 
 class _Wanted(NamedTuple):
-    """A token whose score is wanted."""
+    """A token to be scored."""
 
-    position: int  # index among the positions whose logits are made
+    position: int  # index among the positions that get logits
     pair: int
     token: int
 
@@ -78,12 +78,12 @@ class Scorer:
     side by side, so that there are few large products instead of many small ones."""
 
     def __init__(self, rows: Sequence[RowState], tokenizer: Tokenizer, positions: int, on_token: OnToken | None = None) -> None:
-        """`rows` have the continuations as tokens that are forced."""
+        """`rows` have the continuations as forced tokens."""
         wanted, params = pairs_by_text(rows), SamplingParams(max_tokens=1)
         self.texts = [RowState(place, text, params, tokenizer) for place, text in enumerate(wanted)]  # the rows to be run
         self.scored: dict[int, Scored] = {}
         self._pairs = [*wanted.values()]  # for each text, the index and continuation of the pairs scored with it
-        self._positions = positions  # positions whose logits are made at once
+        self._positions = positions  # that get their logits at once
         self._on_token = on_token
 
     @property
@@ -101,7 +101,7 @@ class Scorer:
             for index, after in self._pairs[row.index]:
                 wanted += [_Wanted(end - len(after) + place, index, token) for place, token in enumerate(after)]
         self._score(lasts, sorted(wanted), logits_of)
-        for row in rows.alive:  # not earlier: if memory runs out above, the rows have to come again
+        for row in rows.alive:  # not earlier: if memory runs out above, the rows have to run again
             row.stop(SCORED)
         rows.drop_finished(step)
         return len(wanted)
@@ -131,7 +131,7 @@ def _scores(logits: Tensor, wanted: Sequence[_Wanted], start: int) -> tuple[list
 
 
 def pairs_by_text(rows: Sequence[RowState]) -> dict[tuple[int, ...], list[tuple[int, Sequence[int]]]]:
-    """The pairs scored with each text. The last token is not part of the text, as only its score is wanted, so one text scores
+    """The pairs scored with each text. The last token is not part of the text, as only its score is needed. So one text scores
     all one-token answers to a question."""
     pairs: defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
     for row in rows:

@@ -1,9 +1,9 @@
-"""SeatedRows: the rows of one batch of a running block. Whoever ends leaves a seat, and those who wait take the free ones.
+"""SeatedRows: the rows of one batch of a running block. A row that ends leaves a seat, and rows that wait take the free seats.
 
-Newcomers have their prompts read in the next pass over the weights, beside the decode step of the others: a visit is then
-computed in parts, of which the first has the newest tokens of those who were there, and each other one the prompts of a few
-newcomers. From the pass after that on they are rows like the others. What a row may hold depends on the row alone. A prefix
-that newcomers share, and that nobody has kept, is a part of its own before theirs; it may begin with a copy of another.
+New rows have their prompts read in the next pass over the weights, beside the decode step of the others. A visit is then
+computed in parts: the first has the newest tokens of the earlier rows, and each other part the prompts of a few new rows. From
+the pass after that they are rows like the others. What a row may hold depends on the row alone. A prefix that new rows share,
+and that is not kept yet, is a part of its own before theirs; it may begin with a copy of another prefix.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class SeatedRows(BatchRows):
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
-        self._copied: list[int] = []  # groups of which a prefix is a copy that the next pass computes
+        self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
         super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back)
         if not self._rows:
-            self.last_step = 0  # nobody came
+            self.last_step = 0  # no row came
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         return self._next_parts(0)
 
     def _next_parts(self, step: int) -> tuple[Part, ...]:
-        """The decode step of those who stay, and the prompts of those who come."""
+        """The decode step of the rows that stay, and the prompts of the new rows."""
         staying = slice(len(self._rows))
         parts = (Part(staying, self._decoding(), self._newest[:, None]),) if self._rows else ()
         return (*parts, *self._join(), *(self._reading(rows) for rows in self._together(staying.stop)))
 
     def _join(self) -> list[Part]:
-        """Gives newcomers their seats, and returns the prefixes that have to be computed for them."""
+        """Gives new rows their seats, and returns the prefixes that have to be computed for them."""
         seated, seats = [self._waiting.need(row).prefix for row in self._rows], self._batch.seats
         newcomers, parts = self._waiting.take(self._place, seated), list[Part]()
         room = 0 if seats is None else seats.prefixes.of_batch
@@ -76,7 +76,7 @@ class SeatedRows(BatchRows):
         return parts
 
     def _computing(self, prefix: SharedPrefix, source: SharedPrefix | None, row: RowState) -> Part:
-        """The part that computes a prefix, or what stands in it behind its source."""
+        """The part that computes a prefix, or the tokens of it that follow its source."""
         length, slots = prefix.tokens, [policy.whole(prefix.tokens) for policy in self._policies]
         tokens = row.prompt_ids[:length]
         if source is not None:
@@ -91,7 +91,7 @@ class SeatedRows(BatchRows):
         return self._steps_of(map(StepSlots.of_rows, zip(*steps)), prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
-        """Newcomers whose prompts are read at once."""
+        """Ranges of new rows that have their prompts read at once."""
         lengths = [self._waiting.need(row).read for row in self._rows[first:]]
         for part in read_together(lengths, self._prefill_tokens, self._batch.echoes):
             yield slice(first + part.start, first + part.stop)
@@ -137,9 +137,9 @@ class SeatedRows(BatchRows):
         super()._drop(step, growing)
 
     def _keep(self, places: Sequence[int]) -> None:
-        """The seats stay as they are, whoever leaves."""
+        """The seats stay as they are, whichever row leaves."""
 
 
 def _first(slots: Occupancy, need: Need) -> StepSlots:
-    """A row's first step, behind what was computed before it came."""
+    """A row's first step, after the tokens that were computed before it came."""
     return slots.at(0).behind(need.spared) if need.spared else slots.at(0)

@@ -1,9 +1,9 @@
 """Sharing: what requests that arrive share, decided when they take their seats.
 
-A row begins with what is kept and agrees with its prompt. If others that wait, or that have come before, go on like it beyond
-that, this much is computed as a prefix for them all, behind a copy of what is kept of it; the next one to come then finds it.
-Where prompts differ, beginnings are cut to whole pieces of the least length that is worth sharing, so that chance does not
-make many different ones of one.
+A row begins with the kept prefix that agrees with its prompt. If the prompts of other rows, waiting or earlier ones, agree with
+it further, the longer beginning is computed as a prefix for them all, after a copy of what is kept of it. Later rows find it.
+Where prompts differ, beginnings are cut to multiples of the least length that is worth sharing, so that chance does not make
+many different prefixes of one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from h2o_flexgen.planning.plan import Plan
 
 
 class Shared(NamedTuple):
-    """What a row begins with, and of what a new prefix is a copy at first."""
+    """The prefix that a row begins with, and the source from which a new prefix is copied first."""
 
     prefix: SharedPrefix | None = None
     source: SharedPrefix | None = None
@@ -36,7 +36,7 @@ class Sharing:
         self._looking = Lock()  # requests come in any thread
 
     def take_note(self, come: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Takes note of requests that have come: their tokens, and how many rows each is."""
+        """Records requests that have come: their tokens, and how many rows each has."""
         with self._looking:
             for ids, rows in come:
                 self._seen.add(ids, rows)
@@ -56,7 +56,7 @@ class Sharing:
         return Shared(known, None, spared)
 
     def _known(self, ids: Sequence[int], kept: PrefixStore) -> SharedPrefix | None:
-        """The most of what is kept that a text begins with; of equals that which has most users, who attend it together."""
+        """The longest kept prefix that a text begins with; of equals the one with most users, which attend to it together."""
         text = bytes_of(ids)
         found = ((self._agreeing(prefix, text, kept.may_cut), prefix) for prefix in kept)
         tokens, _, group = max(((tokens, one.users, one.shared.group) for tokens, one in found), default=(0, 0, 0))

@@ -1,5 +1,5 @@
-"""Shrink: what happens when memory runs out in a block. The rest of the workload goes on in smaller blocks; rows of this block
-that are finished stay so, and the others start anew."""
+"""Shrink: what happens when memory runs out in a block. The rest of the workload goes on in smaller blocks. Finished rows of
+this block stay finished, and its other rows start again."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ RunBlock = Callable[[BlockPlan, bool], Generator[RowState, None, BlockRun]]  # t
 
 
 class Unfinished(Protocol):
-    """The rows of a workload, as far as they have not ended."""
+    """The rows of a workload that have not ended."""
 
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
-        """The rows of these blocks that start anew."""
+        """The rows of these blocks that start again."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def run_blocks(
             num_ended += 1
             continue
         left = rows.left((block, *waiting))
-        on_end(ran if left else replace(ran, shortage=None))  # if all rows are finished, nobody suffers from it
+        on_end(ran if left else replace(ran, shortage=None))  # if all rows are finished, the shortage has no effect
         if left:
             rest = planned.blocks_of(left, smaller)
             waiting = iter(rest)

@@ -1,4 +1,4 @@
-"""Stage: what an LLM is doing, for those who show progress."""
+"""Stage: what an LLM is doing, for code that shows progress."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Stage(str, Enum):
     CONVERTING = "converting weights"  # .bin files, once
     PACKING = "packing weights"  # into fewer bits, once
     WRITING = "writing random weights"  # those that are to be read from disk
-    MENDING = "making a damaged copy of weights again"  # told once, before it is converted or packed again
-    RENEWING = "making a copy of weights of an older layout again"  # told once, before they are packed again
+    MENDING = "making a damaged copy of weights again"  # reported once, before it is converted or packed again
+    RENEWING = "making a copy of weights of an older layout again"  # reported once, before they are packed again
     LOADING = "loading weights"
     GENERATING = "generating"
 
@@ -27,7 +27,7 @@ OnStage = Callable[[Stage, int, int], None]  # bytes done and bytes in all: both
 
 
 class Stages:
-    """Tells the stages: to the listener of the call that is under way, and else to the one that always listens."""
+    """Reports the stages to the listener of the present call, or else to the permanent listener."""
 
     def __init__(self, always: OnStage | None) -> None:
         self.always = self._now = always
@@ -49,7 +49,7 @@ class Stages:
             self._now(stage, done_bytes, total_bytes)
 
     def of(self, stage: Stage, behind_it: Stage | None = None) -> Callable[[int, int], None]:
-        """Tells how far a stage is, and which one follows when it is over."""
+        """A function that reports how far a stage is, and the stage that follows when it is over."""
 
         def tell(done_bytes: int, total_bytes: int) -> None:
             self(stage, done_bytes, total_bytes)
@@ -67,5 +67,5 @@ MADE_AGAIN = {Stage.MENDING: "was damaged", Stage.RENEWING: "had an older layout
 
 
 def made_again(stage: Stage, place: Path) -> str:
-    """A line for people, which should stay: other stages soon follow."""
+    """A line for people that should stay on the screen, since other stages soon follow."""
     return f"a copy of the weights in {place} {MADE_AGAIN[stage]}: it is made again from the checkpoint"

@@ -13,7 +13,7 @@ from h2o_flexgen.engine.row_state import RowState
 
 
 class Peaks(NamedTuple):
-    """The most that was held on each tier, and by how much that was more than the budget."""
+    """The most bytes held on each tier, and by how much they exceeded the budget."""
 
     peak_bytes: Mapping[str, int]  # the host's is the process's resident memory
     over_budget_bytes: Mapping[str, int]
@@ -34,7 +34,7 @@ class Stats:
     total_seconds: float
     step_seconds: tuple[float, ...]  # seconds of every decode step of every block
     moved_bytes: dict[str, int]  # bytes per lane
-    skipped_bytes: dict[str, int]  # of experts that nobody asked for: they would have been moved
+    skipped_bytes: dict[str, int]  # of experts that no row chose, and that were not moved
     busy_seconds: dict[str, float]  # seconds per lane
     peaks: Peaks
     replayed: int  # visits that were replayed as graphs
@@ -44,7 +44,7 @@ class Stats:
     @classmethod
     def of(cls, rows: Sequence[RowState], runs: Sequence[BlockRun], peaks: Peaks) -> Stats:
         num_prompts, prompt_tokens = len({row.index for row in rows}), sum(row.prompt_len for row in rows)
-        generated = sum(row.num_generated for row in rows)  # counted once, even if a row started anew
+        generated = sum(row.num_generated for row in rows)  # counted once, even if a row started again
         return cls.counted(num_prompts, prompt_tokens, generated, runs, peaks)
 
     @classmethod
@@ -82,7 +82,7 @@ class Stats:
 
     @property
     def over_budget_bytes(self) -> Mapping[str, int]:
-        """Bytes per tier by which the peak was more than the budget: 0 where a promise was kept."""
+        """Bytes per tier by which the peak exceeded the budget; 0 where it did not."""
         return self.peaks.over_budget_bytes
 
     @property

@@ -47,7 +47,7 @@ class ListedJob:
 
 class Stream:
     def __init__(self, job: Job, maker: RowMaker, streamed: bool, most_shared: int | None = None) -> None:
-        """`most_shared`: the tokens of the longest prefix that is shared; None: all that was found."""
+        """`most_shared`: prefixes of more tokens are not shared; None: all that were found are."""
         self._job = job
         self._most_shared = most_shared
         self._maker = maker
@@ -97,7 +97,7 @@ class Stream:
 
 
 def job_of(requests: Requests, maker: RowMaker) -> Job:
-    """The job itself, or one of all these requests."""
+    """The job itself, or a job made of these requests."""
     return ListedJob.of(requests, maker) if isinstance(requests, Iterable) else requests
 
 
@@ -111,11 +111,11 @@ def _read(place: int, given: object, tokenizer: Tokenizer) -> Request:
 
 
 def _check_size(place: int, said: Size, rows: Sequence[RowState]) -> None:
-    """Refuses a request that is not what its job said of it: its rows might need more than their seats have."""
+    """Refuses a request that differs from the size its job declared: its rows might need more than their seats have."""
     found = rows[0].prompt_len, rows[0].max_tokens, len(rows)
     if found != (said.prompt_len, said.gen_len, said.rows):
         raise ValueError(
-            f"request {place} was said to have {said.prompt_len} tokens, max_tokens {said.gen_len} and n {said.rows}, "
+            f"request {place} was declared with {said.prompt_len} tokens, max_tokens {said.gen_len} and n {said.rows}, "
             f"but now has {found[0]}, {found[1]} and {found[2]}; its source must not change while the job runs"
         )
 

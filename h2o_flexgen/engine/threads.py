@@ -1,5 +1,5 @@
-"""Chooses how many threads compute. Each step of a model waits for the slowest of them, so one more than there are free cores
-makes it slower, not faster."""
+"""Chooses how many threads compute. Each step of a model waits for the slowest thread, so more threads than free cores make it
+slower."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def set_threads(asked: int | None) -> None:
 
 
 def keep_few_compiled_products() -> None:
-    """Limits what torch's library of products keeps for every number of rows that it has met, unless a user has chosen it.
-    Where rows come and go, or each expert has as many as were given to it, there are very many numbers, and a thousand of them
-    would take hundreds of MB that no plan counts. Both limits are read when the first product is made."""
+    """Limits the compiled products that torch's library caches, one for each number of rows, unless a user has chosen a limit.
+    Where rows come and go, or each expert gets some of them, there are very many such numbers. A thousand of them would take
+    hundreds of MB that no plan counts. Both limits are read when the first product is made."""
     for name in COMPILED_PRODUCTS:
         os.environ.setdefault(name, str(KEPT_PRODUCTS))
 
 
 def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:
-    """Uses fewer threads if other processes keep cores busy, or if a container may use less than all cores, unless somebody has
-    chosen how many. Says in a line what was done."""
+    """Uses fewer threads if other processes keep cores busy, or if a container may use less than all cores, unless the user has
+    chosen how many. Returns a line that says what was done."""
     if asked is not None or any(os.environ.get(name) for name in CHOSEN):
         return None
     now = get_num_threads()
@@ -55,7 +55,7 @@ def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:
 
 
 def crowding(busy_cores: float, threads: int, own_cores: int, had: float | None = None) -> str | None:
-    """A line that says what helps if there are more threads than other processes leave cores for. `had`: the cores that this
+    """A line with advice if there are more threads than cores that other processes leave free. `had`: the cores that this
     process had meanwhile."""
     free = own_cores - math.floor(busy_cores + 0.5)
     if threads <= free:

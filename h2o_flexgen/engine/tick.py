@@ -1,4 +1,4 @@
-"""Ticks: how far a job is after each pass over the weights, for whoever watches it."""
+"""Ticks: how far a job is after each pass over the weights, for code that monitors it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pass(NamedTuple):
     computed_tokens: int  # with pads
     seconds: float
     busy_seconds: Mapping[str, float]  # by lane, since the block began
-    spared_tokens: int = 0  # of prompts, that need not be computed as others have had them computed
+    spared_tokens: int = 0  # of prompts, not computed as they were already computed for other rows
 
 
 OnPass = Callable[[Pass], None]
@@ -38,7 +38,7 @@ class Tick:
     prompt_seconds: float  # of passes that read prompts
     decode_seconds: float  # of all others
     busy_seconds: Mapping[str, float]  # by lane
-    spared_tokens: int = 0  # of prompts, that were not computed as others have had them computed
+    spared_tokens: int = 0  # of prompts, not computed as they had been computed for other rows
 
 
 OnTick = Callable[[Tick], None]

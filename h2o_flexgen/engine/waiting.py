@@ -1,5 +1,5 @@
-"""Waiting: the rows that have no seat yet in a running block. Of a job, a row is made when its turn comes, and is forgotten
-when it has ended, so that a job may be longer than memory."""
+"""Waiting: the rows that have no seat yet in a running block. The rows of a job are made when their turn comes, and forgotten
+when they have ended, so that a job may be larger than memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MakeRow = Callable[[int], RowState]  # from its place in the workload
 
 
 class Waiting(ABC):
-    """The rows of a block in which rows come and go, as far as they have not ended."""
+    """The rows that have not ended of a block in which rows come and go."""
 
-    keeps_prefixes: ClassVar[bool] = False  # what they shared is of use to those of the next block
+    keeps_prefixes: ClassVar[bool] = False  # the prefixes that they shared may serve rows of the next block
 
     @abstractmethod
     def seat_in(self, planned: BlockPlan) -> None:
@@ -28,24 +28,24 @@ class Waiting(ABC):
 
     @abstractmethod
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
-        """The places of all rows that have not ended, in order; nobody has a seat any more."""
+        """The places of all rows that have not ended, in order; no row has a seat any more."""
 
     @abstractmethod
     def end(self, row: RowState) -> None:
-        """Takes the seat of a row that has ended."""
+        """Frees the seat of a row that has ended."""
 
     def choose(self, row: RowState, kept: PrefixStore, room: int) -> SharedPrefix | None:
-        """Decides what a row shares that takes a seat now, where that is not known before. Returns what that is to begin with a
-        copy of, if it is new. `room`: the tokens of prefixes that may still be computed in the next pass."""
+        """Decides which prefix a row shares that takes a seat now, where this is not known before. Returns the prefix from
+        which a new one is copied first. `room`: the tokens of prefixes that may still be computed in the next pass."""
         return None
 
     @abstractmethod
     def need(self, row: RowState) -> Need:
-        """What a row that has a seat may need."""
+        """The most that a seated row may need."""
 
     @abstractmethod
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
-        """The rows that join a batch now; `seated`: what each of those who have a seat shares with others."""
+        """The rows that join a batch now; `seated`: what each seated row shares with others."""
 
 
 class WaitingJob(Waiting):

@@ -104,11 +104,11 @@ def test_a_context_too_long_is_refused_with_the_numbers(http: httpx.Client, serv
     assert found["code"] == "context_length_exceeded"
     assert found["message"] == f"the prompt has {PROMPT_LEN + 1} tokens, and no more than {PROMPT_LEN} are taken"
     found = error(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 49}), 400)
-    assert found["message"] == "max_tokens is 49; allowed is 48 at most, as a seat has room for"
+    assert found["message"] == "max_tokens is 49; a seat has room for 48 at most"
     for name in ("max_tokens", "max_completion_tokens"):
         found = error(http.post("/v1/completions", json={"prompt": "x", name: 49}), 400)
         assert (found["param"], found["code"]) == (name, "context_length_exceeded")
-        assert found["message"].startswith(f"{name} is 49; allowed is 48 at most")
+        assert found["message"].startswith(f"{name} is 49; a seat has room for 48 at most")
     error(http.post("/v1/completions", json={"prompt": [[5], long]}), 400)
     assert server.desk.now.waiting == server.desk.now.running == 0, "all prompts of a body, or none"
 

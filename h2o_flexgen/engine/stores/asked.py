@@ -1,10 +1,9 @@
-"""What a device asks the host where KV is attended beside its home, and what the host answers.
+"""The exchange of a device with the host where the host attends beside the KV: what the device asks, and the answers.
 
 A COMPUTE that ends with an attention writes queries, keys and values of its decode step to page-locked memory. The ATTEND of
 its visit appends them to the host's image, attends and evicts there, and writes the outcome beside them. The COMPUTE of the
-next layer fetches that to where it stands in its hidden states. Both crossings are in the stream that computes: in a lane they
-would wait for the weights in front of them. A batch has one place for all of it, as it asks again only when it has used the
-answer.
+next layer copies the outcome into its hidden states. Both copies are in the stream that computes: in a lane they would wait for
+the weights queued before them. A batch has one place for all of it, as it asks again only when it has used the answer.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class _Question(NamedTuple):
 
 class AskedStore:
     def __init__(self, spec: ModelSpec, judged: bool, block: Block, schedule: Schedule, memories: Memories) -> None:
-        """`judged`: a policy asks what tokens are worth."""
+        """`judged`: a policy uses the worth of tokens."""
         self._spec = spec
         self._dtype = DTYPES[spec.dtype]
         self._places: dict[int, tuple[Arena, Tensor]] = {}  # of each batch
@@ -57,10 +56,10 @@ class AskedStore:
         for kept in (self._places, self._questions, self._steps):
             kept.clear()
 
-    # -- before and behind it, where the model computes ------------------------------------------------------------------
+    # -- before and after it, on the device that computes ----------------------------------------------------------------
 
     def ask(self, batch: int, cache: LayerCache, now: Steps, tokens: NewTokens) -> Tensor:
-        """An `attend` that only asks; what it returns is to be replaced by the answer."""
+        """An `attend` that only asks; it returns zeros, which the answer replaces."""
         asked = cache.asked(now, tokens)
         sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
         places = count(4)
@@ -70,7 +69,7 @@ class AskedStore:
         return tokens.q.new_zeros(len(tokens.q), 1, self._spec.heads * self._spec.head_dim)
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:
-        """Puts the answer where it belongs in hidden states (rows, 1, width) that a COMPUTE has handed on."""
+        """Writes the answer into its place in the hidden states (rows, 1, width) that a COMPUTE has handed on."""
         out = hidden[..., self._spec.width :]
         out.copy_(self._outcome(batch, len(hidden)), non_blocking=True)
 
@@ -81,7 +80,7 @@ class AskedStore:
     # -- between them, on the host ---------------------------------------------------------------------------------------
 
     def attend(self, batch: int, cache: LayerCache) -> int:
-        """Answers what a batch has asked, if anything, with the host's cache; returns the bytes that cross for it."""
+        """Answers what a batch has asked, if anything, with the host's cache; returns the bytes that were exchanged for it."""
         if (question := self._questions.pop(batch, None)) is None:
             return 0
         made = cache.answer(self._on_host(batch, question.now), question.asked, question.rotation)
@@ -95,7 +94,7 @@ class AskedStore:
             known = self._steps[batch] = now, [level.on(HOST_MEMORY) for level in now]
         return known[1]
 
-    # -- what crosses ----------------------------------------------------------------------------------------------------
+    # -- what is exchanged -----------------------------------------------------------------------------------------------
 
     def _outcome(self, batch: int, rows: int) -> Tensor:
         return self._view(batch, 3, torch.Size((rows, 1, self._spec.heads * self._spec.head_dim)), self._dtype)

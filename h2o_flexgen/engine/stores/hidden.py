@@ -1,7 +1,7 @@
-"""The hidden states of a block between layers: kept where they are, or carried to a home in host memory or on disk and back.
+"""The hidden states of a block between layers: kept where they are, or moved to a home in host memory or on disk and back.
 
-Where several devices compute, those without another home are handed on: the device of a layer leaves them in a place of the
-batch, from which they are copied to a place of the batch on the next.
+Where several devices compute, states without such a home are passed on: the device of a layer leaves them in a region of the
+batch, from which they are copied to a region of the batch on the next device.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class HiddenStore:
         self._schedule = schedule
         self._memories = memories
         self._dtype = DTYPES[spec.dtype]
-        self._now: dict[int, Tensor] = {}  # batch -> its states where they are computed with
+        self._now: dict[int, Tensor] = {}  # batch -> its states in the memory that computes with them
         self._shapes: dict[int, torch.Size] = {}
         self._on_host: dict[int, Tensor] = {}
         self._on_disk: dict[int, DiskRegion] = {}
-        self._left: dict[tuple[int, int], Tensor] = {}  # (layer, batch) -> where a device leaves what the next is to have
-        self._found: dict[tuple[int, int], Tensor] = {}  # where that finds it
+        self._left: dict[tuple[int, int], Tensor] = {}  # (layer, batch) -> where a device leaves states for the next
+        self._found: dict[tuple[int, int], Tensor] = {}  # where the next device finds them
         self._views: dict[int, Tensor] = {}  # the last one of each region that stays as long as this store
         sizes = {
             place: hidden_bytes(spec, batch)
@@ -88,14 +88,14 @@ class HiddenStore:
         return self._now[batch]
 
     def may_be_overwritten(self, batch: int) -> bool:
-        """Whether what a layer makes of a batch's states may take their place. A buffer that they came in is free for others
-        once the layer is over, while what it made still waits to be carried home, and so must lie elsewhere."""
+        """Whether a layer may write its outcome over a batch's states. A buffer through which states came is free for others
+        once the layer is over. The outcome still waits to be moved home then, and so must lie elsewhere."""
         return not self._schedule.traffic.moves_hidden(batch)
 
     def put(self, task: Task, hidden: Tensor) -> None:
-        """Keeps hidden states. Those that go home from a device are first copied to their buffer: the layer's own memory is
-        then free when the layer is done, not only after the copy, which the launching of layers may run far ahead of. So are
-        those that go to another device."""
+        """Keeps hidden states. If they go home from a device, or to another device, they are first copied to their buffer. The
+        layer's own memory is then free when the layer is done. Otherwise it were free only after the copy home, and layers may
+        be launched far ahead of that."""
         ring = self._device_rings[self._device(task.layer)]
         if ring and self._schedule.traffic.moves_hidden(task.batch):
             hidden = self._view(ring[self._schedule.buffer(task.visit)], hidden.shape).copy_(hidden)
@@ -126,7 +126,7 @@ class HiddenStore:
         if self._device_rings[device]:
             staged = self._view(self._host_rings[device][self._schedule.buffer(task.visit)], hidden.shape)
             hidden = staged.copy_(hidden, non_blocking=True)
-            self._memories.of_devices[device].device.finish()  # the processor reads it now
+            self._memories.of_devices[device].device.finish()  # the CPU reads it now
         scratch = self._memories.disk.scratch(hidden.nbytes)
         there = scratch[: hidden.nbytes].view(self._dtype).view(hidden.shape)  # the calling thread's, for now
         numpy.copyto(numpy_of(there, writes=True), numpy_of(hidden))
@@ -137,7 +137,7 @@ class HiddenStore:
         if task.batch in self._on_disk:
             region = self._host_rings[device][slot]
             hidden = self._view(region, shape)
-            self._memories.of_devices[device].device.finish()  # the processor writes now where earlier copies read
+            self._memories.of_devices[device].device.finish()  # the CPU now writes where earlier copies read
             self._memories.disk.read_into(self._on_disk[task.batch], 0, region[: aligned(hidden.nbytes)])
         else:
             hidden = self._view(self._on_host[task.batch], shape)

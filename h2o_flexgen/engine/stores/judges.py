@@ -1,4 +1,4 @@
-"""The judges of a run: one for each layer with KV, where a policy asks what tokens are worth when they are written."""
+"""The judges of a run: one for each layer with KV, where a policy uses the worth of tokens at the time they are written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Judges = Mapping[int, Judge]  # by layer
 
 
 def judges_of(spec: ModelSpec, section: ModelSpec, plan: Plan, memories: Memories) -> Judges:
-    """The judges that a plan asks for in the layers of a section of the model, with what they need in the memory where these
+    """The judges that a plan asks for in the layers of a section of the model. Their data lie in the memory where these layers
     attend."""
     if plan.probe is not None:
         region, places = memories.compute.alloc(probe_bytes(section)), map(spec.kv_layers.index, section.kv_layers)
@@ -32,7 +32,7 @@ def judges_of(spec: ModelSpec, section: ModelSpec, plan: Plan, memories: Memorie
 
 
 def linear_judges(probe: Probe, layers: Sequence[int], region: Tensor) -> list[Linear]:
-    """The judges of these layers of a probe, whose values come to a region of memory."""
+    """The judges of these layers of a probe; the probe's values are copied to a region of memory."""
     values, start, placed = region.view(torch.float32), 0, list[Tensor]()
     for known in (probe.weights[layers], probe.biases[layers]):
         placed.append(values[start : start + known.size].view(known.shape).copy_(torch.from_numpy(known)))

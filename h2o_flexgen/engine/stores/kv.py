@@ -1,11 +1,11 @@
 """The KV of a block, of one level of KV heads: a home for every (layer, batch) on the tier where the placement puts it, and the
-buffers through which KV that lives elsewhere passes while it is computed with.
+buffers through which KV from other tiers passes while it is computed with.
 
-In host memory next to the CPU an image lies head by head, as CPU attention wants it; where a device fetches it, and on disk,
-token by token, so that held slots are one range from the start and a step's new tokens are one range as well.
+Where the CPU attends in host memory, an image lies head by head, as CPU attention needs it. Where a device fetches it, and on
+disk, it lies token by token, so that held slots are one range from the start and a step's new tokens are one range as well.
 
-Where the host attends beside a device, images are the CPU's, and scores lie in host memory too. A device then works with
-prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty ones are zero there as well.
+Where the host attends beside a device, images are in the CPU's form, and scores lie in host memory too. A device then works
+with prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty slots are zero there.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Unit:
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
     cache: KVCache | None = None  # cache of the last COMPUTE
-    joined: dict[int, slice] = field(default_factory=dict)  # rows whose prompts a step has read, until the host has them
-    journaled: list[Tensor] = field(default_factory=list)  # where the journal's entries on disk, behind the slots, belong
-    at_home: Tensor | None = None  # in host memory: the changed slots of what was brought there last
+    joined: dict[int, slice] = field(default_factory=dict)  # by step: rows with prompts read in it, until the host has them
+    journaled: list[Tensor] = field(default_factory=list)  # the slots of the journal's entries, which follow the slots on disk
+    at_home: Tensor | None = None  # in host memory: the changed slots of the last store
 
     @property
     def replaced(self) -> Tensor | None:
-        """The one slot of every row and head that changed, where these are no range."""
+        """The one slot of every row and head that changed, where these slots are not one range."""
         return None if self.cache is None else self.cache.replaced
 
 
 class KVStore:
-    """Serves the heads of one level. A layer without heads of it has no place here."""
+    """Serves the heads of one level. Layers without heads of this level have no place in it."""
 
     def __init__(self, planned: BlockPlan, level: int, memories: Memories, judges: Judges) -> None:
         """`judges`: of the heads of this level."""
@@ -83,7 +83,7 @@ class KVStore:
             self._held = held.pop_all()
 
     def prepare(self, planned: BlockPlan) -> None:
-        """Prepares the next block of texts that live on: rows, capacity and slots are those of the first."""
+        """Prepares the next block of a conversation: rows, capacity and slots are those of the first."""
         self._schedule = planned.schedule
         self._caches: dict[tuple[int, int, int], KVCache] = {}  # by the region that they lie in, layer and batch
         self._changed_of: dict[tuple[KVLayout, int], ChangedSlots] = {}  # by the layout and the rows in it
@@ -128,7 +128,7 @@ class KVStore:
         return region
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
-        """A ring of zeroed buffers: unfilled slots are masked, but 0 * NaN of an earlier user would still be NaN."""
+        """A ring of zeroed buffers: unfilled slots are masked, but 0 times a NaN left by an earlier user is still NaN."""
         largest = max((layout.image_bytes for layout in self._layouts.values()), default=0)
         ring = Ring(memory, self._schedule.buffers, largest if needed else 0)
         held.callback(ring.free)
@@ -138,7 +138,7 @@ class KVStore:
     def close(self) -> None:
         self._held.close()
         for places in (self._units, self._caches, self._in_memory, self._on_disk, self._scores):
-            places.clear()  # a reference to the store then holds no memory
+            places.clear()  # so that a reference to the store keeps no memory alive
 
     def _layout(self, task: Task) -> KVLayout:
         return self._layouts[task.layer, task.batch]
@@ -161,7 +161,7 @@ class KVStore:
         region, noted = self._device_ring[self._schedule.buffer(task.visit)], self._noted_on_device(task)
         if rows.joining is not None:
             self._units[task.layer, task.batch].joined[task.step] = rows.joining
-        if task.step:  # the host may still be reading what this needs, and opens it itself
+        if task.step:  # the host may still read what this needs, and opens it itself
             return self._cache(task, region, noted)
         return self._opened(task, rows, region, noted)
 
@@ -171,7 +171,7 @@ class KVStore:
         return self._opened(task, rows, self._on_host(task), self._scores.get(place))
 
     def _noted_on_device(self, task: Task) -> SlotScores | None:
-        """What a device notes of the slots of prompts that it reads for the host."""
+        """The scores that a device records for the slots of prompts that it reads for the host."""
         if not self._score_ring:
             return None
         region, layout = self._score_ring[self._schedule.buffer(task.visit)], self._layout(task)
@@ -181,7 +181,7 @@ class KVStore:
         """The cache over a region, in which living rows fill the places of those that have left."""
         unit = self._units[task.layer, task.batch]
         if unit.cache is not None:
-            unit.cache.replaced = None  # of another buffer, perhaps
+            unit.cache.replaced = None  # perhaps of another buffer
         cache = self._cache(task, region, scores)
         unit.changed, unit.cache = rows.changed(self._level), cache
         if unit.generation != rows.generation:
@@ -192,7 +192,7 @@ class KVStore:
         return cache
 
     def _cache(self, task: Task, region: Tensor, scores: SlotScores | None) -> KVCache:
-        """The cache over a region, with its views of it: both stay as long as this store."""
+        """The cache over a region, with its views of the region: both stay as long as this store."""
         place = id(region), task.layer, task.batch
         if place not in self._caches:
             judge = self._judges.get(task.layer)
@@ -223,9 +223,9 @@ class KVStore:
         return self._store_single(task, unit, unit.replaced)
 
     def _store_single(self, task: Task, unit: Unit, replaced: Tensor) -> int:
-        """Device -> host, where each row and head has changed a slot of its own: they come side by side to the staging place,
-        and the processor brings them from there to where they belong. `replaced` is memory of the stream that computes: it is
-        not dropped before this task ends, and so not before this stream has read it."""
+        """Device -> host, where each row and head has changed a slot of its own: the slots are copied side by side to a staging
+        buffer, and the CPU copies them from there to their places. `replaced` is memory of the stream that computes: it is not
+        dropped before this task ends, and so not before this stream has read it."""
         assert self._staging is not None and unit.cache is not None
         device, changed = unit.cache.image, self._changed(self._layout(task), unit.rows)
         gathered = torch.empty(changed.nbytes, dtype=torch.uint8, device=device.device)
@@ -252,7 +252,7 @@ class KVStore:
         return self._host_ring[self._schedule.buffer(task.visit)] if place in self._on_disk else self._in_memory[place]
 
     def _transfer_rows(self, task: Task, rows: slice, to_device: bool) -> int:
-        """Copies all slots of rows, and what is noted of them: few ranges, as they lie head by head."""
+        """Copies all slots of rows, and their scores: few ranges, as they lie head by head."""
         host, device = (self._image(region, task) for region in self._both_regions(task))
         pairs = list(zip(host, device))
         on_host, on_device = self._scores.get((task.layer, task.batch)), self._noted_on_device(task)
@@ -289,7 +289,7 @@ class KVStore:
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
 
     def _read_journaled(self, task: Task, place: int, slots: Tensor) -> int:
-        """Reads one slot of every row and head to where it belongs."""
+        """Reads one slot of every row and head into its place."""
         image, at, offset, scratch = self._journal_entry(task, place, slots, fills=True)
         self._memories.disk.read_into(self._on_disk[task.layer, task.batch], offset, scratch)
         image[at] = self._slots_of(scratch, slots.shape, 1)[..., 0, :]
@@ -310,7 +310,7 @@ class KVStore:
         return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
-        """Cuts a range of slots into chunks that the disk threads work on side by side."""
+        """Cuts a range of slots into chunks that the disk threads work on in parallel."""
         home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
         layout = self._layout(task).of_rows(unit.rows)
         image = numpy_of(self._image(region, task), writes=task.op.fetches)[:, : layout.rows]

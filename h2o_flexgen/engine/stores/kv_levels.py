@@ -1,7 +1,7 @@
 """The KV of a block: a store for each level of KV heads, behind the interface of one.
 
-All levels of a (layer, batch) are on the same tier, each with slots, buffers and a journal of its own, and are moved one behind
-the other. Where all heads keep equally much there is one store, and it does what it is asked.
+All levels of a (layer, batch) are on the same tier, each with slots, buffers and a journal of its own, and are moved one after
+the other. Where all heads keep the same number of tokens there is one store, which serves all calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KVLevels:
         self._of_layer = {layer: [stores[level] for level, _ in heads] for layer, heads in self._heads.items()}
 
     def prepare(self, planned: BlockPlan) -> None:
-        """Prepares the next block of texts that live on."""
+        """Prepares the next block of a conversation."""
         self._schedule = planned.schedule
         for store in self._stores:
             store.prepare(planned)

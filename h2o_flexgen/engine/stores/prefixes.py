@@ -1,9 +1,10 @@
-"""The KV of prefixes that rows share: computed once, and kept once, where it is computed with, while anybody has a seat who
-needs it, and longer where there is room. A prefix that was let go is computed again if more rows of its group come.
+"""The KV of prefixes that rows share: computed once and kept once, in the memory that computes with it. It is kept while a
+seated row needs it, and longer where there is room. A prefix that was discarded is computed again if more rows of its group
+come.
 
-All of them lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, those behind
-move up. All heads keep the whole of a prefix, those of a level side by side. A row may share the first tokens of a prefix
-alone, and a longer one may begin with a copy of them.
+All prefixes lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, the prefixes
+after them move up. All heads keep the whole of a prefix, those of a level side by side. A row may share only the first tokens
+of a prefix, and a longer prefix may begin with a copy of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Prefix:
     shared: SharedPrefix
     ids: Sequence[int]
     start: int  # its place in the room, in tokens
-    users: int = 0  # rows that have a seat, and prefixes that are computed behind a copy of it
+    users: int = 0  # rows that have a seat, and prefixes that are computed after a copy of it
     hidden: Tensor | None = None  # (tokens, width) of the last layer, where log-probabilities of prompts are asked for
     logprobs: list[StepLogprobs] = field(default_factory=list)  # of its tokens but the first
     likeliest: int = -1  # how many of the likeliest tokens were asked for beside each of these
@@ -80,29 +81,29 @@ class PrefixStore:
         return iter(self._kept.values())
 
     def serves(self, planned: BlockPlan) -> bool:
-        """Whether another block of this engine can go on with what is kept."""
+        """Whether another block of this engine can use the kept prefixes."""
         return planned.block.prefix_room == self._room
 
-    # -- who is kept -----------------------------------------------------------------------------------------------------
+    # -- which prefixes are kept -----------------------------------------------------------------------------------------
 
     @property
     def may_cut(self) -> bool:
-        """Whether the first tokens of a prefix can be shared without the others: not where these have left their mark on what
-        a policy knows of the first."""
+        """Whether the first tokens of a prefix can be shared without the others. They cannot where the later tokens changed the
+        scores that a policy has of the first."""
         return not self._noted
 
     def new(self, tokens: int) -> SharedPrefix:
-        """A prefix that is not kept yet, where nobody has numbered them before."""
+        """A prefix that is not kept yet, with the next free number, where prefixes have no numbers from before."""
         return SharedPrefix(next(self._numbers), tokens)
 
     def room_beside(self, source: SharedPrefix | None) -> int:
-        """Tokens for which room can be made while those in use stay, and one that is to be copied."""
+        """Tokens for which room can be made while prefixes in use stay, and the one that is to be copied."""
         stays = (kept for kept in self if kept.users or (source is not None and kept.shared.group == source.group))
         return self._room - sum(kept.shared.room for kept in stays)
 
     def use(self, shared: SharedPrefix, ids: Sequence[int], source: SharedPrefix | None = None) -> bool:
-        """Takes note of one more row that has a seat, and keeps its prefix for it; true if that is to be computed now. A new
-        one may begin with a copy of its `source`, which is in use until somebody says that it is not."""
+        """Counts one more seated row as a user of its prefix; true if the prefix is to be computed now. A new prefix may begin
+        with a copy of its `source`, which is in use until the caller calls `leave` for it."""
         if source is not None:
             self._take_note(self._kept.pop(source.group))
         kept = self._kept.pop(shared.group, None)
@@ -117,7 +118,7 @@ class PrefixStore:
         self._kept[group].users -= 1
 
     def _place_for(self, shared: SharedPrefix) -> int:
-        """Lets go of what nobody uses, the longest unused first, until there is room."""
+        """Discards prefixes that no row uses, the longest unused first, until there is room."""
         while (held := sum(kept.shared.room for kept in self._kept.values())) + shared.room > self._room:
             unused = next((group for group, kept in self._kept.items() if not kept.users), None)
             assert unused is not None, f"{held} of {self._room} tokens of shared prefixes are in use"
@@ -133,11 +134,11 @@ class PrefixStore:
         return end
 
     def _in_place(self) -> Sequence[Prefix]:
-        """Those that are kept, as they lie one behind the other."""
+        """The kept prefixes, in the order of their places."""
         return sorted(self._kept.values(), key=lambda kept: kept.start)
 
     def _move_up(self) -> None:
-        """Closes the gaps between those that are kept."""
+        """Closes the gaps between kept prefixes."""
         assert self._region is not None
         end = 0
         for kept in self._in_place():
@@ -148,10 +149,10 @@ class PrefixStore:
                 self._region[first - by : first - by + len(piece)] = piece
             kept.start, end = end, end + kept.shared.room
 
-    # -- what is kept ----------------------------------------------------------------------------------------------------
+    # -- their data ------------------------------------------------------------------------------------------------------
 
     def caches(self, layer: int, groups: Collection[int]) -> Mapping[int, LayerCache]:
-        """The caches of these groups' prefixes in a layer: of many that are kept, a batch needs few."""
+        """The caches of these groups' prefixes in a layer: many prefixes may be kept, and a batch needs few."""
         if not groups:
             return {}
         place = self._spec.kv_layers.index(layer)
@@ -180,7 +181,7 @@ class PrefixStore:
         return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding, judge=judge, cap=self._cap)
 
     def _share(self, start: int, nbytes: int, heads: slice) -> Tensor:
-        """What some of the heads have of a part that all of them share alike."""
+        """The share of some of the heads in a part that is divided equally among all heads."""
         each = nbytes // self._spec.kv_heads
         return self._part(start + heads.start * each, (heads.stop - heads.start) * each)
 

@@ -1,8 +1,8 @@
-"""Wanted: the experts that any row of a pass has been given to, as soon as the router of their block has decided for all rows.
+"""Wanted: the experts that the rows of a pass need, known as soon as the router of their block has decided for all rows.
 
-The slices that follow soon are fetched meanwhile, so of these all experts come. Those further behind wait for a buffer until
-then, and of them only what is wanted has to come: nobody waits for a router. What does not come is not looked at, since a slice
-computes with the experts that its rows were given to.
+Slices that follow soon are fetched before that, so all their experts are fetched. Later slices wait for a buffer until then,
+and only their needed experts are fetched: no transfer waits for a router. Experts that were not fetched are not read, since a
+slice computes only with the experts that its rows were given to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from h2o_flexgen.schedule.task import Visit
 
 Pass = tuple[int, int, int]  # step, block, and the batch that the weights come with
 
-ALL = None  # so many rows have chosen that hardly any expert can be left out
+ALL = None  # so many rows have chosen that hardly any expert is left out
 NOTHING: frozenset[str] = frozenset()
 
 
@@ -32,10 +32,10 @@ class Wanted:
         self._over: Counter[Pass] = Counter()
         self._known: dict[Pass, frozenset[int]] = {}
 
-    # -- those who compute -------------------------------------------------------------------------------------------------
+    # -- for the thread that computes --------------------------------------------------------------------------------------
 
     def chose(self, visit: Visit, experts: Tensor) -> None:
-        """The router of a visit has chosen these, (..., chosen), for some of its rows."""
+        """Records the experts (..., chosen) that the router of a visit has chosen for some of its rows."""
         if visit.layer not in self._routers:
             return
         place = self._pass(visit.step, visit.layer, visit.batch)
@@ -46,20 +46,20 @@ class Wanted:
             before.update(experts.unique().tolist())
 
     def computed(self, visit: Visit) -> None:
-        """A visit is over, or had nothing to compute."""
+        """Records that a visit is over, or had nothing to compute."""
         if visit.layer not in self._routers:
             return
         place = self._pass(visit.step, visit.layer, visit.batch)
         self._over[place] += 1
         if self._over[place] == self._batches[place[-1]]:
             if chosen := self._chosen.pop(place, ALL):
-                self._known = {place: frozenset(chosen)}  # of the block before nothing is fetched any more
+                self._known = {place: frozenset(chosen)}  # nothing of the block before is fetched any more
             del self._over[place]
 
-    # -- those who fetch ---------------------------------------------------------------------------------------------------
+    # -- for the lanes that fetch ------------------------------------------------------------------------------------------
 
     def left_out(self, visit: Visit) -> frozenset[str]:
-        """The tensors of a layer, by their names in the model, of which it is known by now that nobody wants them."""
+        """The tensors of a layer, by their names in the model, that are known by now not to be needed."""
         experts = self._known.get(self._pass(*visit))
         if experts is None:
             return NOTHING
@@ -71,7 +71,7 @@ class Wanted:
 
 
 def _routers(spec: ModelSpec, schedule: Schedule) -> Mapping[int, int]:
-    """The layers that choose among experts which come from elsewhere, and the tokens that want nearly all of them."""
+    """The layers that choose among experts that are fetched, and how many tokens need nearly all of them."""
     with_experts = [number for number, layer in enumerate(spec.layers) if layer.expert_of]
     found: dict[int, int] = {}
     first: dict[int | None, int] = {}

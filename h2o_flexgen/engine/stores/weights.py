@@ -1,9 +1,9 @@
-"""The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those
-that are read from the files they lie in. Reads and loads go into rings of buffers, in slices that the schedule asks for.
+"""The weights of a run: those that stay in the memory that computes with them, those in host memory that a device fetches, and
+those that are read from their files. Reads and loads go into rings of buffers, in the slices of the schedule.
 
-What moves are the bytes of a tensor's codec. A layer with few rows computes with the bytes; otherwise they are decoded, once
-for all its batches, into room that all layers share. Packed tables of the vocabulary are decoded in pieces: for lookups, the
-rows of these tokens; for logits, one part after the other.
+The bytes of a tensor's codec are what is moved. A layer with few rows computes with the bytes; otherwise they are decoded, once
+for all its batches, into a buffer that all layers share. Packed tables of the vocabulary are decoded in pieces: for lookups,
+the rows of these tokens; for logits, one part after the other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WeightStore:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are read from in every step."""
+        """The files that are read in every step."""
         return tuple(dict.fromkeys(stored.file for one in self._stored.values() for _, stored in one.segments))
 
     # -- once ----------------------------------------------------------------------------------------------------------
@@ -80,15 +80,15 @@ class WeightStore:
         return {tensor.name: Entry(0, tensor.shape, self._type_of(tensor), tensor.codec) for tensor in tensors}
 
     def _check_stored(self) -> None:
-        """Checks what every step reads, once and before anything is computed: a step reads parts of tensors, and if damage were
-        found there, tokens would have been handed out already."""
+        """Checks what every step reads, once and before anything is computed. Steps read parts of tensors, and would find
+        damage only after tokens were handed out."""
         stored = [segment.stored for located in self._stored.values() for segment in located.segments]
         checked = [Checked(one.file, one.offset, one.nbytes, one.check) for one in stored if one.check is not None]
         self._memories.files.check(checked)
 
     def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
         """Makes or reads the tensors into one arena; besides it, at most one tensor is held at a time. In memory that several
-        processes share, one of them does."""
+        processes share, only one process does this."""
         layout = self._layout(tensors)
         pack = Pack(memory.alloc(layout.nbytes) if tensors else torch.empty(0, dtype=torch.uint8), layout)
         if self._memories.finds_weights and memory is self._memories.at_rest:
@@ -103,12 +103,12 @@ class WeightStore:
         return pack
 
     def hand_round(self, give: Callable[[Tensor], None]) -> None:
-        """Gives what rests on the device, tensor by tensor, to the processes that share the weights of host memory."""
+        """Gives the weights that stay on the device, tensor by tensor, to the processes that share those in host memory."""
         for tensor in self._on(*self._stays_in) if self._memories.device.accelerator else ():
             give(self._resident.bytes(tensor.name))
 
     def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Places) -> None:
-        """Brings the codec's bytes of one tensor to the host."""
+        """Makes or reads the codec's bytes of one tensor in host memory."""
         values = out.view(self._type_of(tensor)).view(tensor.shape) if tensor.codec == PLAIN else out
         is_there = source.fill(tensor, values)
         if not is_there:
@@ -117,8 +117,8 @@ class WeightStore:
             self._memories.files.read(replace(piece, check=one.stored.check) for one, piece in pieces if piece is not None)
 
     def _piece(self, tensor: TensorSpec, segment: Segment, out: Tensor, start: int) -> Piece | None:
-        """Those of a tensor's bytes from `start` on that belong to the segment, and where they lie in its file. Plain values
-        may have another type there."""
+        """The bytes of a tensor from `start` on that belong to the segment, and their place in its file. Plain values may have
+        another type there."""
         stored = segment.stored
         if tensor.codec == PLAIN:
             dtype, own = DTYPES[stored.dtype], self._type_of(tensor)
@@ -141,7 +141,7 @@ class WeightStore:
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
         self.wanted = Wanted(self._spec, schedule)
-        self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that nobody wanted
+        self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that no row chose
         memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
         self._host_ring = self._host_ring or Ring(memories.weights, buffers, _largest(self._disk_layouts))
@@ -155,7 +155,7 @@ class WeightStore:
 
     @cached_property
     def _places_in_page(self) -> Mapping[str, int]:
-        """The place in a page of its file at which a tensor begins, of those that keep it and lie there as a whole."""
+        """The place in a page of its file at which a tensor begins, for tensors that keep this place and lie in one segment."""
         kept = {name: one.segments for name, one in self._stored.items() if keeps_its_place(self._spec.tensors[name])}
         return {name: own[0].stored.offset % ALIGNMENT for name, own in kept.items() if len(own) == 1}
 
@@ -186,7 +186,7 @@ class WeightStore:
         )
 
     def _pieces_of(self, cut: Range, target: Pack) -> list[Piece]:
-        """The pieces of a part of a tensor, as reading would cut them every time."""
+        """The pieces of a part of a tensor, cut once instead of at every read."""
         tensor, out = self._spec.tensors[cut.name], target.range(cut)
         found = (self._piece(tensor, segment, out, cut.start) for segment in self._stored[cut.name].segments)
         pieces = [piece for piece in found if piece is not None]
@@ -196,7 +196,7 @@ class WeightStore:
         return [chunk for piece in pieces for chunk in piece.cut()]
 
     def load(self, task: Task) -> int:
-        """Host -> device: weights at rest in host memory, and those that the read of the same slice has brought there."""
+        """Host -> device: weights that stay in host memory, and those that the read of the same slice has put there."""
         place = self._place(task)
         if place not in self._copies:
             self._copies[place] = self._copies_of(place, NOTHING)
@@ -224,9 +224,9 @@ class WeightStore:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
 
     def views(self, visit: Visit) -> Weights:
-        """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once per pass over the
-        layer's weights, since the next pass finds other bytes in the buffer. Valid until the next call, whose decoding reuses
-        the room. Tables decoded in pieces are not among them."""
+        """The layer's weights by local name, where they lie. Packed matrices are decoded into a buffer, once per pass over the
+        layer's weights, since the next pass finds other bytes there. Valid until the next call, which decodes into the same
+        buffer. Tables decoded in pieces are not included."""
         layer, slot, number = visit.layer, self._schedule.weight_buffer(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
             spec = self._spec.layers[layer]
@@ -243,15 +243,15 @@ class WeightStore:
         return self._views[layer, slot]
 
     def buffer(self, visit: Visit) -> int:
-        """The buffer that a layer's weights come through; one number for all visits where they rest."""
+        """The buffer through which a layer's weights come; the same number for all visits of a layer that is not moved."""
         return self._schedule.weight_buffer(visit) if self._moved_layouts[visit.layer].nbytes else 0
 
     def forget_decoded(self) -> None:
-        """Makes the next visit decode its matrices, whatever was decoded before: what is captured stands by itself."""
+        """Makes the next visit decode its matrices, whatever was decoded before: a captured graph must decode them itself."""
         self._viewed_pass = -1
 
     def _weight(self, tensor: TensorSpec, layer: int, slot: int, is_steady: bool) -> Matrix:
-        """`is_steady`: it is one of the matrices whose products do not depend on the rows beside a row."""
+        """`is_steady`: products with this matrix must not depend on the rows beside a row."""
         pack = self._pack_of(tensor, layer, slot)
         if tensor.codec == PLAIN:
             return SteadyMatrix(pack.view(tensor.name)) if is_steady else pack.view(tensor.name)
@@ -263,8 +263,8 @@ class WeightStore:
         return DecodeBuffer(Pack(self._decoded, self._decoded_layout(self._spec.layers[layer])).view(tensor.name))
 
     def look_up(self, visit: Visit, tokens: Tensor) -> tuple[Tensor, Weights]:
-        """Tokens (rows, tokens) and weights for a layer that takes tokens. Of a packed table only the rows of these tokens are
-        decoded: they become the table, and the tokens are places in it."""
+        """Tokens (rows, tokens) and weights for a layer that takes tokens. From a packed table only the rows of these tokens
+        are decoded. They become the table, and the tokens become places in it."""
         layer, views = self._spec.layers[visit.layer], self.views(visit)
         local, table = layer.token_table, layer.packed_tensor(layer.token_table)
         if local is None or table is None:
@@ -276,7 +276,7 @@ class WeightStore:
 
     def logit_parts(self, visit: Visit) -> Iterator[Weights]:
         """The weights of a layer that makes logits, once for each part of a packed matrix, each valid until the next. Parts
-        with a place of their own are decoded once for all batches of a pass; the others take turns in the last place."""
+        with a buffer of their own are decoded once for all batches of a pass; the others take turns in the last buffer."""
         layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None or not layer.logit_parts:
@@ -293,7 +293,7 @@ class WeightStore:
             yield {**views, local: part}
 
     def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer | None]:
-        """The places of parts: all that the layer's other weights leave of the room of the largest layer."""
+        """The buffers of parts: all that the layer's other weights leave of the buffer for the largest layer."""
         if self._decoded is None:
             return [None]
         part, room = self._decoded_layout(layer).entries[matrix.name], self._decoded
@@ -301,7 +301,7 @@ class WeightStore:
         return [DecodeBuffer(room[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
 
     def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
-        """The pack with a tensor's bytes while its layer is computed with."""
+        """The pack with a tensor's bytes while its layer computes."""
         if self._tiers[tensor.name] in self._stays_in:
             return self._resident
         if self._memories.device.accelerator:
