@@ -2,7 +2,7 @@
 
     client_spec: {class_name: h2o_flexgen.helm.Client, args: {model: facebook/opt-1.3b, kv_policy: h2o, kv_budget: 0.2}}
 
-HELM asks one request at a time from each of its threads (`helm-run -n 32`). They are gathered into blocks.
+HELM asks one request at a time from each of its threads (`helm-run -n 32`). Desks, as the server's, gather them into blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, TypeAlias
@@ -18,15 +18,15 @@ from typing import Any, TypeAlias
 from h2o_flexgen.core.allowed_values import AUTO, Rule, number, optional, whole
 from h2o_flexgen.core.hints import not_installed
 from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
-from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.evaluation.settings import TOKENIZER, model_settings, plan_settings
-from h2o_flexgen.gathering import SECONDS, Gathering, Lengths, Turns
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.params import SEED_LIMIT, SamplingParams
+from h2o_flexgen.serving.desks import SECONDS, Desks, Lengths, Turns
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
-from h2o_flexgen.text.prompts import Prompt, read_chat
+from h2o_flexgen.text.prompts import Prompt, read_chat, read_prompts
 from h2o_flexgen.text.row_text import pieces_of
 from h2o_flexgen.text.tokenizer import Tokenizer as EngineTokenizer
 
@@ -57,12 +57,13 @@ _SEED = Rule(whole(0, SEED_LIMIT - 1), "a whole number, 0 to 2**64 - 1")
 
 @dataclass(frozen=True)
 class Model:
-    """An open model and what gathers requests for it."""
+    """An open model and the desks where it is asked."""
 
     llm: LLM
-    gathering: Gathering
+    desks: Desks
     seed: int
     identity: Mapping[str, object]  # what answers depend on, for keys of caches
+    reading: Lock = field(default_factory=Lock)  # tokenizers change while they read
 
     @classmethod
     def open(
@@ -86,10 +87,18 @@ class Model:
             llm.close()
             raise ValueError(f"HELM asks with texts, and {llm.tokenizer.note}; name a tokenizer in the args of the client")
         identity = {**model_settings(llm)[0], **plan_settings(llm.plan), "seed": seed}
-        return cls(llm, Gathering(llm, seconds=seconds, rows=at_once, least=least, turns=turns), seed, identity)
+        return cls(llm, Desks(llm, seconds=seconds, rows=at_once, least=least, turns=turns), seed, identity)
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A request that was read. What this model cannot do is refused."""
+        with self.reading:
+            (read,) = read_prompts([prompt], self.llm.tokenizer)
+        request = Request(read, params, index=0)
+        self.desks.size(request)
+        return request
 
     def close(self) -> None:
-        self.gathering.close()
+        self.desks.close()
         self.llm.close()
 
 
@@ -157,7 +166,7 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
         try:
             asked = self._read(request)
         except ValueError as error:
-            return _refused(str(error))
+            return _refused(without_number(str(error), 0))  # HELM has given none
 
         def answer() -> Response:
             return self._answer(asked)
@@ -180,22 +189,22 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
         prompt, first, stops = self._prompt(request)
         params = _params(request, (*request.stop_sequences, *stops))
         seed = _seed(self._model.seed, request.random, prompt)
-        read = self._model.gathering.read(prompt, replace(params, seed=seed))
-        return _Asked(replace(read, index=0), first, request.num_completions // params.n, request.echo_prompt)
+        read = self._model.read(prompt, replace(params, seed=seed))
+        return _Asked(read, first, request.num_completions // params.n, request.echo_prompt)
 
     def _prompt(self, request: helm_request.Request) -> tuple[Prompt, int, Sequence[str]]:
         """The prompt, its first token that belongs to the text, and what ends an answer of a chat."""
         if not (request.messages or self._chat):
-            with self._model.gathering.reading:
+            with self._model.reading:
                 return *read_text(self._model.llm.tokenizer, request.prompt), ()
         said = request.messages or [{"role": "user", "content": request.prompt}]
         style = choose_style(AUTO, self._model.llm.tokenizer)
-        with self._model.gathering.reading:
+        with self._model.reading:
             return style.whole(read_chat("the chat", said)), 0, style.stops
 
     def _answer(self, asked: _Asked) -> Response:
         try:
-            completion = self._model.gathering.ask(asked.request).result()
+            completion = self._model.desks.ask(asked.request).result()
         except ValueError as error:  # of the plan, say, which has too little memory: it would be as little in some seconds
             raise NonRetriableException(str(error)) from error
         return {"completions": _completions(self._model.llm.tokenizer, completion, asked)}
@@ -301,7 +310,7 @@ class Tokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM i
     def __init__(self, cache_config: CacheConfig, model: str, **options: Any) -> None:
         super().__init__(cache_config=cache_config)
         opened = MODELS.open(model, options)
-        self._tokenizer, self._reading = opened.llm.tokenizer, opened.gathering.reading
+        self._tokenizer, self._reading = opened.llm.tokenizer, opened.reading
         self._identity = {TOKENIZER: opened.identity}
 
     def _tokenize_do_it(self, request: Mapping[str, Any]) -> Response:

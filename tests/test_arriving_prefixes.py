@@ -18,7 +18,6 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.gathering import Gathering
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import JUDGED, PINNED
@@ -26,6 +25,8 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.desks import Desks
 from h2o_flexgen.text.prompts import Prompt
 from tests import tiny
 from tests.contract import POLICIES, WEIGHTS, Checkpoints
@@ -346,14 +347,14 @@ def test_where_memory_runs_out_all_go_on_in_a_smaller_block(
 
 
 def test_threads_that_ask_share_what_they_ask_alike(checkpoints: Checkpoints, offload: Path) -> None:
-    case, head, ticks = ArrivingCase("llama-gqa", gpu_batch_size=4), drawn(40, 1), list[Tick]()
+    case, head, counts = ArrivingCase("llama-gqa", gpu_batch_size=4), drawn(40, 1), Counts()
     prompts = [[*head, 1 + place] for place in range(8)]
     with case.open(checkpoints, offload) as llm:
         wanted = [one.token_ids for one in llm.generate(prompts, FOUR)]
-        with Gathering(llm, seconds=60, on_tick=ticks.append) as gathering:
-            asked = [gathering.ask(gathering.read(prompt, FOUR)) for prompt in prompts]
+        with Desks(llm, seconds=60, counts=counts) as desks:
+            asked = [desks.ask(Request(prompt, FOUR)) for prompt in llm.read(prompts)]
         completions = [one.result() for one in asked]
-    assert [one.token_ids for one in completions] == wanted and ticks[-1].spared_tokens == 7 * 40
+    assert [one.token_ids for one in completions] == wanted and counts.totals()["shared_prompt_tokens"] == 7 * 40
     assert [one.cached_tokens for one in completions] == [0, *[40] * 7]
 
 

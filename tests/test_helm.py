@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +28,6 @@ from helm.common.request import Request, RequestResult
 from helm.proxy.retry import NonRetriableException
 
 from h2o_flexgen.helm import MODELS, Client
-
-if TYPE_CHECKING:
-    from h2o_flexgen.gathering import Gathering
 
 IN_MEMORY: dict[str, Any] = {"percent": (0, 100, 0, 100, 0, 100), "gpu_batch_size": 4, "num_gpu_batches": 1}
 ENGINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", **IN_MEMORY}
@@ -69,10 +66,6 @@ def asked(prompt: str, **options: Any) -> Request:
 
 def greedy(prompt: str, **options: Any) -> Request:
     return asked(prompt, temperature=0.0, **options)
-
-
-def gathering_of(client: Client) -> Gathering:
-    return client._model.gathering
 
 
 def hold_together(result: RequestResult) -> None:
@@ -229,7 +222,7 @@ def test_what_is_cached_is_not_computed_again_and_other_settings_are_other_answe
     elsewhere = make(cache, gpu_batch_size=2, gather=0)  # says the same
     again = elsewhere.make_request(greedy("The quick"))
     assert (first.cached, again.cached) == (False, True) and first.completions == again.completions
-    assert gathering_of(elsewhere)._thread is None
+    assert elsewhere._model.desks._thread is None
     for options, request in (
         ({"kv_policy": "h2o", "kv_budget": 0.5}, greedy("The quick")),
         ({"kv_codec": "group4"}, greedy("The quick")),

@@ -50,7 +50,7 @@ ROOMS = {
 ROOMS["engine"] += ("schedule", "text")
 ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
-FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm", "gathering")  # files above all rooms, the lowest first
+FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
 DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
 DOORS += ("serve.py",)
 HTTP = ("starlette", "uvicorn", "h11")
@@ -208,8 +208,17 @@ def test_jobs_know_of_the_engine_only_what_a_job_is(imported: Mapping[Path, set[
 def test_only_the_server_knows_what_it_listens_with(imported: Mapping[Path, set[str]]) -> None:
     places = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
     others = [path for path, place in places.items() if not place.startswith("serving/") and place != "cli/serve_work.py"]
-    assert importing(imported, others, *HTTP, f"{ROOT}.serving") == []
+    named = {name for path in others for name in imported[path] if below(name, *HTTP, f"{ROOT}.serving")}
+    assert [name for name in named if not below(name, f"{ROOT}.serving.desks")] == []
     assert importing(imported, files_in("serving"), *HTTP) != []
+
+
+def test_desks_need_nothing_that_the_server_listens_with(imported: Mapping[Path, set[str]]) -> None:
+    known, found = {module_name(path): path for path in FILES}, [f"{ROOT}.serving.desks"]
+    for name in found:  # which grows
+        found += sorted(imported[known[name]].intersection(known).difference(found))
+    assert f"{ROOT}.serving.desk" in found
+    assert importing(imported, [known[name] for name in found], *HTTP) == []
 
 
 def test_applications_are_built_on_by_nobody(imported: Mapping[Path, set[str]]) -> None:

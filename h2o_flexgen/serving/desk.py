@@ -1,9 +1,10 @@
-"""Desk: where requests are handed in, and the one thread that computes. It gathers requests, and runs a block until no request
-is left. If a block fails, the clients that lost something are told, and the thread goes on."""
+"""Desk: where requests are handed in, from any thread, and the one thread that computes. It gathers requests, and runs a block
+until no request is left. If a block fails, the clients that lost something are told, and the thread goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import TypeAlias
@@ -29,7 +30,7 @@ class Listener:
 
     on_piece: OnPiece | None  # None: only whole completions are wanted
     over: Callable[[Completion], object]
-    fail: Callable[[Problem], object]
+    fail: Callable[[Problem, BaseException | None], object]  # why, and what the computation has raised
 
 
 Prepared: TypeAlias = "tuple[Arrival, Listener]"
@@ -53,10 +54,11 @@ class Desk:
         counts: Counts,
         on_broken: Callable[[Exception], str],
         on_shrink: OnShrink | None = None,
+        in_turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`on_broken` hears why a block has failed, and returns what clients are told."""
+        """`on_broken` hears why a block has failed, and returns what clients are told. Blocks run in a context `in_turn`."""
         self._llm, self._arrivals, self._terms, self._counts = llm, arrivals, terms, counts
-        self._on_broken, self._on_shrink = on_broken, on_shrink
+        self._on_broken, self._on_shrink, self._in_turn = on_broken, on_shrink, in_turn
         self._lock = Lock()
         self._listeners: dict[Arrival, Listener] = {}
         self._is_closed = False
@@ -130,18 +132,21 @@ class Desk:
         for hear in self._hear_of_end:
             hear()
 
-    def hand_back(self) -> None:
-        """Ends all admitted requests, when nothing is computed any more."""
+    def hand_back(self, error: BaseException | None = None) -> None:
+        """Ends all admitted requests, when nothing is computed any more. `error`: the error that ended it, if there is one."""
         self.close()
-        self._tell(self._arrivals.abandon(), ending())
+        self._tell(self._arrivals.abandon(), ending(), error)
 
     # -- the thread that computes ------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Serves until the desk is closed and no request is left."""
-        while self._arrivals.gather(self._terms.gather_seconds):
+    def run(self, are_gathered: bool = False) -> None:
+        """Serves until the desk is closed and no request is left. `are_gathered`: the first block waits for no others."""
+        seconds = 0.0 if are_gathered else self._terms.gather_seconds
+        while self._arrivals.gather(seconds):
+            seconds = self._terms.gather_seconds
             try:
-                self._run_block()
+                with self._in_turn():
+                    self._run_block()
             except Exception as error:
                 self._survive(error)
             finally:
@@ -165,16 +170,16 @@ class Desk:
             said = without_number(said, cause.number)
             lost = [] if cause.row is None else self._arrivals.drop(cause.row)
         if lost:
-            self._tell(lost, broken_by_itself(said))
+            self._tell(lost, broken_by_itself(said), error)
         else:
-            self._tell(self._arrivals.break_off(), broken(said))
+            self._tell(self._arrivals.break_off(), broken(said), error)
 
-    def _tell(self, lost: Sequence[Arrival], problem: Problem) -> None:
+    def _tell(self, lost: Sequence[Arrival], problem: Problem, error: BaseException | None) -> None:
         listening = [(arrival, self._taken(arrival)) for arrival in lost]  # a client that hears of one gives up its others
         for arrival, listener in listening:
             if listener is not None:
                 self._counts.ended([LOST] * len(arrival.rows))
-                listener.fail(problem)
+                listener.fail(problem, error)
 
     def _taken(self, arrival: Arrival) -> Listener | None:
         with self._lock:

@@ -46,7 +46,9 @@ class Exchange:
 
     def listener(self, place: int, is_streamed: bool) -> Listener:
         on_piece = partial(self._piece, place) if is_streamed else None
-        return Listener(on_piece, lambda completion: self._put(Whole(place, completion)), self._put)
+        return Listener(
+            on_piece, lambda completion: self._put(Whole(place, completion)), lambda problem, error: self._put(problem)
+        )
 
     async def some(self) -> list[Told]:
         """Everything that was told since the last time, and at least something."""

@@ -533,7 +533,9 @@ def test_what_was_measured_in_other_sizes_does_not_count(tmp_path: Path) -> None
     assert Taken.kept_in(file, "of another").known == {} and Taken.kept_in(file, "of this kind").known == {(1, "a"): one}
 
 
-def test_a_damaged_profile_is_told_of_and_measured_anew(counted: list[str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_damaged_profile_is_told_of_and_measured_anew(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(others.Others, "disturbances", lambda self: ())  # other processes of this machine do not matter here
     machine, notes = profiled(Device(), tmp_path), []
     file = save_machine(machine.name, machine)

@@ -125,7 +125,7 @@ def asked_alone(llm: LLM) -> Request:
 
 
 def unheard() -> Listener:
-    return Listener(None, lambda completion: None, lambda problem: None)
+    return Listener(None, lambda completion: None, lambda problem, error: None)
 
 
 def test_a_body_for_which_there_can_be_no_room_is_refused_for_ever(llm: LLM) -> None:

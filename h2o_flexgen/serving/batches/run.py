@@ -111,7 +111,7 @@ class BatchRun:
         if params.seed is None:
             request = replace(request, params=replace(params, seed=self._seed))
         tell = partial(self._tell, place)
-        return self._service.desk.prepare(request, Listener(None, tell, tell))
+        return self._service.desk.prepare(request, Listener(None, tell, lambda problem, error: tell(problem)))
 
     # -- hearing what became of them -----------------------------------------------------------------------------------------
 
