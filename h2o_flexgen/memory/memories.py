@@ -1,4 +1,5 @@
-"""The machine's memory as a run's stores need it: Memories, opened once, and Rings, buffers that are used in turn as scheduled."""
+"""The machine's memory as a run's stores need it: Memories, opened once, and Rings, buffers that are used in the
+scheduled order."""
 
 from __future__ import annotations
 
