@@ -62,7 +62,7 @@ class Model:
     llm: LLM
     desks: Desks
     seed: int
-    identity: Mapping[str, object]  # what answers depend on, for keys of caches
+    identity: Mapping[str, object]  # the options on which answers depend, for keys of caches
     reading: Lock = field(default_factory=Lock)  # tokenizers change while they read
 
     @classmethod
@@ -103,8 +103,8 @@ class Model:
 
 
 class Models:
-    """The models of this process, each of which is opened once: HELM's threads make a client each when the first requests come,
-    and no client is ever closed. They take turns in memory, since runs of several models follow each other."""
+    """The models of this process, each of which is opened once: each of HELM's threads makes a client when the first requests
+    come, and no client is ever closed. Models take turns in memory, since runs of several models follow each other."""
 
     def __init__(self) -> None:
         self._opening = Lock()
@@ -121,7 +121,7 @@ class Models:
             return self._opened[key]
 
     def close(self) -> None:
-        """Closes all. They can be opened anew."""
+        """Closes all models. They can be opened again."""
         with self._opening:
             for model in self._opened.values():
                 model.close()
@@ -129,7 +129,7 @@ class Models:
             atexit.unregister(self.close)
 
 
-MODELS = Models()  # HELM makes clients by the name of their class, with nothing that they could share but this
+MODELS = Models()  # HELM makes clients by the name of their class, so that they can share nothing but this
 
 
 # -- requests --------------------------------------------------------------------------------------------------------------
@@ -137,11 +137,11 @@ MODELS = Models()  # HELM makes clients by the name of their class, with nothing
 
 @dataclass(frozen=True)
 class _Asked:
-    """What HELM asks, as the engine takes it."""
+    """A request of HELM, in the engine's form."""
 
     request: Request
-    first: int  # token of the prompt that belongs to its text: before it stand those that the tokenizer adds
-    copies: int  # of the one completion, where all would be alike
+    first: int  # the first token of the prompt's text, after those that the tokenizer adds
+    copies: int  # of the one completion, if all would be the same
     echoes: bool
 
     @property
@@ -151,18 +151,18 @@ class _Asked:
 
 
 class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not installed
-    """A client of HELM. What is wrong with a request is said in its result; an error of the engine is raised."""
+    """A client of HELM. A wrong request gets an error in its result; an error of the engine is raised."""
 
     def __init__(self, cache_config: CacheConfig, model_name: str = "", model: str = "", chat: bool = False, **options: Any):
         """`model` is a name on the hub, a folder or a GGUF file (default: `model_name`, HELM's name of it). `chat`: a prompt is
-        what a user says, and is written down by the model's chat template. `options` are those of Model.open and of LLM."""
+        a user's message, and is rendered by the model's chat template. `options` are those of Model.open and of LLM."""
         super().__init__(cache_config=cache_config)
         self._model = MODELS.open(model or model_name, options)
         self._chat = chat
 
     def make_request(self, request: helm_request.Request) -> helm_request.RequestResult:
         if request.embedding:
-            return _refused("this engine makes no embeddings; leave out embedding")
+            return _refused("this engine cannot make embeddings; leave out embedding")
         try:
             asked = self._read(request)
         except ValueError as error:
@@ -185,7 +185,7 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
     def _read(self, request: helm_request.Request) -> _Asked:
         for name in NOT_READ:
             if getattr(request, name) is not None:
-                raise ValueError(f"{name} is given, and this engine reads and writes texts alone; leave it out")
+                raise ValueError(f"{name} is given, but this engine reads and writes only texts; leave it out")
         prompt, first, stops = self._prompt(request)
         params = _params(request, (*request.stop_sequences, *stops))
         seed = _seed(self._model.seed, request.random, prompt)
@@ -193,7 +193,7 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
         return _Asked(read, first, request.num_completions // params.n, request.echo_prompt)
 
     def _prompt(self, request: helm_request.Request) -> tuple[Prompt, int, Sequence[str]]:
-        """The prompt, its first token that belongs to the text, and what ends an answer of a chat."""
+        """The prompt, the first token of its text, and the strings that end an answer of a chat."""
         if not (request.messages or self._chat):
             with self._model.reading:
                 return *read_text(self._model.llm.tokenizer, request.prompt), ()
@@ -205,14 +205,14 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
     def _answer(self, asked: _Asked) -> Response:
         try:
             completion = self._model.desks.ask(asked.request).result()
-        except ValueError as error:  # of the plan, say, which has too little memory: it would be as little in some seconds
+        except ValueError as error:  # e.g. of the plan, with too little memory: a retry would fail as well
             raise NonRetriableException(str(error)) from error
         return {"completions": _completions(self._model.llm.tokenizer, completion, asked)}
 
 
 def read_text(tokenizer: EngineTokenizer, text: str) -> tuple[Prompt, int]:
-    """The tokens of a prompt, and how many of them the tokenizer has put before its text. Where HELM begins a text with the
-    model's start token itself, it is not added once more."""
+    """The tokens of a prompt, and how many of them the tokenizer has put before its text. If HELM's text already begins with
+    the model's start token, it is not added again."""
     own = tokenizer.encode_more(text) if text else []
     whole_prompt = tokenizer.encode(text)
     added = whole_prompt[: len(whole_prompt) - len(own)]
@@ -224,8 +224,8 @@ def read_text(tokenizer: EngineTokenizer, text: str) -> tuple[Prompt, int]:
 
 
 def _params(request: helm_request.Request, stops: Sequence[str]) -> SamplingParams:
-    """How HELM wants a prompt to be continued. Its top_k_per_token says how many likely tokens a result lists, and results have
-    no place for them any more: all tokens are sampled from."""
+    """The sampling parameters that HELM asks for. Its top_k_per_token says how many likely tokens a result lists. Results have
+    no place for them any more, so it is not used: all tokens are sampled from."""
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -240,7 +240,7 @@ def _params(request: helm_request.Request, stops: Sequence[str]) -> SamplingPara
 
 
 def _seed(seed: int, random: str | None, prompt: Prompt) -> int:
-    """The seed of one request, whoever asks before it: another for every prompt, and for every `random` of HELM."""
+    """The seed of one request, whatever was asked before it: a different one for every prompt and every `random` of HELM."""
     named = json.dumps([seed, random, prompt.ids])
     return int.from_bytes(blake2b(named.encode(), digest_size=8).digest(), "big")
 
@@ -278,7 +278,7 @@ def _completion(
     assert output.logprobs is not None
     tokens, left = [*echoed], len(output.text)
     for text, step in zip(pieces_of(tokenizer, prompt, output.token_ids), output.logprobs):
-        if not left:  # a stop and what came with it belong to no text
+        if not left:  # a stop string, and tokens decoded with it, belong to no text
             break
         tokens.append((text[:left], step.chosen.logprob))
         left -= len(text[:left])
@@ -287,7 +287,7 @@ def _completion(
 
 
 def _logprob(step: StepLogprobs | None) -> float:
-    return 0.0 if step is None else step.chosen.logprob  # nothing foretells the first token
+    return 0.0 if step is None else step.chosen.logprob  # no logits predict the first token
 
 
 def _generated(completion: Response) -> helm_request.GeneratedOutput:
@@ -304,8 +304,8 @@ def _generated(completion: Response) -> helm_request.GeneratedOutput:
 
 
 class Tokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM is not installed
-    """The tokenizer of a model as HELM asks for one, to fit prompts into contexts: the engine's own, of whatever file. It takes
-    the arguments of the client, with which it shares the model."""
+    """The tokenizer of a model for HELM, which fits prompts into contexts with it. It is the engine's own, from any kind of
+    file. It takes the arguments of the client, and shares the model with it."""
 
     def __init__(self, cache_config: CacheConfig, model: str, **options: Any) -> None:
         super().__init__(cache_config=cache_config)
@@ -331,7 +331,7 @@ class Tokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM i
 
 
 def decode_all(tokenizer: EngineTokenizer, ids: Sequence[int]) -> str:
-    """Decodes tokens with special ones: HELM puts a model's start token before texts in this way."""
+    """Decodes tokens, special ones included: HELM puts a model's start token before texts in this way."""
     if isinstance(tokenizer, HfTokenizer):
         return str(tokenizer.of_transformers.decode(list(ids), clean_up_tokenization_spaces=False))
     return tokenizer.decode(ids)

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 
 
 class LLM(ModelUnderPlan):
-    """A model under a plan. `model` is a hub name or a local folder; with `dummy_weights` random ones take the place of files,
-    and every byte of a text is a token unless a `tokenizer` is named ("bytes", a hub name or a folder). With percent="auto" the
-    plan is found for the first prompts, and found anew for later ones that outgrow it; the machine is measured once for that.
-    Nothing large is loaded before the first `generate` or `converse`; `close`, or a `with`, gives all of it back."""
+    """A model under a plan. `model` is a hub name or a local folder. With `dummy_weights`, weights are random and no file is
+    read; then every byte of a text is a token unless a `tokenizer` is named ("bytes", a hub name or a folder). With
+    percent="auto" the plan is found for the first prompts, and again for later ones that do not fit it; the machine is measured
+    once for that. Nothing large is loaded before the first `generate` or `converse`; `close`, or a `with`, frees all of it."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class LLM(ModelUnderPlan):
         on_stage: OnStage | None = None,
         **plan_options: object,
     ) -> None:
-        """`threads` compute on the CPU, for the whole process (default: as torch has them). `trace`: the trace of a run on a
-        GPU has every task; otherwise it has those of some steps, as asking a GPU for times is not free. `plan_options` are
-        what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may
-        also be the path of a file, or "own", the file beside the model."""
+        """`threads` compute on the CPU, for the whole process (default: torch's number). `trace`: the trace of a run on a GPU
+        has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
+        Plan.create: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
+        the path of a file, or "own", the file beside the model."""
         names = name_of("model", model), name_of("tokenizer", tokenizer)
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), names[0])
         asked = asked if overlap else asked.without_overlap()
@@ -119,9 +119,9 @@ class LLM(ModelUnderPlan):
         planned: WorkloadPlan | None = None,
         numbers: Sequence[int] | None = None,
     ) -> Prepared:
-        """Prepares what `generate` also takes in place of prompts: tokenized, under a plan and found to fit. `streamed`:
-        `on_token` will get their texts. `planned`: their workload, if `check` has planned it already. `numbers`: the numbers
-        of prompts that are some of an input's, which completions bear and random draws go by."""
+        """Prepares prompts for `generate`: tokenized, planned and found to fit. `streamed`: `on_token` will get their texts.
+        `planned`: their workload, if `check` has planned it already. `numbers`: the prompts' numbers, if they are part of a
+        larger input; completions have these numbers, and random draws depend on them."""
         rows = self._row_maker.rows(read_prompts(prompts, self.tokenizer), sampling_params, streamed, None, numbers)
         return self._prepared(rows, on_stage, planned)
 
@@ -147,10 +147,10 @@ class LLM(ModelUnderPlan):
         prompts are a list, an array or an iterator of these, or what `prepare` returned. `on_token` gets every token as it
         comes; rows of one block take turns. `on_completion` gets the completion of a prompt when it ends. `use_tqdm`
         shows on stderr how many prompts are done, or on a bar made by a function like tqdm. If memory runs out in spite of the
-        plan, the rest goes on in smaller blocks, which `on_shrink` hears of (without it a warning is given); unless it
-        `may_shrink`, that is an error. `forced` gives the first tokens of each row, which are not picked; they count in
-        max_tokens, and none of them ends the row. `on_logits` gets the logits of every token, in fp32 and in host memory, valid
-        until it returns. If prompts have several completions (n), each is a row: listeners get its place among all rows."""
+        plan, the rest goes on in smaller blocks. This calls `on_shrink`, or else gives a warning; without `may_shrink` it is an
+        error. `forced` gives the first tokens of each row, which are not picked; they count in max_tokens, and none of them
+        ends the row. `on_logits` gets the logits of every token, in fp32 and in host memory, valid until it returns. If
+        prompts have several completions (n), each is a row: listeners get its place among all rows."""
         refuse_unknown("argument", unknown, arguments_of(LLM.generate), ARGUMENTS)
         if isinstance(prompts, Prepared):
             prepared = prompts.for_use_under(self.plan, sampling_params, forced)
@@ -186,9 +186,9 @@ class LLM(ModelUnderPlan):
     ) -> Iterator[Completion]:
         """Yields completions as they finish, each with the index of its request. Rows come and go: where one ends, the next
         takes its seat in the running block, and its prompt is read in the same pass over the weights as the others' next
-        tokens. What a row may keep of its text depends on its own prompt and max_tokens, so no completion depends on who ran
-        beside it. `requests` are Requests, or prompts, or a Job, which reads texts when their turn comes. `on_tick` hears of
-        every pass over the weights. Whoever wants no more closes the iterator: then all is given back."""
+        tokens. What a row may keep of its text depends on its own prompt and max_tokens, so no completion depends on the rows
+        beside it. `requests` are Requests, or prompts, or a Job, which reads texts when their turn comes. `on_tick` is called
+        after every pass over the weights. A caller may close the iterator early: then all memory is freed."""
         job = job_of(requests, self._row_maker)
         if not job.sizes:
             return
@@ -210,9 +210,9 @@ class LLM(ModelUnderPlan):
         on_stage: OnStage | None = None,
     ) -> Arrivals:
         """Plans the seats of a block for requests that are not known yet, with prompts of `prompt_len` tokens and completions
-        of `gen_len` at most. `rows`: who has a seat at once, if a plan is to be found for them (default: as the plan says).
-        `prefix_room`: the tokens that are kept of what requests begin with alike, which is computed once for all of them
-        (default: as many as are of use and fit beside the seats, but nothing where answers would depend on who else asks)."""
+        of `gen_len` at most. `rows`: the number of seats, if a plan is to be found for them (default: the plan's own).
+        `prefix_room`: the tokens kept of common beginnings of requests, which are computed once for all of them (default: as
+        many as are useful and fit beside the seats, but none where answers would depend on other requests)."""
         rows = (self.plan.block_size if rows is None else rows) * ROWS_PER_SEAT
         arriving = partial(Workload.arriving, Need(prompt_len, gen_len), rows)
         if (auto := self._auto) is not None:
@@ -235,8 +235,8 @@ class LLM(ModelUnderPlan):
         on_tick: OnTick | None = None,
         on_shrink: OnShrink | None = None,
     ) -> Iterator[Arrival]:
-        """Runs a block for all who wait and for whoever comes meanwhile, until nobody is left. Yields requests as they are
-        over. Each row says what it says alone, as in `generate_stream`."""
+        """Runs a block for all requests that wait, and for those that come meanwhile, until none is left. Yields requests as
+        they end. The tokens of each row are those that it has alone, as in `generate_stream`."""
         planned, ticker = arrivals.planned, Ticker(on_tick)
         picker = Picker(Sampler(seed), arrivals.on_token, None, planned.scored_at_once)
         running = Running(self._ready(on_stage), picker, on_shrink=on_shrink, ticker=ticker)
@@ -250,7 +250,7 @@ class LLM(ModelUnderPlan):
         return self._planned_stream(job, streamed=False, on_stage=None)[1]
 
     def _planned_stream(self, job: Job, streamed: bool, on_stage: OnStage | None) -> tuple[Stream, WorkloadPlan]:
-        """The job as it fits: prefixes that do not are not shared, the longest first, unless answers would depend on that."""
+        """The job as it fits. Prefixes without room are not shared, the longest first, unless answers would depend on that."""
         stream = Stream(job, self._row_maker, streamed)
         planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
         all_shared = stream.longest_shared
@@ -295,9 +295,9 @@ class LLM(ModelUnderPlan):
         on_completion: OnCompletion | None = None,
         **unknown: object,
     ) -> list[Completion]:
-        """Answers a chat, which is a list of {"role": ..., "content": ...}, or each of a list of chats. They are written down
-        by the model's chat template; without one, as a script of User: and Assistant: (`style` names the one or the other, or
-        "plain"). Each call computes everything anew: `converse` keeps what was said."""
+        """Answers a chat, which is a list of {"role": ..., "content": ...}, or each of a list of chats. They are rendered by
+        the model's chat template; without one, as a script of User: and Assistant: (`style` chooses one of these, or "plain").
+        Each call computes the whole chat again: `converse` keeps its cache."""
         refuse_unknown("argument", unknown, arguments_of(LLM.chat), ARGUMENTS)
         written = choose_style(style, self.tokenizer)
         prompts = [written.whole(chat) for chat in read_chats(messages)]
@@ -316,7 +316,7 @@ class LLM(ModelUnderPlan):
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
     ) -> list[Scored]:
-        """Scores how likely each continuation is behind its context, in the order of the pairs, which are texts or token ids.
+        """Scores how likely each continuation is after its context, in the order of the pairs, which are texts or token ids.
         `by` is "prefill": in one pass, which is refused if the cache evicts or rounds; "decode": token by token, through the
         cache; None: prefill where it is allowed, otherwise decode. `on_token` gets every scored token."""
         by = way_of(self.plan, by)
@@ -337,8 +337,8 @@ class LLM(ModelUnderPlan):
         return [scored_of(row.completion()) for row in rows] if scorer is None else scorer.in_order
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
-        """Opens a text that goes on turn by turn, with a KV cache that lives on. It may grow to `context` tokens (default: the
-        model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
+        """Opens a text that continues turn by turn, and keeps its KV cache. It may grow to `context` tokens (default: the
+        model's positions); with rolling positions it has no limit. Until it is closed nothing else can be generated."""
         if self._auto is not None and not self._auto.found_for:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
         extent = Extent.of(self.spec, self.plan, context)

@@ -1,4 +1,4 @@
-"""LmEvalModel: an LLM under a plan, as lm-evaluation-harness asks for one. Texts become tokens exactly as in the harness's own
+"""LmEvalModel: an LLM under a plan as a model of lm-evaluation-harness. Texts become tokens exactly as in the harness's own
 `hf`."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Pair: TypeAlias = "tuple[tuple[str, str] | None, list[int], list[int]]"  # the texts (None: a window of one), and their tokens
 Messages: TypeAlias = "list[dict[str, str]]"
 
-MAX_GEN_TOKS = 256  # where a task does not say: as in `hf`
+MAX_GEN_TOKS = 256  # if a task gives none: as in `hf`
 NOT_FOR_EVALUATION = ("model", "plan", "on_stage", "dummy_weights", "plan_options")
 SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 WITHOUT_EFFECT: Mapping[str, object] = {"do_sample": None, "num_beams": 1, "num_return_sequences": 1, "use_cache": True}
@@ -59,7 +59,7 @@ class _Asked:
 
 
 class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is installed, and unknown where it is not
-    """A model of the harness. It scores in one pass if the cache keeps everything, otherwise token by token through it."""
+    """A model of the harness. It scores in one pass if the cache keeps everything, otherwise token by token with the cache."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without context."""
+        """The token that is put before a text without context."""
         for token in (self._prefix, self.tokenizer.bos_token_id, self.eot_token_id):
             if token is not None:
                 return int(token)
@@ -133,7 +133,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
     # -- texts and tokens ------------------------------------------------------------------------------------------------
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: object) -> list[int]:
-        """Encodes a text with the tokenizer's own start token, unless the text has it already or somebody decides otherwise."""
+        """Encodes a text with the tokenizer's own start token, unless the text has it already or the caller chose otherwise."""
         special = self._add_bos if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self._written(self.prefix_token_id)):
             special = False
@@ -144,7 +144,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
-        """Renders the text that `hf` makes, with bounded work. Without a generation prompt the last message goes on."""
+        """Renders the text that `hf` makes, with bounded work. Without a generation prompt the last message is continued."""
         rendered = render if add_generation_prompt else render_unfinished
 
         def attempt(messages: Messages) -> str:
@@ -154,7 +154,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
             try:
                 return attempt(chat_history)
             except TemplateError:
-                log.warning("the chat template refuses these messages; they are tried without those of the system")
+                log.warning("the chat template refuses these messages; trying again without the system messages")
                 return attempt([message for message in chat_history if message["role"] != "system"])
         except Exception as error:  # a template may raise anything
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -176,7 +176,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return answers
 
     def _cut(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
-        """Cuts the beginning off texts that are too long. The last token is scored, but no layer ever sees it."""
+        """Cuts the beginning off texts that are too long. The last token is scored, but is no input of the model."""
         longest = max((len(after) for _, after in pairs), default=0)
         if longest > self.max_length:
             raise ValueError(f"a continuation has {longest} tokens, but max_length is {self.max_length}; it cannot be scored")
@@ -205,7 +205,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
     # -- generation ------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generates. Rows that may grow to one length are a workload: a budget may be a share of that length."""
+        """Generates. Rows of one maximum length are a workload, as a budget may be a share of that length."""
         asked = [self._asked(*request.args) for request in requests]
         room = [self.max_length - one.max_tokens for one in asked]
         self._warn_of_cuts(sum(len(one.context) > kept for one, kept in zip(asked, room)), len(asked))
@@ -239,16 +239,16 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         for name, value in options.items():
             if name not in WITHOUT_EFFECT or WITHOUT_EFFECT[name] not in (None, value):
                 raise ValueError(
-                    f"generation option {name} is {value!r}, which this engine cannot do; it takes {', '.join(SAMPLED_BY)}"
+                    f"generation option {name} is {value!r}, which is not supported; known are {', '.join(SAMPLED_BY)}"
                 )
         found = (self._special(text) for text in until)
-        special = [token for token in found if token is not None and token < self.llm.spec.vocab]  # others never come
+        special = [token for token in found if token is not None and token < self.llm.spec.vocab]  # others cannot be generated
         texts = tuple(text for text in until if self._special(text) is None)
         params = SamplingParams(max_tokens=max_tokens, stop=texts, stop_token_ids=special, **sampled)
         return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, max_tokens, until)
 
     def _special(self, text: str) -> int | None:
-        """The token of a stop that is no text and so never appears in one."""
+        """The token of a stop string that is a special token, and so never appears in a text."""
         token = self.tokenizer.convert_tokens_to_ids(text)
         return token if token in self.tokenizer.all_special_ids and text in self.tokenizer.all_special_tokens else None
 
@@ -256,7 +256,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
 def _engine_options(
     options: Mapping[str, object], batch_size: int | str | None, max_batch_size: int | None
 ) -> dict[str, object]:
-    """The options as LLM takes them."""
+    """The options of the harness as arguments of LLM."""
     own = [name for name in signature(LmEvalModel).parameters if name != "options"]
     taken = [name for name in (*signature(LLM).parameters, *Plan.option_names()) if name not in NOT_FOR_EVALUATION]
     for name in options:
@@ -281,7 +281,7 @@ def _percent(text: str) -> list[float]:
 
 
 def _batch_size(of_plan: object, of_harness: int | str | None, largest: int | None) -> int | None:
-    """None stands for the plan's own. The harness says 1 where nobody has said anything."""
+    """None means the plan's own. The harness gives 1 if the user has chosen nothing."""
     leaves_it_open = of_harness is None or str(of_harness).startswith(AUTO)
     if of_plan is not None:
         if not leaves_it_open and str(of_harness) not in ("1", str(of_plan)):

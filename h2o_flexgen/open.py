@@ -1,5 +1,5 @@
-"""OpenedModel: what a model's config and files say of it, read once. Its shapes, its functions and the source of its weights
-follow from that under any plan."""
+"""OpenedModel: a model's config and files, read once. Its shapes, its functions and the source of its weights follow from them
+under any plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OpenedModel:
 
     @classmethod
     def of(cls, name: str, dummy_weights: bool, dtype: str, site: Site, stages: Stages = SILENT) -> OpenedModel:
-        """Opens a folder, or a name on the hub. Its .bin files are converted, which is announced."""
+        """Opens a folder, or a name on the hub. Its .bin files are converted, and `stages` reports that."""
         if dummy_weights:
             folder, checkpoint, stored = None, None, None
             config = known_config(name) or load_config(name)
@@ -68,13 +68,13 @@ class OpenedModel:
     def model(self, plan: Plan) -> Model:
         """The model's layers as functions, with their shapes."""
         model = create_model(self.config, self.dtype, plan.sep_layer, self.name)
-        if not plan.policy.keeps_all and all(model.spec.windows):  # otherwise there were no layer for the policy
+        if not plan.policy.keeps_all and all(model.spec.windows):  # otherwise the policy would have no layer to work on
             model.spec = model.spec.within_windows()
         if plan.attend_on == HOST:
             model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:
             self.checkpoint.require(model.spec.tensors)
-            self.checkpoint.locate(model.spec.tensors.values())  # with shapes of the file, rows are whole blocks of their form
+            self.checkpoint.locate(model.spec.tensors.values())  # in the file's shapes, rows are whole blocks of their format
             model.spec = model.spec.map_tensors(self._as_stored)
             _refuse_tables(model.spec, self.checkpoint)
         elif quantisation := _quantisation(self.config):
@@ -103,7 +103,7 @@ class OpenedModel:
 
 
 def _refuse_quantised(quantisation: Quantisation | None) -> None:
-    """Random weights have few of the forms of checkpoints, and figures of others would mislead."""
+    """Refuses formats that random weights do not have: measurements with other formats would mislead."""
     if quantisation is not None and quantisation.method != MXFP4:
         advice = "give its weights, or a config without quantization_config"
         raise ValueError(f"the model is quantised ({quantisation.method}), and random weights are not; {advice}")
@@ -114,7 +114,7 @@ def _quantisation(config: Config) -> Quantisation | None:
 
 
 def _in_random_forms(spec: ModelSpec, quantisation: Quantisation) -> ModelSpec:
-    """The model with its matrices in the forms that they would have in files, but for tables of tokens."""
+    """The model with its matrices, except tables of tokens, in the formats that they would have in files."""
     tables = {name for layer in spec.layers for name in (layer.token_table, layer.logit_matrix) if name is not None}
     own = {tensor.name for layer in spec.layers for name, tensor in layer.tensors if name in tables}
     found = {matrix.name: random_form(quantisation, matrix) for layer in spec.layers for matrix in layer.matrices}
@@ -131,12 +131,12 @@ def _method(config: Config) -> str:
 
 
 def _refuse_tables(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Refuses tables of tokens in forms that have no rows of their own to look up."""
+    """Refuses tables of tokens in formats that do not store rows separately."""
     for layer in spec.layers:
         table = layer.packed_tensor(layer.token_table)
         if table is not None and not can_be_parted(table.codec):
             problem = f"the table of tokens {table.name} in {checkpoint.place} is quantised ({table.codec})"
-            raise ValueError(f"{problem}, and rows of such a form cannot be looked up; give a checkpoint whose table is plain")
+            raise ValueError(f"{problem}, and this format stores no separate rows; give a checkpoint with an unpacked table")
 
 
 class Mending:
@@ -147,7 +147,7 @@ class Mending:
         self._mended: set[Path] = set()
 
     def discard(self, damaged: Damaged) -> None:
-        """Removes a damaged copy; an error if it is damaged for the second time. If another process has removed it, the next
+        """Removes a damaged copy; a second damage of the same copy is an error. If another process has removed it, the next
         opening uses that process's new copy, or makes one."""
         if damaged.copy.path in self._mended and damaged.copy.is_still_there:
             advice = "it was made again just now: is the disk sound? Set XDG_CACHE_HOME to a folder on another"

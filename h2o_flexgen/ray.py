@@ -38,10 +38,10 @@ Columns: TypeAlias = "dict[str, np.ndarray]"
 
 
 class Engine:
-    """Answers batches of rows. A row has a `prompt` (a text or token ids) or `messages` (a chat); beside it may stand
-    `sampling_params`, a dict of what this row asks otherwise than all, and `index`, the row's number in the whole input, by
-    which it draws. All columns are handed on, with those of the answers beside them. What is wrong with a row stands in its
-    `error`, which is empty for all others."""
+    """Answers batches of rows. A row has a `prompt` (a text or token ids) or `messages` (a chat). It may have
+    `sampling_params`, a dict of parameters that differ from the usual ones, and `index`, the row's number in the whole input,
+    which seeds its random draws. All columns are passed on, with those of the answers beside them. A wrong row has the reason
+    in `error`, which is empty for all others."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Engine:
         **options: object,
     ) -> None:
         """`options` are those of LLM. Without a plan or percent among them, a plan is found for the first batch, on this
-        actor's machine; without cpu_mem it may hold the share of the machine's memory that Ray has given to the actor."""
+        actor's machine. Without cpu_mem, the actor may use the share of the machine's memory that Ray has given to it."""
         self._params = _params(SamplingParams(), sampling_params)
         self._seed = seed
         given = {} if options.keys() & {"plan", "percent"} else {"percent": AUTO}
@@ -76,7 +76,7 @@ class Engine:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _asked(self, rows: Sequence[Mapping[str, object]]) -> list[Request | str]:
-        """The request of each row, or what is wrong with it."""
+        """The request of each row, or the reason why the row is wrong."""
         known: Counter[int] = Counter()
         asked: list[Request | str] = []
         for row in rows:
@@ -101,7 +101,7 @@ class Engine:
         return Request(prompt, params, _index(row, prompt, known))
 
     def _check(self, request: Request) -> None:
-        """Refuses what cannot be run, and what a row has no place for."""
+        """Refuses requests that cannot be run, and options for which rows have no columns."""
         assert request.index is not None and request.params is not None, "both were given"
         asked = request.params
         if asked.n != 1:
@@ -110,7 +110,7 @@ class Engine:
             raise ValueError("logprobs have no column; leave them out, or ask LLM for them")
         try:
             RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer).size(request.index, request)
-        except ValueError as error:  # numbers that were made up say nothing to anybody
+        except ValueError as error:  # a number that was made up means nothing to the user
             raise ValueError(without_number(str(error), request.index)) from error
 
 
@@ -118,7 +118,7 @@ class Engine:
 
 
 def _params(usual: SamplingParams, given: object) -> SamplingParams:
-    """The usual parameters, with what is given in their place. Rows whose neighbours give more have None there."""
+    """The usual parameters, replaced by those that are given. A row has None where only other rows give a parameter."""
     if given is None or isinstance(given, SamplingParams):
         return usual if given is None else given
     if not isinstance(given, Mapping):
@@ -134,12 +134,12 @@ def _prompt(row: Mapping[str, object]) -> object:
 
 
 def _plain(value: object) -> object:
-    """A value of an array as Python has it."""
+    """A value of an array as a plain Python value."""
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def _index(row: Mapping[str, object], prompt: Prompt, known: Counter[int]) -> int:
-    """The row's number. Without one it is made of the prompt, so that a row draws the same wherever it runs."""
+    """The row's number. Without one it is derived from the prompt, so that a row draws the same wherever it runs."""
     given = _plain(row.get(INDEX))
     if given is None:
         digest = blake2b(np.array(prompt.ids, np.int64).tobytes(), digest_size=7).digest()
@@ -150,16 +150,16 @@ def _index(row: Mapping[str, object], prompt: Prompt, known: Counter[int]) -> in
         raise ValueError(f"{INDEX} is {shown(given)}; it is the row's number in the whole input, from 0")
     known[given] += 1
     if known[given] > 1:
-        raise ValueError(f"{INDEX} is {given}, as of a row before; give each row a number of its own")
+        raise ValueError(f"{INDEX} is {given}, which an earlier row has; give each row a number of its own")
     return given
 
 
-# -- what it is answered ---------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """The columns beside those of a row."""
+    """The columns that are added to those of a row."""
 
     generated_text: str = ""
     generated_tokens: tuple[int, ...] = ()
@@ -193,8 +193,8 @@ def _columns(answers: Sequence[_Answer]) -> Columns:
 
 
 def memory_of_actor() -> int | None:
-    """The host memory that Ray has given to this actor: what was asked for it by name, or else the share that its cores or
-    accelerators are of its machine's. None outside of actors."""
+    """The host memory that Ray has given to this actor: the amount requested for it, or else the share that its cores or
+    accelerators have of its machine's. None outside of actors."""
     if not ray.is_initialized() or (context := ray.get_runtime_context()).get_actor_id() is None:
         return None
     given = context.get_assigned_resources()

@@ -1,4 +1,4 @@
-"""ModelUnderPlan: an open model under a plan, what it may hold, and its engine, once its weights are loaded."""
+"""ModelUnderPlan: an open model under a plan, its memory budgets, and its engine, once its weights are loaded."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ModelUnderPlan:
         self.requested, self.plan = plan, folded
 
     def _open_others(self, devices: int) -> list[Device]:
-        """The devices of a pipeline behind the first."""
+        """The devices of a pipeline after the first."""
         if devices == 1:
             return []
         asked = f"a pipeline of {devices} devices was asked for"
@@ -105,7 +105,7 @@ class ModelUnderPlan:
         """Replaces the plan, e.g. by one that was found for this model."""
         self._refuse_closed()
         if self._engine is not None:
-            raise ValueError(f"weights of {self.name} lie where the plan before wants them; make a new LLM for another plan")
+            raise ValueError(f"weights of {self.name} are already loaded under another plan; make a new LLM for this one")
         self._take(plan)
         self.source.close()
         self._put_under_plan()
@@ -127,7 +127,7 @@ class ModelUnderPlan:
                 raise
 
     def weigh(self) -> None:
-        """Measures again what the process holds beside what the plan counts."""
+        """Measures again the bytes that the process holds besides those that the plan counts."""
         if self._memories is None:
             self.budgets = weighed_anew(self.budgets)
 
@@ -174,9 +174,9 @@ class ModelUnderPlan:
                 return
 
     def _put_under_plan(self) -> None:
-        self.model = self._opened.model(self.plan)  # its layers as functions, for others that run them
+        self.model = self._opened.model(self.plan)  # its layers as functions, for other code that runs them
         self.source = self._opened.source(self.plan, self.offload_folder, self._stages)  # where its weights come from
-        if any(self.spec.windows):  # what lies before a window is nobody's, so that nothing is shared of it
+        if any(self.spec.windows):  # rows do not keep tokens before a window, so that no prefix is shared
             self.plan = replace(self.plan, shared_prefixes=False)
         check_rolling(self.spec, self.plan)
         if self.plan.head_budgets is not None:
@@ -190,7 +190,7 @@ class ModelUnderPlan:
 
     @property
     def opened(self) -> OpenedModel:
-        """What the model's config and files say."""
+        """The contents of the model's config and files."""
         return self._opened
 
     @property
@@ -208,11 +208,11 @@ class ModelUnderPlan:
         return self._engine.weight_files if self._engine is not None else ()
 
     def load(self, on_stage: OnStage | None = None) -> None:
-        """Loads the weights now, which the first generation would do otherwise."""
+        """Loads the weights now instead of at the first generation."""
         self._ready(on_stage)
 
     def load_shared(self, shared: SharedWeights, on_stage: OnStage | None = None) -> Engine:
-        """Loads the weights, those of host memory into what several processes share."""
+        """Loads the weights, those in host memory into a file that several processes share."""
         self._shared = shared
         return self._ready(on_stage)
 
@@ -240,7 +240,7 @@ class ModelUnderPlan:
         return self._engine
 
     def _new_engine(self) -> Engine:
-        """A new engine whose weights are loaded, and checked if they lie in a copy."""
+        """A new engine with its weights loaded, and checked if they lie in a copy."""
         shared, source = self._shared, self.source
         if shared is not None and shared.take is not None:
             source = HandedSource(source, shared.take)
@@ -253,14 +253,14 @@ class ModelUnderPlan:
             raise
 
     def peaks(self) -> Peaks:
-        """The most that was held since the weights were loaded; of the host what the process has ever held."""
+        """The most bytes held since the weights were loaded; for the host, the most that the process has ever held."""
         assert self._memories is not None
         disk = self._memories.disk.meter.peak_bytes
         if self.dummy_weights:
             disk += sum(file.stat().st_size for file in self.weight_files)
         device, host = max(device.peak_bytes() for device in (self.device, *self.others)), peak_resident_bytes()
         over = self.budgets.exceeded_by({DEVICE: device, HOST: host, DISK: disk})
-        if host <= self._held_before:  # the caller's own, from before this model was opened
+        if host <= self._held_before:  # the peak is from before this model was opened
             over[HOST] = 0
         return Peaks({DEVICE: device, HOST: host, DISK: disk}, over)
 
@@ -276,7 +276,7 @@ class ModelUnderPlan:
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def unload(self) -> None:
-        """Gives all memory back. The next generation loads everything again."""
+        """Frees all memory. The next generation loads everything again."""
         refuse_forked(self._process, f"this LLM of {self.name}")
         if self._conversation is not None:
             self._conversation.close()
@@ -287,8 +287,8 @@ class ModelUnderPlan:
         give_back_freed()
 
     def close(self) -> None:
-        """Ends the disk threads, closes files and removes what was written. The object can no longer generate. In a forked
-        process nothing is done: everything belongs to the parent."""
+        """Ends the disk threads, closes files and removes written ones. The object can no longer generate. In a forked process
+        this does nothing: everything belongs to the parent."""
         self._closed = True
         if self._process != os.getpid():
             return

@@ -263,7 +263,7 @@ def test_requests_with_options_of_their_own_come_back_in_their_order(models: dic
         assert texts[1] == texts[5] and texts[5].startswith(texts[2]) and len(texts[2]) < len(texts[5])
         assert texts[0] != texts[3], "rows with one set of options are drawn each for itself"
         assert texts[4] == texts[1].split("x")[0]
-        with pytest.raises(ValueError, match=r"num_beams is 4, which this engine cannot do; it takes temperature, top_k"):
+        with pytest.raises(ValueError, match=r"num_beams is 4, which is not supported; known are temperature, top_k"):
             model.generate_until(ask({**greedy, "num_beams": 4}))
         with pytest.raises(ValueError, match="temperature is -1"):
             model.generate_until(ask({**sampled, "temperature": -1.0}))

@@ -136,7 +136,7 @@ def test_who_comes_with_another_plan_is_told(checkpoints: Checkpoints, offload: 
         heard = []
         while not heard or not isinstance(heard[-1], Failed):
             heard.append(mine.recv())
-        assert "have 4096 bytes, but this one's plan has" in str(heard[-1].line)
+        assert "have 4096 bytes, but this process's plan has" in str(heard[-1].line)
 
 
 # -- what processes say ----------------------------------------------------------------------------------------------------

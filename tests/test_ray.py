@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_row_is_said_in_it(engine: Engine) -> None:
         "",
         "the prompt is empty",
         "did you mean temperature",
-        "as of a row before",
+        "which an earlier row has",
         "n is 2",
         "neither prompt nor messages",
     ]

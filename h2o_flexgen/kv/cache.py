@@ -1,8 +1,8 @@
 """KVCache: the slots of one (layer, batch): append, attend, evict, and drop finished rows.
 
-The slots are an image (2, rows, kv_heads, slots, width), wherever it lies during computation; a coding says how a head's values
-are stored in it. A policy that evicts has scores beside it. Slots are moved in their stored form, since encoding them again
-would lose a little each time.
+The slots are an image (2, rows, kv_heads, slots, width), in whatever memory it lies during computation; a coding says how a
+head's values are stored in it. A policy that evicts has scores beside it. Slots are moved in their stored form, since encoding
+them again would lose a little each time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from h2o_flexgen.quant.codec import PLAIN
 
 class Asked(NamedTuple):
     """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; what
-    the queries have beside the keys of their rows; and what the tokens are worth, (rows, kv_heads) in fp32."""
+    the queries attend besides the keys of their rows; and the worth of the tokens, (rows, kv_heads) in fp32."""
 
     q: Tensor
     k: Tensor
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 class Living(NamedTuple):
-    """Views of the rows that are alive, which stand in front."""
+    """Views of the living rows, which come first."""
 
     image: Tensor  # (2, rows, kv_heads, slots, width)
     keys: Tensor  # (rows, kv_heads, slots, width)
@@ -52,7 +52,8 @@ class Living(NamedTuple):
 
 
 class _Old(NamedTuple):
-    """What a pass of several tokens finds, oldest first, as it is kept and as it is computed with; keys may be unrotated."""
+    """The tokens held before a pass of several tokens, oldest first, as stored and as computed with. Stored keys may be
+    unrotated."""
 
     kept_k: Tensor  # (rows, kv_heads, held, width)
     kept_v: Tensor
@@ -70,20 +71,20 @@ class KVCache:
         judge: Judge | None = None,
         cap: float | None = None,
     ) -> None:
-        """`cap`: scores of attention come near it and no further."""
+        """`cap`: the soft limit of attention scores."""
         self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
         self._scores = scores
         self._cap = cap
-        self._judge = judge  # where the policy asks what tokens are worth
+        self._judge = judge  # if the policy uses the worth of tokens
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
-        self._living: tuple[int, Living] | None = None  # of so many rows
-        self._reading: Reading | None = None  # a prompt of which some pieces are computed
+        self._living: tuple[int, Living] | None = None  # of this many rows
+        self._reading: Reading | None = None  # a prompt that is computed in pieces, until its last piece
 
     def attend(self, now: KVStep, tokens: NewTokens) -> Tensor:
-        """Appends the new keys and values, and attends to them and to everything held. One prompt may come in pieces, with a
+        """Appends the new keys and values, and attends to them and to all tokens held. One prompt may come in pieces, with a
         call for each."""
         return self._prefill(now, tokens) if now.is_prefill else self._decode(now, tokens)
 
@@ -111,8 +112,8 @@ class KVCache:
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
     def _prefill(self, now: KVStep, tokens: NewTokens) -> Tensor:
-        """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
-        Behind new tokens may stand their echo, which is not kept."""
+        """Each query attends to all tokens held, oldest first, and to new tokens up to itself; then the budget is enforced. An
+        echo may follow the new tokens; it is not kept."""
         q, k, rotation = tokens.q, tokens.k, tokens.rotation
         if q.shape[1] < now.tokens:
             return self._read_piece(now, tokens)
@@ -131,10 +132,10 @@ class KVCache:
         return out
 
     def _read_piece(self, now: KVStep, tokens: NewTokens) -> Tensor:
-        """The same for the next tokens of one row's prompt; the budget is enforced behind the last of them."""
+        """The same for the next tokens of one row's prompt; the budget is enforced after the last of them."""
         (q, k, v), rotation, x = (tokens.q, tokens.k, tokens.v), tokens.rotation, tokens.x
         scores = self.living(1).scores
-        if self._reading is None or self._reading.now is not now:  # another one was broken off
+        if self._reading is None or self._reading.now is not now:  # the one before was interrupted
             seen_by_judge = x if self._judge is not None and self._judge.reads_input else None
             self._reading = Reading.of(now, k, self._rolls and rotation is not None, seen_by_judge)
             if (old := self._old(now, scores)) is not None:
@@ -160,7 +161,7 @@ class KVCache:
         return _Old(*kept, *map(self._coding.decode, kept))
 
     def _turned(self, now: KVStep, held_k: Tensor, rotation: Rotation | None) -> Tensor:
-        """Held keys (rows, kv_heads, held, head_dim) as they are attended."""
+        """Held keys (rows, kv_heads, held, head_dim), rotated for attention."""
         if not self._rolls or rotation is None:
             return held_k
         return _rolled(held_k, now.held_order.expand(held_k.shape[:3]), rotation)
@@ -168,7 +169,7 @@ class KVCache:
     def _enforce_budget(
         self, now: KVStep, scores: SlotScores | None, written: Written, old: _Old | None, got: Tensor | None
     ) -> None:
-        """Chooses what is kept of old and new tokens, of which each got so much, and stores it."""
+        """Chooses which of the old and new tokens are kept, by the attention that each got, and stores them."""
         kept_k, kept_v = (self._coding.encode(each.transpose(1, 2)) for each in (written.k, written.v))
         known, held = self._known(now, scores), None
         if old is not None:
@@ -182,7 +183,7 @@ class KVCache:
         self._store(now, chosen, kept_k, kept_v)
 
     def _asked_of_prompt(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor | None, str, int | None]:
-        """How much queries count in what tokens get, how that is gathered, and the tokens that each of them sees."""
+        """How much queries count in the attention that tokens get, how that is gathered, and the tokens that each sees."""
         if scores is None:
             return None, SUM, None
         return scores.weights(now), scores.policy.gathers, scores.policy.sees
@@ -190,14 +191,14 @@ class KVCache:
     def _outcome(
         self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What queries attend, and what each held and new token gets from those that count."""
+        """The outcome of attention, and the attention that each held and new token gets from the queries that count."""
         weights, gathers, window = self._asked_of_prompt(now, scores)
         if now.echo:
             return attend_with_echo(now, q, k, v, more, window, self._cap)
         return prompt_attention(q, k, v, now.counts, weights, more, gathers, window, self._cap)
 
     def _known(self, now: KVStep, scores: SlotScores | None) -> SlotScores | None:
-        """What is known of the tokens held, oldest first."""
+        """The scores of the tokens held, oldest first."""
         if scores is None or not now.slots.copies:
             return None if scores is None else scores.held(now)
         noted = {group: prefix._scores for group, prefix in self.prefixes.items() if prefix._scores is not None}
@@ -220,12 +221,12 @@ class KVCache:
         for half, new in zip(image, (k, v)):
             if now.held or now.evicts:
                 take_slots(new, chosen[..., first:].expand(len(new), -1, -1), half[:, :, first:kept])
-            else:  # every place stays
+            else:  # every token stays
                 half[:, :, :kept] = new
         if not now.held or now.slots.copies:
-            image[:, :, :, kept:] = 0  # masked, but 0 * NaN left by an earlier user would still be NaN
+            image[:, :, :, kept:] = 0  # masked, but 0 times a NaN left by an earlier user is still NaN
 
-    # -- what queries have beside the keys of their rows ------------------------------------------------------------------
+    # -- what queries attend besides the keys of their rows ---------------------------------------------------------------
 
     def _more(self, now: KVStep, q: Tensor, sink_scores: Tensor | None) -> More | None:
         more = self._attended_elsewhere(now, q)
@@ -234,7 +235,7 @@ class KVCache:
         return More.of_sink_scores(sink_scores, *q.shape[:2]) if more is None else more.with_sink_scores(sink_scores)
 
     def _attended_elsewhere(self, now: KVStep, q: Tensor) -> More | None:
-        """What queries (rows, tokens, heads, head_dim) get of the prefixes that their rows share."""
+        """What queries (rows, tokens, heads, head_dim) attend in the prefixes that their rows share."""
         if now.slots.copies or not now.groups:
             return None
         (rows, tokens, heads), dim = q.shape[:3], q.shape[3]
@@ -244,7 +245,7 @@ class KVCache:
         values = torch.zeros(rows, tokens, heads, dim, device=q.device)
         for prefix, own in now.groups:
             scores[own], made = self._of_prefix(prefix, q[own])
-            assert made is not None, "a text has values"
+            assert made is not None, "a prefix has values"
             values[own] = made
         return More(scores, values)
 
@@ -271,11 +272,11 @@ class KVCache:
         return self._attended(now, turned, self._more(now, turned, tokens.sink_scores), rotation)
 
     def _worth(self, now: KVStep, tokens: NewTokens) -> Tensor | None:
-        """What the newest tokens are worth. (rows, kv_heads), fp32"""
+        """The worth of the newest tokens. (rows, kv_heads), fp32"""
         return None if self._judge is None else self._judge.newest(Written(tokens.x, tokens.k, tokens.v, now.slots.new))
 
     def asked(self, now: KVStep, tokens: NewTokens) -> Asked:
-        """What a decode step asks of a cache that lies elsewhere: all that is done without its slots is done here."""
+        """What a decode step asks of a cache in other memory: all that needs no slots is computed here."""
         q, k, rotation = tokens.q, tokens.k, tokens.rotation
         if rotation is not None:
             q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
@@ -283,12 +284,12 @@ class KVCache:
         return Asked(q, k, tokens.v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
 
     def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
-        """The same step where the slots are: appends, attends, and has who must go go. (rows, 1, heads * head_dim)"""
+        """The same step in the memory with the slots: appends, attends and evicts. (rows, 1, heads * head_dim)"""
         self._append(now, asked.q, asked.k, asked.v, None, asked.worth)
         return self._attended(now, asked.q, asked.more, rotation)
 
     def _attended(self, now: KVStep, q: Tensor, more: More | None, rotation: Rotation | None) -> Tensor:
-        """Attends to all slots behind which the newest token was appended, with rotated queries; then evicts."""
+        """Attends to all slots, the appended newest token included, with rotated queries; then evicts."""
         rows, _, heads, head_dim = q.shape
         image, keys, values, scores, _ = self.living(rows)
         kv_heads = keys.shape[1]
@@ -308,7 +309,7 @@ class KVCache:
         return out.reshape(rows, 1, heads * head_dim)
 
     def _append(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, worth: Tensor | None) -> Tensor:
-        """Writes the newest token behind what each row holds, and returns the rotated query."""
+        """Writes the newest token after the slots that each row holds, and returns the rotated query."""
         turn = None if rotation is None else now.turn(rotation, q.dtype)
         if turn is not None and not self._coding.is_plain:  # keys are rotated before they are encoded
             q, k, turn = rotate(q, turn), rotate(k, turn), None

@@ -1,5 +1,5 @@
 """Coding: how the values of a slot are stored: in the dtype of computation, or as a codec's bytes. Each head's values of one
-token are encoded separately, so a slot can be rewritten alone."""
+token are encoded separately, so that a slot can be rewritten by itself."""
 
 from __future__ import annotations
 

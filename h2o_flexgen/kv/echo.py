@@ -1,7 +1,7 @@
-"""The echo of a prompt: its tokens once more behind it, which attend it and say how much each of its tokens is needed.
+"""The echo of a prompt: its tokens again after it. They attend to the prompt, and show how much each of its tokens is needed.
 
 Tokens of the echo are computed in the same pass as the prompt, layer by layer. They see what the prompt's tokens see, the
-prompt, and their own part of the echo up to themselves; nobody else sees them, and nothing of them is kept.
+prompt, and their own part of the echo up to themselves. No other tokens see them, and nothing of them is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from h2o_flexgen.kv.step import EchoPart, KVStep
 
 
 class _Given(NamedTuple):
-    """Tokens, and behind them their echo."""
+    """Tokens, followed by their echo."""
 
     q: Tensor  # (rows, heads, 2 * tokens, dim)
     k: Tensor  # (rows, kv_heads, held + 2 * tokens, dim)
@@ -31,9 +31,9 @@ class _Given(NamedTuple):
 def attend_with_echo(
     now: KVStep, q: Tensor, k: Tensor, v: Tensor, more: More | None, window: int | None = None, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of prompts and of the echo behind them, with the keys and values of what is held before both: q (rows, heads, 2
-    * tokens, dim), k and v (rows, kv_heads, held + 2 * tokens, dim) -> (rows, 2 * tokens, heads * dim), and the highest share
-    that any token of the echo gave to each held and new one, (rows, kv_heads, held + tokens) in fp32."""
+    """Attention of prompts and of the echo after them, with the keys and values of the tokens held before both: q (rows, heads,
+    2 * tokens, dim), k and v (rows, kv_heads, held + 2 * tokens, dim) -> (rows, 2 * tokens, heads * dim), and the highest share
+    of attention that a token of the echo gave to each held and new token, (rows, kv_heads, held + tokens) in fp32."""
     given, (rows, heads, both, dim) = _Given(q, k, v, more, window, cap), q.shape
     tokens, places = both // 2, k.shape[2] - both // 2
     out = q.new_empty(rows, both, heads * dim)
@@ -50,7 +50,7 @@ def attend_with_echo(
 
 
 def _attended(now: KVStep, given: _Given, part: EchoPart, queries: slice, places: int) -> tuple[Tensor, Tensor]:
-    """What the tokens of a part attend, and what all before them, one behind the other, get."""
+    """The outcome for the tokens of a part, and the attention that all tokens before them get, in the order of the text."""
     q, k, v = (x if part.rows is None else x[part.rows] for x in given[:3])
     behind = slice(places + part.places.start, places + part.places.stop)
     keys, values = (torch.cat((_in_turn(now, part, x[:, :, :places]), x[:, :, behind]), dim=2) for x in (k, v))
@@ -63,7 +63,7 @@ def _attended(now: KVStep, given: _Given, part: EchoPart, queries: slice, places
 
 
 def _in_turn(now: KVStep, part: EchoPart, x: Tensor) -> Tensor:
-    """Keys or values of what is held and new, (rows, kv_heads, held + tokens, dim), without gaps between the two."""
+    """Keys or values of held and new tokens, (rows, kv_heads, held + tokens, dim), without gaps between the two."""
     if not now.has_gaps:
         return x
     index = now.places_in_turn if part.rows is None else now.places_in_turn[part.rows]

@@ -1,8 +1,8 @@
 """LayerCache: the KV of one (layer, batch), behind one attention: a cache for each level of KV heads.
 
-Heads of a level keep equally much, so they are one image with slots of its own. Each level attends with its heads of queries,
-keys and values, and what comes of it is put where the heads stand in the layer. A layer whose heads are all at one level hands
-everything on as it is.
+Heads of a level keep the same number of tokens, so they are one image with slots of its own. Each level attends with its heads
+of queries, keys and values, and the outcome is written to the places of these heads in the layer. A layer with all heads at one
+level passes everything on as it is.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HeadsOfLayer: TypeAlias = "tuple[tuple[int, Tensor], ...]"  # the levels that a 
 
 
 def heads_by_layer(levels: Sequence[Level], device: torch.device, upload: Upload = Tensor.to) -> list[HeadsOfLayer]:
-    """The levels that each layer with KV has heads of, by number, and these heads as numbers on a device, which are brought
-    there once. Where there is one level, nobody looks for heads."""
+    """The levels that each layer with KV has heads of, by number, and the numbers of these heads on a device, copied there
+    once. They are not needed where there is one level."""
     layers = [*zip(*(level.heads for level in levels))]
     several = len(levels) > 1
     numbers = torch.tensor([*chain.from_iterable(chain.from_iterable(layers))] if several else [], dtype=torch.long)
@@ -60,7 +60,7 @@ class LayerCache:
         return out.flatten(2)
 
     def share(self, prefixes: Mapping[int, LayerCache]) -> None:
-        """Takes note of what rows share now."""
+        """Sets the prefixes that rows share now."""
         self.prefixes = prefixes
         for place, cache in enumerate(self._caches):
             cache.prefixes = {group: prefix._caches[place] for group, prefix in prefixes.items()}
@@ -74,10 +74,10 @@ class LayerCache:
         for cache in self._caches:
             cache.replaced = None
 
-    # -- attention elsewhere ---------------------------------------------------------------------------------------------
+    # -- attention on the host -------------------------------------------------------------------------------------------
 
     def asked(self, now: Steps, tokens: NewTokens) -> Asked:
-        """What a decode step asks of a cache that lies elsewhere, of all heads in their order."""
+        """What a decode step asks of a cache in other memory, of all heads in their order."""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
             return self._caches[0].asked(now[level], tokens)
@@ -98,7 +98,7 @@ class LayerCache:
         return Asked(all_q, all_k, tokens.v, more, worth)
 
     def answer(self, now: Steps, asked: Asked, rotation: Rotation | None) -> Tensor:
-        """The same step where the slots are. (rows, 1, heads * head_dim)"""
+        """The same step in the memory with the slots. (rows, 1, heads * head_dim)"""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
             return self._caches[0].answer(now[level], asked, rotation)
@@ -118,5 +118,5 @@ class LayerCache:
 
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:
-    """Puts what was made of some KV heads where they stand in `out` (rows, tokens, kv_heads, ...)."""
+    """Writes the outcome of some KV heads to their places in `out` (rows, tokens, kv_heads, ...)."""
     out.index_copy_(2, heads, made.view(*out.shape[:2], len(heads), *out.shape[3:]))

@@ -1,6 +1,6 @@
-"""Reading: one prompt that is computed piece by piece within a visit, because all that a layer makes of its tokens would take
-too much room at once. A piece attends to all that stands before it, and to itself. What tokens get is gathered over all pieces,
-so that what is kept is chosen as if the prompt had been computed at once.
+"""Reading: one prompt that is computed piece by piece within a visit, because a layer's intermediate values for all its tokens
+would take too much memory. A piece attends to all tokens before it, and to itself. The attention that tokens get is gathered
+over all pieces, so that kept tokens are chosen as if the prompt had been computed at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from h2o_flexgen.kv.step import KVStep
 @dataclass
 class Reading:
     now: KVStep  # of one row
-    keys: Tensor  # (1, kv_heads, places, head_dim), as attended: what is held, the new tokens, and room for a part of an echo
+    keys: Tensor  # (1, kv_heads, places, head_dim), as attended: held tokens, new tokens, and room for a part of an echo
     values: Tensor  # alike
     unrotated: Tensor | None  # (1, kv_heads, new tokens, head_dim), if keys are kept so
-    x: Tensor | None  # (1, new tokens, width), if a judge looks at it
-    got: Tensor | None = None  # (1, kv_heads, held and new tokens), fp32: what each got, once any got something
+    x: Tensor | None  # (1, new tokens, width), if a judge needs it
+    got: Tensor | None = None  # (1, kv_heads, held and new tokens), fp32: the attention that each got so far
     done: int = 0  # tokens that were computed
 
     @classmethod
@@ -37,11 +37,11 @@ class Reading:
         return cls(now, keys, values, unrotated, None if x is None else x.new_empty(1, new, x.shape[-1]))
 
     def begin_behind(self, keys: Tensor, values: Tensor) -> None:
-        """Takes what is held, (1, kv_heads, held, head_dim)."""
+        """Copies in the tokens held, (1, kv_heads, held, head_dim)."""
         self.keys[:, :, : self.now.held], self.values[:, :, : self.now.held] = keys, values
 
     def next(self, tokens: int) -> slice:
-        """The places of so many tokens, which come next, among all that are computed."""
+        """The places of this many next tokens among all that are computed."""
         return slice(self.done, self.done + tokens)
 
     @property
@@ -64,7 +64,7 @@ class Reading:
         return self.now.held + self._new
 
     def note(self, unrotated: Tensor, x: Tensor | None) -> None:
-        """Notes of the next tokens what will be asked for when all are there; of an echo nothing is."""
+        """Records what will be needed of the next tokens when all are there; nothing is needed of an echo."""
         piece = self.next(unrotated.shape[1])
         if piece.stop > self._new:
             return
@@ -85,8 +85,8 @@ class Reading:
         cap: float | None = None,
     ) -> Tensor:
         """Attention of the next tokens: q (1, heads, tokens, head_dim), k and v (1, kv_heads, tokens, head_dim) -> (1, tokens,
-        heads * head_dim). `weights` (1, new tokens): how much each counts in what tokens get. Of an echo all count, and nobody
-        else does."""
+        heads * head_dim). `weights` (1, new tokens): how much each counts in the attention that tokens get. With an echo, all
+        its tokens count and no others do."""
         piece = self.next(q.shape[2])
         first, own = self.now.held + piece.start, None if weights is None else weights[:, piece]
         if self.now.echo:
@@ -105,7 +105,7 @@ class Reading:
         return out
 
     def _gather(self, shares: Tensor, gathers: str) -> None:
-        """Adds what a piece gave, (1, kv_heads, keys), or has the highest of both."""
+        """Adds the attention that a piece gave, (1, kv_heads, keys), or keeps the higher of both."""
         if self.got is None:
             self.got = shares.new_zeros(*shares.shape[:2], self._places)
         shares = shares[..., : self._places]

@@ -1,8 +1,8 @@
-"""SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and
-what it was worth when it was written.
+"""SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and its
+worth when it was written.
 
 They stay in the compute device's memory even if keys and values are moved. Here a policy's data become tensors: which prompt
-tokens are kept, and whose slot the newest token takes over in decode.
+tokens are kept, and which slot the newest token takes over in decode.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SlotScores:
 
     @classmethod
     def over(cls, region: Tensor, policy: KVPolicy, shape: tuple[int, int, int]) -> SlotScores:
-        """Lays them over a region of memory; `shape` is (rows, kv_heads, slots). All positions stand before all scores, and
-        these before what all are worth."""
+        """Views of a region of memory; `shape` is (rows, kv_heads, slots). First come all positions, then all scores, then the
+        worth of all."""
         positions, *others = region[: policy.score_bytes * prod(shape)].view(torch.int32).view(policy.score_words, *shape)
         numbers = [other.view(torch.float32) for other in others]
         scores = numbers.pop(0) if policy.has_scores else None
@@ -60,11 +60,11 @@ class SlotScores:
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
     def oldest_first(self, now: KVStep) -> Tensor:
-        """The slots in use, by age; a row that holds fewer is filled up with slots behind them. (rows, kv_heads, held)"""
+        """The slots in use, by age; a row that holds fewer is filled up with unused slots. (rows, kv_heads, held)"""
         return self.positions.masked_fill(now.behind_held, LAST).argsort(-1)[..., : now.held]
 
     def weights(self, now: KVStep) -> Tensor | None:
-        """How much each new query contributes to scores; pads do not. (rows, tokens), fp32"""
+        """How much each new query contributes to scores; pads contribute nothing. (rows, tokens), fp32"""
         if self.scores is None:
             return None
         tokens = torch.arange(now.positions.shape[1], device=now.positions.device)
@@ -72,12 +72,12 @@ class SlotScores:
         return torch.pow(self.policy.decay, age.clamp(min=0).float()) * ((age >= 0) & (age < now.queries[:, 0]))
 
     def held(self, now: KVStep) -> SlotScores:
-        """What is known of the tokens held, oldest first."""
+        """The scores of the tokens held, oldest first."""
         index = self.oldest_first(now)
         return self._each(lambda noted: noted.gather(-1, index))
 
     def copied(self, now: KVStep, prefixes: Mapping[int, SlotScores]) -> SlotScores:
-        """What is known of the tokens that come from shared prefixes; their texts begin with them."""
+        """The scores of the tokens that come from shared prefixes, with which the rows' texts begin."""
         shape = (*self.positions.shape[:2], now.held)
         copies = self._each(lambda noted: noted.new_zeros(shape))
         copies.positions.copy_(now.held_order)
@@ -89,9 +89,9 @@ class SlotScores:
     def keep_best(self, now: KVStep, got: Tensor | None, held: SlotScores, worth: Tensor | None = None) -> Tensor:
         """Chooses which of the held and the new tokens stay after a pass of several tokens, and records them.
 
-        got (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first; worth
-        alike: what a judge says of each. Returns places among them (rows, kv_heads, kept), ascending; a row that keeps fewer
-        ends with arbitrary places."""
+        got (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first. worth: of
+        the same shape, the judge's worth of each. Returns places among them (rows, kv_heads, kept), ascending; a row that keeps
+        fewer ends with arbitrary places."""
         rows, kv_heads = self.positions.shape[:2]
         new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
         positions = torch.cat((held.positions.long(), new), dim=-1)
@@ -109,11 +109,11 @@ class SlotScores:
         return chosen
 
     def _scores_of(self, now: KVStep, got: Tensor | None, held: Tensor | None) -> Tensor | None:
-        """The scores of the held tokens, with the new queries' attention, and behind them those of the new tokens."""
+        """The scores of the held tokens, with the new queries' attention added, and then those of the new tokens."""
         if got is None or held is None:
             return None
         around = self.policy.neighbours
-        if around > 1:  # for prompts alone
+        if around > 1:  # only for prompts
             in_turn = now.without_gaps.expand(got.shape)
             means = functional.avg_pool1d(got.gather(-1, in_turn), around, stride=1, padding=around // 2)
             got = torch.where(now.is_new, means.gather(-1, in_turn.argsort(-1)), got)
@@ -133,7 +133,8 @@ class SlotScores:
 
     @staticmethod
     def _first_half(now: KVStep, stays: Tensor, exists: Tensor, scores: Tensor) -> Tensor:
-        """Half of what a text's first pass leaves to choose goes by the scores alone, where worth weighs them."""
+        """Marks the tokens that stay by their scores alone, where worth weighs the scores: half of those that a text's first
+        pass has to choose."""
         protected = (stays & exists).sum(-1, keepdim=True)
         chosen = torch.where(now.is_new, (now.after - protected).clamp(min=0) // 2, 0)
         order = _by_rank(scores, stays, exists)
@@ -141,7 +142,7 @@ class SlotScores:
         return torch.zeros_like(first).expand(order.shape).scatter(-1, order, first)
 
     def best_first(self) -> Tensor:
-        """All slots by what their tokens are ranked by, whoever is protected; empty ones are behind. (rows, kv_heads, slots)"""
+        """All slots by the rank of their tokens, protected or not; empty slots come last. (rows, kv_heads, slots)"""
         exists = self.positions != NOBODY
         return _by_rank(self._rank(self.positions, self.scores, self.worth), torch.zeros_like(exists), exists)
 
@@ -152,9 +153,9 @@ class SlotScores:
         return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE, self.worth)
 
     def evict(self, now: KVStep, image: Tensor, got: Tensor | None) -> Tensor | None:
-        """Notes what slots got, (rows, kv_heads, slots), fp32: the newest query's attention to each, gathered over a group's
-        query heads. If rows have to evict, the newest token then takes over a slot of the image for each row and head, (rows,
-        kv_heads)."""
+        """Records what slots got, (rows, kv_heads, slots), fp32: the newest query's attention to each, gathered over a group's
+        query heads. If rows have to evict, the newest token then takes over a slot of the image for each row and head; returns
+        these slots, (rows, kv_heads)."""
         if now.evicts:
             return evict(image, self.notes, now.newest, now.leaving, got, self.policy.decay, self.policy.gathers)
         note(self.notes, now.newest, got, self.policy.decay, self.policy.gathers)
@@ -172,7 +173,7 @@ class SlotScores:
 
 
 def _by_rank(rank: Tensor, stays: Tensor, exists: Tensor) -> Tensor:
-    """All places (rows, kv_heads, places), the highest rank first; of equals the older is behind. Who `stays` ranks above all,
-    and who does not exist below."""
+    """All places (rows, kv_heads, places), the highest rank first; of equals the older comes later. Places that `stays` marks
+    rank above all others, and places without a token below."""
     rank = rank.masked_fill(stays, torch.inf).masked_fill(~exists, -torch.inf)
     return rank.shape[-1] - 1 - torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices

@@ -1,6 +1,6 @@
 """KVStep: what all layers need to know of their caches for the rows of one COMPUTE, as tensors that are made once.
 
-All numbers of the rows go to the device in one table, so that no layer brings anything there and waits for it.
+All numbers of the rows go to the device in one table, so that no layer copies anything there and waits for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Rows(NamedTuple):
 
 
 class EchoPart(NamedTuple):
-    """Tokens of an echo that see each other, and what stands before them all."""
+    """Tokens of an echo that see each other, and the number of tokens before them."""
 
     rows: Tensor | None  # the rows that have such parts; None: all
     places: slice  # its tokens among those of the echo
@@ -52,9 +52,9 @@ class KVStep:
     slots: StepSlots
     table: Tensor  # (lines of _Rows, rows)
     capacity: int  # slots allocated per row
-    prefixes: tuple[SharedPrefix | None, ...] = ()  # what each row shares with others, unless nobody shares anything
+    prefixes: tuple[SharedPrefix | None, ...] = ()  # what each row shares with others; empty if no row shares anything
     upload: Upload = Tensor.to
-    echoes_within: int | None = None  # the positions of the model, where new tokens have an echo behind them
+    echoes_within: int | None = None  # the positions of the model, if an echo follows the new tokens
 
     @classmethod
     def of(
@@ -66,13 +66,13 @@ class KVStep:
         upload: Upload = Tensor.to,
         echoes_within: int | None = None,
     ) -> KVStep:
-        """`upload` brings numbers to the device; the usual way is a copy that the caller waits for."""
+        """`upload` copies numbers to the device; by default the caller waits for the copy."""
         shared = tuple(prefixes) if any(prefixes) else ()
         echo = _echo(slots, shared, echoes_within)
         return cls(slots, upload(_table(slots, shared, echo), device), capacity, shared, upload, echoes_within)
 
     def follow(self, other: KVStep) -> None:
-        """Takes the numbers of another step of the same rows, in the memory of its own: graphs look there."""
+        """Copies the numbers of another step of the same rows into its own memory, from which graphs read them."""
         for name, known in vars(self).items():
             if isinstance(known, Tensor):
                 known.copy_(getattr(other, name))
@@ -86,7 +86,7 @@ class KVStep:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The new tokens' positions in what is judged, from 0; pads stand behind them. (rows, tokens)"""
+        """The new tokens' positions among the tokens that the policy judges, from 0; pads follow them. (rows, tokens)"""
         return self._lines.seen.unsqueeze(1) + torch.arange(max(self.slots.new), device=self.table.device)
 
     @property
@@ -132,7 +132,7 @@ class KVStep:
     def evicts(self) -> bool:
         return self.slots.evicts
 
-    # -- shared prefixes: they stand before what is judged, unless rows take a copy into their own slots --------------------
+    # -- shared prefixes: they come before the tokens that the policy judges, unless rows copy them into their own slots ----
 
     @cached_property
     def groups(self) -> tuple[tuple[SharedPrefix, Tensor], ...]:
@@ -145,13 +145,13 @@ class KVStep:
 
     @property
     def before(self) -> Tensor:
-        """Tokens of each row's text before what is judged. (rows, 1)"""
+        """Tokens of each row's text before those that the policy judges. (rows, 1)"""
         return self._lines.before[:, None]
 
     @cached_property
     def text_positions(self) -> Tensor:
-        """The positions in their texts of all tokens that are computed: the new ones, and behind them their echo, each part of
-        which stands directly behind the text. (rows, tokens)"""
+        """The positions in their texts of all tokens that are computed: the new ones, and then their echo. Each part of
+        the echo directly follows the text. (rows, tokens)"""
         if self.echoes_within is None:
             return self.positions + self.before
         seen, new, part = (line.unsqueeze(1) for line in (self._lines.seen, self._lines.new, self._lines.echo))
@@ -176,7 +176,7 @@ class KVStep:
 
     @cached_property
     def behind_held(self) -> Tensor:
-        """True for slots behind those in use before this step. (rows, 1, slots)"""
+        """True for slots after those in use before this step. (rows, 1, slots)"""
         return torch.arange(self.capacity, device=self.counts.device) >= self.counts[:, None, None]
 
     @cached_property
@@ -194,12 +194,12 @@ class KVStep:
 
     @cached_property
     def behind_newest(self) -> Tensor:
-        """True for slots behind a row's newest key in decode. (rows, 1, slots)"""
+        """True for slots after a row's newest key in decode. (rows, 1, slots)"""
         return torch.arange(self.capacity, device=self.counts.device) > self.counts[:, None, None]
 
     @cached_property
     def mask(self) -> Tensor:
-        """0 for slots with a key, the newest included, and -inf for those behind. (rows, 1, 1, slots), fp32"""
+        """0 for slots with a key, the newest included, and -inf for those after it. (rows, 1, 1, slots), fp32"""
         return (
             torch.zeros(self.behind_newest.shape, dtype=torch.float32, device=self.behind_newest.device)
             .masked_fill_(self.behind_newest, -torch.inf)
@@ -208,7 +208,7 @@ class KVStep:
 
     @cached_property
     def echo(self) -> tuple[EchoPart, ...]:
-        """The parts in which the echo is attended; none if there is no echo. A row's do not depend on the other rows."""
+        """The parts in which the echo is attended; none if there is no echo. A row's parts do not depend on the other rows."""
         if self.echoes_within is None:
             return ()
         tokens, each = self.positions.shape[1], _echo(self.slots, self.prefixes, self.echoes_within)
@@ -231,7 +231,7 @@ class KVStep:
 
     @property
     def lengths(self) -> Tensor:
-        """New tokens of each row in a prefill; pads stand behind them."""
+        """New tokens of each row in a prefill; pads follow them."""
         return _column(self._lines.new)
 
     @property
@@ -256,7 +256,7 @@ class KVStep:
 
     @cached_property
     def is_new(self) -> Tensor:
-        """True for rows whose text begins in this step."""
+        """True for rows with a text that begins in this step."""
         return _column(self._lines.begins).bool()
 
     # -- several new tokens: a place counts the held tokens, oldest first, and then the new ones --------------------------
@@ -272,7 +272,7 @@ class KVStep:
 
     @cached_property
     def places_if_all_stay(self) -> Tensor:
-        """The place of each slot's token if none is evicted; arbitrary for slots behind a row's own. (rows, 1, kept)"""
+        """The place of each slot's token if none is evicted; arbitrary for slots after a row's own. (rows, 1, kept)"""
         slots = torch.arange(self.slots.kept, device=self.counts.device)
         counts = self.counts[:, None, None]
         last = self.held + self.positions.shape[1] - 1
@@ -280,23 +280,23 @@ class KVStep:
 
     @cached_property
     def is_held(self) -> Tensor:
-        """True for the places of held tokens that a row really has. (rows, 1, held)"""
+        """True for the places of held tokens that a row has. (rows, 1, held)"""
         return self.held_order < self.counts[:, None, None]
 
     @cached_property
     def without_gaps(self) -> Tensor:
-        """All places such that those that a row has come first, one behind the other. (rows, 1, held + tokens)"""
+        """All places, in an order that puts those that a row has first, without gaps. (rows, 1, held + tokens)"""
         is_missing = torch.nn.functional.pad(~self.is_held, (0, self.positions.shape[1]))
         return is_missing.byte().argsort(dim=-1, stable=True)
 
     @property
     def has_gaps(self) -> bool:
-        """Whether places of held tokens that some rows do not have stand before those of the new tokens."""
+        """Whether some rows lack held tokens, so that empty places come before those of the new tokens."""
         return min(self.slots.counts) < self.held
 
     @cached_property
     def places_in_turn(self) -> Tensor:
-        """The place of each token that a row has, one behind the other; arbitrary behind the last. (rows, 1, held + tokens)"""
+        """The place of each token that a row has, in their order; arbitrary after the last. (rows, 1, held + tokens)"""
         turns, counts = self._all_places, self.counts[:, None, None]
         return torch.where(turns < counts, turns, turns - counts + self.held).clamp(max=len(turns) - 1)
 

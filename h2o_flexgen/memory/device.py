@@ -1,4 +1,4 @@
-"""The device that computes: an accelerator with its own memory, streams and events, or the CPU, whose memory is the host's.
+"""The device that computes: an accelerator with its own memory, streams and events, or the CPU, which works in host memory.
 
 All differences between the two are here, so that the engine has one code path: on a CPU every marker is already passed and
 every stream is the calling thread.
@@ -59,8 +59,8 @@ class Device:
         """Makes work issued next on the current stream wait for the marker; the calling thread does not wait."""
 
     def finish(self) -> None:
-        """Waits until everything that was issued on the current stream is over: before the processor works in memory that the
-        stream has worked in, or was told to wait for."""
+        """Waits until everything that was issued on the current stream is over, before the CPU works in memory that the stream
+        has used or waits for."""
         marker = self.mark(blocking=True)
         if marker is not None:
             marker.synchronize()
@@ -69,7 +69,7 @@ class Device:
         raise AssertionError("a CPU has no markers to measure between")
 
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
-        """A few values of the host as a tensor of the device; the calling thread does not wait. They must not change later."""
+        """Copies a few values of the host to the device; the calling thread does not wait. They must not change later."""
         return values
 
     def read_back(self, values: Tensor) -> Tensor:
@@ -77,25 +77,25 @@ class Device:
         return values.cpu()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does this work again and again, as one launch and on the same addresses; it is not done now."""
+        """A function that repeats this work, as one launch and on the same addresses; the work is not done now."""
         return work
 
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
 
     def names_of(self, count: int) -> list[str]:
-        """The names of so many devices of this kind, for a process each."""
+        """The names of this many devices of this kind, one for each process."""
         return [self.kind] * count
 
     def warm_up(self, lane: str) -> None:
-        """Makes libraries load what they keep for products on this lane, so that it is counted before a plan is held against a
-        budget."""
+        """Makes libraries load the memory that they keep for products on this lane, so that it is counted before a plan is
+        compared with a budget."""
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        """Makes host memory fit for copies that no thread waits for. A CPU makes none."""
+        """Page-locks host memory, for copies that no thread waits for. A CPU has no such copies."""
 
     def page_unlock(self, address: int) -> None:
-        """Undoes that, before the memory goes."""
+        """Undoes `page_lock`, before the memory is freed."""
 
     def peak_bytes(self) -> int:
         return 0
@@ -131,18 +131,18 @@ class CudaDevice(Device):
         except RuntimeError as error:
             if "forked" not in str(error):
                 raise
-            raise ValueError(f"{FORKED}, and neither is its GPU; {SPAWN}") from error
+            raise ValueError(f"{FORKED}, nor its GPU; {SPAWN}") from error
         count = torch.cuda.device_count()
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch_device)  # for what this thread issues outside of lanes
+        torch.cuda.set_device(self.torch_device)  # for work that this thread issues outside of lanes
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
             (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
-        }  # those that nobody uses: making one is dear, and threads that make them wait for each other
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that are left
-        self._graph_memory: Any = None  # what all of them work in: they are replayed one after the other
+        }  # unused events: making one is expensive, and threads that make them wait for each other
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that are still referenced
+        self._graph_memory: Any = None  # the working memory of all graphs: they are replayed one after the other
         self._locks = CudaPageLocks(torch.cuda.cudart(), torch.zeros(1, device=self.torch_device).cos)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
@@ -175,7 +175,7 @@ class CudaDevice(Device):
         return float(start.event.elapsed_time(end.event)) / 1000
 
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
-        # torch keeps page-locked copies until the streams that read them are past that
+        # torch keeps page-locked copies until the streams have read them
         return values.pin_memory().to(device, non_blocking=True)
 
     def read_back(self, values: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ class CudaDevice(Device):
         read.copy_(values, non_blocking=True)
         there = self.mark(blocking=True)
         assert there is not None
-        there.synchronize()  # where torch waits, a core is busy with it
+        there.synchronize()  # torch's own wait would keep a core busy
         return read
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        if not self._graphs:  # torch refuses memory whose last graph has gone, and cannot give it back during a capture
+        if not self._graphs:  # torch refuses a pool after its last graph was freed, and cannot free it during a capture
             self.give_back_freed()
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -195,7 +195,7 @@ class CudaDevice(Device):
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # the error that it ends with is about the one that comes out here
+            with suppress(RuntimeError):  # its error would hide the one that is raised here
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -212,7 +212,7 @@ class CudaDevice(Device):
         return [f"cuda:{index}" for index in range(count)]
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        with torch.cuda.device(self.torch_device):  # in any thread: the first call for another device would open that one
+        with torch.cuda.device(self.torch_device):  # in any thread: a first call for another device would initialise that one
             self._locks.lock(address, nbytes)
 
     def page_unlock(self, address: int) -> None:
@@ -242,16 +242,16 @@ class CudaDevice(Device):
 
 
 def _let_pools_share() -> None:
-    """Makes torch keep memory in segments that grow and shrink, unless somebody has set how it keeps memory: blocks of one
-    stream are of no use to others, and would count against a budget when they are free. Torch reads this when it allocates
-    first; of the two names all its releases know this one."""
+    """Makes torch keep memory in segments that grow and shrink, unless the user has set how it keeps memory. Otherwise free
+    memory of one stream cannot be used by others, but counts against a budget. Torch reads this at its first allocation; of
+    its two names, this one is known to all releases."""
     if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 class CudaMarker:
-    """A marker whose event goes back to those that nobody uses as soon as nobody holds the marker: no event is recorded anew
-    while somebody may still begin to wait for it. A stream that waits already waits for the point that was recorded."""
+    """A marker that returns its event to the unused ones when nothing references the marker any more. So no event is recorded
+    again while a thread may still begin to wait for it. A stream that already waits does so for the point recorded before."""
 
     __slots__ = ("_spare", "event")
 
@@ -280,7 +280,7 @@ class DeviceTier:
         try:
             region = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(f"device memory: {nbytes / 1e9:.2f} GB could not be had; lower the GPU share") from error
+            raise MemoryError(f"device memory: {nbytes / 1e9:.2f} GB could not be allocated; lower the GPU share") from error
         self.meter.add(region.nbytes)
         return region
 

@@ -1,9 +1,9 @@
 """Disk: direct reads and writes past the page cache, with several aligned ranges in flight from a small pool of threads.
 
-It serves checkpoint files, read where they lie (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
-range of whole pages, or one that has its pages in memory for itself, is read straight to its place if it lies there as in its
-file; any other (of another dtype, or at an odd address) goes through a buffer of the reading thread. The pool's threads live
-as long as the `Files` object and do nothing but reads, writes and the copies that belong to them.
+It serves checkpoint files, which are read in place (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
+range of whole pages, or one that shares its memory pages with no other data, is read straight to its place if its alignment
+there is that in its file. Any other range (of another dtype, or at an odd address) goes through a buffer of the reading thread.
+The pool's threads live as long as the `Files` object and do nothing but reads, writes and the copies that belong to them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
 from h2o_flexgen.memory.threads import started_pool
 from h2o_flexgen.memory.tier import Meter
 
-COPY_VALUES = 1 << 15  # torch copies fewer values than this in the calling thread, as a reader wants
+COPY_VALUES = 1 << 15  # torch copies fewer values than this in the calling thread, as readers need
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Piece:
     out: Tensor  # (values,), contiguous
     dtype: torch.dtype  # as stored
     check: Check | None = None  # of the bytes as stored, in the chunks that the piece is cut into
-    pages: Tensor | None = None  # bytes: the whole pages around `out`, where nobody else has anything
+    pages: Tensor | None = None  # bytes: the whole pages around `out`, if they hold no other data
 
     @property
     def nbytes(self) -> int:
@@ -63,11 +63,11 @@ class Piece:
 
     @property
     def is_direct(self) -> bool:
-        """True if the bytes can be read to their place: same dtype, and place and offset agree modulo the alignment."""
+        """True if the bytes can be read straight to their place: same dtype, and place and offset agree in alignment."""
         return self.out.dtype == self.dtype and (self.out.data_ptr() - self.offset) % ALIGNMENT == 0
 
     def alone_in(self, pages: Tensor) -> Piece:
-        """The same piece, which has these pages for itself."""
+        """The same piece, with these pages, which hold no other data."""
         assert self.is_direct and self.check is None and self.dtype == torch.uint8
         assert pages.data_ptr() == self.out.data_ptr() - self.offset % ALIGNMENT and len(pages) % ALIGNMENT == 0
         return replace(self, pages=pages)
@@ -96,7 +96,7 @@ class Files:
 
     def __init__(self, readers: int = READERS) -> None:
         self.readers = readers
-        self._pool = started_pool(readers, "disk")  # while there is memory for its threads
+        self._pool = started_pool(readers, "disk")  # now, while there is memory for its threads
         self._lock = threading.Lock()
         self._open: dict[Path, int] = {}
         finalize(self, _close_all, self._open).atexit = False  # a process that ends closes them by itself
@@ -126,7 +126,7 @@ class Files:
     def each(self, action: Callable[..., object], items: Sequence[object]) -> None:
         """Runs the action on every item in the pool. The first error is raised here, after all have ended."""
         if len(items) == 1:
-            action(items[0])  # no hand-over for a single small range
+            action(items[0])  # a single small range needs no other thread
             return
         futures = [self._pool.submit(action, item) for item in items]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -138,7 +138,7 @@ class Files:
         pages = getattr(self._buffers, "pages", None)
         if pages is None or len(pages) < nbytes:
             pages = mmap.mmap(-1, disk_buffer_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError, AttributeError):  # where there are huge pages: reads into small ones take twice as long
+            with suppress(OSError, AttributeError):  # huge pages, if there are any: reads into small ones take twice as long
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._buffers.pages = pages
         return memoryview(pages)[:nbytes]
@@ -179,7 +179,7 @@ class Files:
         return data
 
 
-@torch.inference_mode()  # a mode of the thread, in which the places of a run are made
+@torch.inference_mode()  # a mode of each thread; a run's tensors are made in it
 def copy_here(source: Tensor, out: Tensor) -> None:
     """Copies, converting the dtype, in this thread: readers must not start torch's threads as well."""
     if source.dtype == out.dtype:
@@ -210,7 +210,7 @@ def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file:
     """Fills `out` from an aligned offset. At the end of the file, only `wanted` bytes need to be there."""
     done, is_direct = 0, True
     while done < wanted:
-        # after a short read (a signal, the file's end) a direct read must go on from an aligned place
+        # after a short read (a signal, the file's end) a direct read must continue at an aligned offset
         at = done // ALIGNMENT * ALIGNMENT if is_direct else done
         try:
             count = os.preadv(descriptor, [out[at:]], offset + at)
@@ -229,7 +229,7 @@ def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file:
 
 
 def through_page_cache(descriptor: int) -> None:
-    """Switches a descriptor to the page cache, which takes any place and size."""
+    """Switches a descriptor to the page cache, which takes any offset and size."""
     if hasattr(os, "O_DIRECT"):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
 
@@ -245,7 +245,7 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def write_fully(descriptor: int, offset: int, source: memoryview) -> None:
-    """Writes from an aligned offset. The size is aligned too, and every place at which a direct write goes on."""
+    """Writes from an aligned offset. The size is aligned too, and so is every offset at which a direct write continues."""
     done, is_direct = 0, True
     while done < len(source):
         at = done // ALIGNMENT * ALIGNMENT if is_direct else done
@@ -264,7 +264,7 @@ def unwritable(folder: Path, error: OSError) -> ValueError:
 
 
 class OffloadFolder:
-    """The folder for a run's files, created if it does not exist and then removed again."""
+    """The folder for a run's files. If it did not exist, it is created, and removed at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -280,7 +280,7 @@ class OffloadFolder:
 
     def close(self) -> None:
         for place in self._made:
-            with suppress(OSError):  # somebody else put something in it, or removed it
+            with suppress(OSError):  # another process put a file in it, or removed it
                 place.rmdir()
 
 
@@ -291,8 +291,8 @@ class DiskRegion:
 
 
 class DiskTier:
-    """One file for everything that a run puts on disk. Its name is removed as soon as it is open, so that nothing stays however
-    the process ends; its space is reserved at once, so that a full disk is found before the work begins."""
+    """One file for everything that a run puts on disk. Its name is removed as soon as it is open, so that nothing is left,
+    however the process ends. Its space is reserved at once, so that a full disk is noticed before the work begins."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self.meter = Meter()
@@ -305,7 +305,7 @@ class DiskTier:
         region = DiskRegion(self._end, aligned(nbytes))
         if self._descriptor is None:
             self._descriptor = self._create()
-            self._closing = finalize(self, os.close, self._descriptor)  # also where the tier goes and was not closed
+            self._closing = finalize(self, os.close, self._descriptor)  # also if the tier is freed without being closed
             self._closing.atexit = False
         try:
             if region.nbytes:
@@ -320,7 +320,7 @@ class DiskTier:
         self.meter.remove(region.nbytes)
         self._regions.pop(region, None)
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, self._end)  # a text that lives on stays, a turn's hidden states do not
+            os.ftruncate(self._descriptor, self._end)  # a conversation's KV stays, a turn's hidden states do not
 
     @property
     def _end(self) -> int:

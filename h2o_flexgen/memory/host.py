@@ -3,9 +3,9 @@
 Arenas come from mmap instead of torch: torch's pinned allocator rounds up to powers of two, direct disk reads need page
 alignment, and reads into small pages were measured three times slower than into huge ones.
 
-How memory is page-locked is known to the device that reads it. That it is unlocked before its pages go, whoever drops it, is
-seen to here: a driver that is not told believes the range locked for good, refuses it to whoever gets the address next, and
-copies from the pages that have gone.
+The device that reads memory knows how to page-lock it. This module makes sure that it is unlocked before its pages are freed,
+whatever frees them. Otherwise the driver treats the range as locked for ever: it refuses to lock the next allocation at this
+address, and copies from pages that were freed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from h2o_flexgen.core.layout import region_bytes
 from h2o_flexgen.memory.tier import Meter
 
 CODE_BYTES = 16 << 20
-# Products in 16 bits are compiled for each number of rows. Two keep them, oneDNN and the layer through which torch calls it,
-# each a copy of its own: 0.27 MB, as measured for matrices of many sizes.
+# Products in 16 bits are compiled for each number of rows. Two caches keep them, oneDNN's and that of the layer through which
+# torch calls it, each with a copy of its own: 0.27 MB, as measured for matrices of many sizes.
 KEPT_PRODUCTS, PRODUCT_BYTES = 16, 280_000
 
 
 class PageLocker(Protocol):
-    """Who page-locks host memory, so that copies between it and a device need no thread to wait for them."""
+    """An object that page-locks host memory, so that copies between it and a device need no thread to wait for them."""
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        """Page-locks a range; a MemoryError says that it was refused, and leaves nothing behind."""
+        """Page-locks a range. A MemoryError says that it was refused; then nothing is left locked."""
 
     def page_unlock(self, address: int) -> None:
         """Undoes the `page_lock` of the range that begins here."""
 
 
 class Pages(mmap.mmap):
-    """Pages that are unlocked before they go. Tensors over them keep them, so they go with the last."""
+    """Pages that are unlocked before they are freed. Tensors over them keep them alive, so they are freed with the last one."""
 
     _unlock: Callable[[], None] | None = None
 
@@ -63,7 +63,7 @@ class Pages(mmap.mmap):
 
 class HostTier:
     def __init__(self, locker: PageLocker | None = None) -> None:
-        """Memory that is page-locked by whoever is given."""
+        """`locker` page-locks the memory; None: it is not page-locked."""
         self.meter = Meter()
         self._locker = locker
         self._mapped: list[Tensor] = []  # all regions
@@ -76,7 +76,7 @@ class HostTier:
         return sum(region.nbytes for region in self._spare)
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Page-aligned bytes: of what was freed the smallest that is large enough, else new ones."""
+        """Page-aligned bytes: the smallest freed region that is large enough, or else a new region."""
         size = region_bytes(nbytes)
         fitting = [region for region in self._spare if region.nbytes >= size]
         if not fitting:
@@ -90,11 +90,11 @@ class HostTier:
         self._spare.append(region)
 
     def trim(self) -> None:
-        """Gives what was freed back to the system."""
+        """Returns freed regions to the system."""
         self._let_go(self._spare)
 
     def close(self) -> None:
-        """Gives everything back; memory that somebody still looks at is unlocked now and goes with the last view of it."""
+        """Frees all regions. Memory that is still referenced is unlocked now, and freed with the last view of it."""
         self._let_go(self._mapped)
 
     def _let_go(self, regions: list[Tensor]) -> None:
@@ -109,7 +109,9 @@ class HostTier:
         try:
             pages = self._new_pages(size)
         except OSError as error:
-            raise MemoryError(f"host memory: {size / 1e9:.2f} GB could not be had ({error}); lower the CPU share") from error
+            raise MemoryError(
+                f"host memory: {size / 1e9:.2f} GB could not be allocated ({error}); lower the CPU share"
+            ) from error
         with suppress(OSError, AttributeError):  # if the system has huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         region = torch.frombuffer(pages, dtype=torch.uint8)
@@ -124,7 +126,7 @@ class HostTier:
         """Pages of zeros."""
         try:
             return Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except ValueError as error:  # more than there are addresses
+        except ValueError as error:  # more than the address space
             raise OSError(str(error)) from error
 
 
@@ -168,14 +170,14 @@ def _reclaimable_bytes(statistics: Path) -> int:
 
 
 def bytes_to_begin_with() -> int:
-    """What the process holds before anything is loaded, and what its libraries will hold once they compute: code is loaded when
-    it first runs (14.5 MB of it were measured in a run of OPT on a CPU), and some is compiled for products."""
+    """The bytes that the process holds before anything is loaded, and those that its libraries will hold once they compute:
+    code is loaded when it first runs (14.5 MB were measured in a run of OPT on a CPU), and some is compiled for products."""
     return int(psutil.Process().memory_info().rss) + CODE_BYTES + 2 * KEPT_PRODUCTS * PRODUCT_BYTES
 
 
 def give_back_freed() -> None:
-    """Returns freed memory that the C library keeps to the system, if that library is glibc: after tensors of many sizes it may
-    be as much as they took."""
+    """Returns freed memory to the system if the C library is glibc, which may keep it: after tensors of many sizes, as much as
+    they took."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,5 +1,5 @@
-"""What the stores of a run need of the machine: Memories, opened once, and Rings, buffers that are used in turn as the schedule
-says."""
+"""The machine's memory as a run's stores need it: Memories, opened once, and Rings, buffers that are used in the
+scheduled order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from h2o_flexgen.memory.shared import SharedTier, SharedWeights
 class Memories:
     """The device, the tiers and the disk threads of an engine: closed whatever happens.
 
-    Weights of host memory have a tier of their own there: KV and hidden states are always page-locked, weights only if that is
-    asked for, since they may be more than a system lets a process lock."""
+    Weights in host memory have a tier of their own: KV and hidden states are always page-locked, weights only on request, since
+    they may be more than a system lets a process lock."""
 
     def __init__(
         self,
@@ -30,16 +30,16 @@ class Memories:
         shared: SharedWeights | None = None,
         others: Sequence[Device] = (),
     ) -> None:
-        """`others`: devices that compute beside the first, each with memory of its own, over the same host and disk."""
+        """`others`: devices that compute beside the first, each with its own memory, and all with the same host and disk."""
         self.device = device
         self.host = HostTier(device)
         locker = device if pin_weight else None
         self.weights = HostTier(locker)
         own = self.weights if device.accelerator else self.host
-        self.at_rest = own if shared is None else SharedTier(shared, locker)  # where weights of host memory lie all the time
-        self.finds_weights = shared is not None and not shared.reads  # another process brings those
-        self.compute: HostTier | DeviceTier = device.memory(self.host)  # where things are computed with
-        self.files = Files()  # first: its threads may find no room, and then nothing is left behind
+        self.at_rest = own if shared is None else SharedTier(shared, locker)  # where weights in host memory stay
+        self.finds_weights = shared is not None and not shared.reads  # another process reads those
+        self.compute: HostTier | DeviceTier = device.memory(self.host)  # the memory that computation reads
+        self.files = Files()  # first: there may be no memory for its threads, and then nothing is left behind
         self._folder = self._opened(offload_folder)
         self.disk = DiskTier(self.files, offload_folder)
         self.of_devices = (self, *(self._beside(other) for other in others))
@@ -58,7 +58,7 @@ class Memories:
             raise
 
     def close(self) -> None:
-        with ExitStack() as closing:  # each of them, also when one fails
+        with ExitStack() as closing:  # closes each of them, even if one fails
             for tier in (self._folder, self.disk, self.files, self.host, self.weights, self.at_rest):
                 closing.callback(tier.close)
             for memories in self.of_devices:

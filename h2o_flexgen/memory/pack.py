@@ -1,6 +1,6 @@
 """Pack: one flat buffer of named tensors, the only thing that is ever moved. A Layout says where in it each tensor lies.
 
-What moves are bytes, whatever the codec; values are seen by who computes with them and by nobody else.
+What is moved are bytes, whatever the codec; only computation reads them as values.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Layout:
 
     @classmethod
     def pack(cls, tensors: Mapping[str, Entry]) -> Layout:
-        """One tensor behind the other, wherever the entries said that they lie."""
+        """A layout with one tensor after the other; the offsets in the entries are replaced."""
         return cls.placed(tensors, Arena.of(entry.nbytes for entry in tensors.values()))
 
     @classmethod
     def placed(cls, tensors: Mapping[str, Entry], arena: Arena) -> Layout:
-        """The same at the places of an arena."""
+        """A layout with the tensors at the places of an arena."""
         placed = zip(tensors.items(), arena.starts, strict=True)
         return cls({name: replace(entry, offset=start) for (name, entry), start in placed}, arena.nbytes)
 
@@ -58,8 +58,8 @@ class Range:
 
 
 def slices(tensors: Mapping[str, int], parts: int) -> list[list[Range]]:
-    """Cuts tensors, given as name -> bytes, into parts of nearly the same bytes. Cuts inside a tensor are at whole pages from
-    its start: direct reads of the parts stay aligned when that of the whole is, and no value is cut through."""
+    """Cuts tensors, given as name -> bytes, into parts of nearly equal size. Cuts inside a tensor are at whole pages from its
+    start: so direct reads of the parts are aligned if that of the whole is, and no value is divided."""
     total = sum(tensors.values())
     cut: list[list[Range]] = [[] for _ in range(parts)]
     offset = 0
@@ -79,7 +79,7 @@ class Pack:
     layout: Layout
 
     def bytes(self, name: str) -> Tensor:
-        """What is read, loaded and encoded into."""
+        """The bytes of a tensor, which are read, loaded and encoded into."""
         entry = self.layout.entries[name]
         return self.buffer[entry.offset : entry.offset + entry.nbytes]
 
@@ -117,8 +117,8 @@ class Pack:
 
 
 def copies_between(source: Pack, target: Pack, parts: Iterable[Range]) -> list[tuple[Tensor, Tensor]]:
-    """The copies (to, from) that bring parts of tensors to another pack: one for all that lie alike in both, with what fills
-    the few bytes between them. A copy costs a call of the driver, and small ones do not fill the link."""
+    """The copies (to, from) that bring parts of tensors to another pack. Parts that lie alike in both are one copy, with the
+    few bytes between them. Each copy costs a call of the driver, and small ones do not use the link well."""
     order = {name: place for place, name in enumerate(target.layout.entries)}
     runs: list[tuple[int, int, int]] = []  # start in the target, start in the source, bytes
     place = -1  # of the tensor before, in the target

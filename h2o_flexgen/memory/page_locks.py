@@ -1,7 +1,7 @@
-"""Host memory that CUDA has page-locked: ranges are registered with its driver, and taken from it again.
+"""Host memory that CUDA has page-locked: ranges are registered with its driver, and unregistered again.
 
-The driver keeps a list of its own. A range that is in it already is refused, and one whose pages have gone stays in it. It also
-remembers the last error of a thread and shows it to whoever launches the next kernel, though that has nothing to do with it.
+The driver keeps a list of its own. It refuses a range that is already in the list, and does not remove a range when its pages
+are freed. It also keeps the last error of a thread, and reports it at the next kernel launch, which did not cause it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SUCCESS = 0
 
 
 class Runtime(Protocol):
-    """What is needed of torch.cuda.cudart(): functions that return CUDA's status."""
+    """The functions of torch.cuda.cudart() that are used; they return CUDA's status."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int: ...
 
@@ -25,7 +25,7 @@ class Runtime(Protocol):
 
 
 class CudaPageLocks:
-    """`launch` launches any kernel, which raises and clears the last error of this thread: torch offers no other way to it."""
+    """`launch` launches any kernel. That raises and clears the last error of this thread; torch offers no other way."""
 
     def __init__(self, runtime: Runtime, launch: Callable[[], object]) -> None:
         self._runtime = runtime
@@ -42,7 +42,7 @@ class CudaPageLocks:
             )
 
     def unlock(self, address: int) -> None:
-        """Only warns where CUDA refuses: memory is often freed because of another error, which is the one to be seen."""
+        """Only warns if CUDA refuses: memory is often freed because of another error, which the user should see instead."""
         if self._process != os.getpid():
             return  # a fork has the pages, but what is page-locked is the parent's
         status = int(self._runtime.cudaHostUnregister(address))

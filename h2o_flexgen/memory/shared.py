@@ -1,5 +1,5 @@
-"""Weights in host memory that several processes share: a file in memory that has no name, so that nothing is left of it when
-the last of them has ended, however that is."""
+"""Weights in host memory that several processes share: a file in memory without a name, so that it is freed when the last of
+them has ended, however it ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from h2o_flexgen.memory.host import HostTier, PageLocker, Pages
 
-NAME = "h2o_flexgen weights"  # seen in /proc alone
+NAME = "h2o_flexgen weights"  # shown only in /proc
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The weights that processes hold together. One of them reads them from disk, and the others find them there."""
+    """The weights that processes share. One of them reads the weights from disk, and the others find them in memory."""
 
     descriptor: int  # of the file, which each process maps
-    take: Callable[[Tensor], None] | None = None  # brings bytes that rest on a device; None for the process that reads
+    take: Callable[[Tensor], None] | None = None  # receives bytes that stay on a device; None for the process that reads
 
     @property
     def reads(self) -> bool:
@@ -28,14 +28,14 @@ class SharedWeights:
 
 
 def file_in_memory() -> int:
-    """The descriptor of an empty file that only its holders know."""
+    """The descriptor of an empty file without a name."""
     if not hasattr(os, "memfd_create"):
-        raise ValueError("processes share their weights in a way that only Linux has; run one process here")
+        raise ValueError("processes can share their weights only on Linux; run one process here")
     return os.memfd_create(NAME)
 
 
 class SharedTier(HostTier):
-    """Host memory for one region, the weights at rest, which is the same in every process."""
+    """Host memory for one region: the weights that stay there, which are the same in every process."""
 
     def __init__(self, shared: SharedWeights, locker: PageLocker | None = None) -> None:
         super().__init__(locker)
@@ -47,5 +47,5 @@ class SharedTier(HostTier):
             os.ftruncate(descriptor, size)
         elif os.fstat(descriptor).st_size != size:
             held = os.fstat(descriptor).st_size
-            raise ValueError(f"the weights that processes share have {held} bytes, but this one's plan has {size} in memory")
+            raise ValueError(f"the shared weights have {held} bytes, but this process's plan has {size} in memory")
         return Pages(descriptor, size, flags=mmap.MAP_SHARED)

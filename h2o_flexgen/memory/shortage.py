@@ -1,5 +1,5 @@
-"""Shortage: memory that has run out. Tells which errors mean it, and stops a block when host memory is so nearly exhausted that
-the system might kill the process."""
+"""Shortage: memory has run out. Recognises the errors that mean it, and stops a block when host memory is so nearly exhausted
+that the system might kill the process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from h2o_flexgen.memory.host import available_bytes
 from h2o_flexgen.memory.threads import ADVICE, CANNOT_START
 
-# More than decode touches between two looks, and less than is left by a plan that fills its memory: a plan that just fits
+# More than decode allocates between two checks, and less than is left by a plan that fills its memory: a plan that just fits
 # must not be stopped.
 FLOOR_BYTES = 32 << 20
-SECONDS_BETWEEN_LOOKS = 0.2  # a look takes a quarter of a millisecond
+SECONDS_BETWEEN_LOOKS = 0.2  # a check takes a quarter of a millisecond
 
 ON_HOST = ("can't allocate memory", "not enough memory")  # in torch's RuntimeErrors
 ON_DEVICE = ("out of memory", "ALLOC_FAILED")  # from the driver, and from libraries that need working memory
@@ -50,10 +50,10 @@ def _line(error: BaseException) -> str:
 class HostGuard:
     """Checks from time to time, while a block runs, that host memory is not nearly exhausted.
 
-    Only memory that is available without swapping counts, within every control group: without any, the system swaps or kills.
-    Page cache counts as free. The process's own size is not held against its budget: it includes more than the run, and passing
-    a budget by a little does no harm while there is memory. A block is only stopped if it holds at least as much as should be
-    left: if others have taken the memory, a smaller block would not bring it back."""
+    Only memory that is available without swapping counts, within every control group: without it, the system swaps or kills
+    processes. Page cache counts as free. The process's own size is not compared with its budget: it includes more than the run,
+    and a budget that is exceeded a little does no harm while there is memory. A block is only stopped if it holds at least as
+    much as should be left: if other processes took the memory, a smaller block would not free enough."""
 
     def __init__(self, spare_bytes: int = 0) -> None:
         """`spare_bytes` were left by earlier blocks, for this one to use."""
@@ -68,4 +68,4 @@ class HostGuard:
         self._next_look = now + SECONDS_BETWEEN_LOOKS
         left = available_bytes()
         if left < FLOOR_BYTES and self._process.memory_info().rss - self._before >= FLOOR_BYTES:
-            raise MemoryError(f"host memory: only {left / 1e6:.0f} MB can still be had before the system swaps or kills")
+            raise MemoryError(f"host memory: only {left / 1e6:.0f} MB are left before the system swaps or kills processes")

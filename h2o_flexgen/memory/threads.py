@@ -1,8 +1,8 @@
 """Threads: started while there is memory for them, with clear errors if there is not.
 
 A thread needs a stack in the address space (`ulimit -v`) and a place among the user's processes (`ulimit -u`). The threads that
-compute for torch are OpenMP's, which ends the process when it cannot start one; those of kernels are a team of our own, which
-does with fewer. All are started before memory is spent.
+compute for torch are OpenMP's, which ends the process when it cannot start one. Those of kernels are a team of our own, which
+can run with fewer threads. All are started before other memory is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Event(Protocol):
 
 
 class Latch:
-    """An event that is nothing but a lock: a run makes one for every task, and that of Python's library is ten times dearer."""
+    """An event that is only a lock: a run makes one for every task, and that of Python's library costs ten times as much."""
 
     __slots__ = ("_lock",)
 
@@ -56,13 +56,13 @@ class Latch:
 
     def wait(self) -> None:
         if self._lock.locked():
-            with suppress(RuntimeError), self._lock:  # a Ctrl-C finds no moment in which it would stay locked for others
+            with suppress(RuntimeError), self._lock:  # a Ctrl-C at any moment does not leave it locked for other threads
                 pass
 
 
 class Handover:
-    """What threads of a run wait for each other with, and hand over to each other by. A device brings it, so that one which
-    watches the order of things sees all that makes it."""
+    """The events, queues and threads with which a run's threads wait for each other and exchange tasks. A device provides them,
+    so that a device which checks the order of operations sees all that decides it."""
 
     def event(self) -> Event:
         return Latch()
@@ -74,7 +74,7 @@ class Handover:
         return threading.Thread(target=work, args=given, name=name, daemon=True)
 
     def unfinished(self) -> dict[Any, Any]:
-        """What is not over yet, by key: whoever misses a key here knows that it is."""
+        """The tasks that are not over yet, by key: a key that is missing here means that its task is over."""
         return {}
 
 
@@ -90,7 +90,7 @@ def starting() -> Iterator[None]:
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads have all been started, and wait."""
+    """A pool with all its threads started and waiting."""
     pool, all_there = ThreadPoolExecutor(threads, thread_name_prefix=name), threading.Event()
     try:
         with starting():
@@ -105,7 +105,7 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
-FORKED = "this process was forked from one that computes, whose threads are not here"
+FORKED = "this process was forked from one that computes, and has none of its threads"
 SPAWN = 'start processes with multiprocessing.get_context("spawn") instead'
 
 

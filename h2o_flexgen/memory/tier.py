@@ -1,6 +1,6 @@
-"""What the tiers share: a meter of what each holds. Every kind of memory is a file beside this one, with `alloc`, `free` and a
-meter; how data comes to it and goes from it is with the stores that put it there, because each kind of data lies there in its
-own way.
+"""The part that all tiers share: a meter of the bytes that each holds. Every kind of memory is a file beside this one, with
+`alloc`, `free` and a meter. How data is moved to a tier and from it is defined by its store, because each kind of data has a
+layout of its own.
 """
 
 from __future__ import annotations

@@ -390,4 +390,4 @@ def test_near_the_limit_of_the_host_the_block_is_stopped_and_one_row_is_left_to_
         monkeypatch.setattr(psutil, "Process", Grown)
         assert same(llm.generate(case.prompts, SamplingParams(max_tokens=GEN_LEN), on_shrink=told.append), wanted)
     assert [shrink.tried for shrink in told] == [(4, 2), (2, 2), (1, 2)]
-    assert "only 7 MB can still be had" in told[0].shortage.reason
+    assert "only 7 MB are left" in told[0].shortage.reason

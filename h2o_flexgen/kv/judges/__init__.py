@@ -1,1 +1,1 @@
-"""Judges: ways to say what a token is worth when it is written, before anybody has attended to it."""
+"""Judges: ways to say what a token is worth when it is written, before any query has attended to it."""

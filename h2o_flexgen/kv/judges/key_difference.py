@@ -1,4 +1,4 @@
-"""A token is worth how little its key looks like the others: minus the cosine between it and the mean of their directions."""
+"""A token is worth more the less its key resembles the others: minus the cosine between it and the mean of their directions."""
 
 from __future__ import annotations
 

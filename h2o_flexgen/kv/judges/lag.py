@@ -1,5 +1,5 @@
-"""A token is worth how unevenly its key and its value lie in the ranges that the tokens of the next part of the text span,
-channel by channel.
+"""A token is worth more the more unevenly its key and its value lie, channel by channel, in the ranges that the tokens of the
+next part of the text span.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from h2o_flexgen.kv.judges.together import Together
 
 SHORTEST, LONGEST = 4, 128  # tokens of a part
 TWENTIETH = 20  # the share of a text that a part is between these
-UNMEASURED = torch.finfo(torch.float32).max  # behind the newest two parts comes none to measure them by: they stay
+UNMEASURED = torch.finfo(torch.float32).max  # the newest tokens have no next part to be measured by: they stay
 
 
 class Lag(Together):
     def __init__(self, sinks: int) -> None:
-        """`sinks`: the first tokens, which stay whatever they are worth and belong to no part."""
+        """`sinks`: the first tokens, which stay whatever their worth and belong to no part."""
         self._sinks = sinks
 
     def of_row(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -32,8 +32,8 @@ class Lag(Together):
 
 
 def _unevenness(x: Tensor) -> Tensor:
-    """How unevenly tokens of x (kv_heads, parts, length, head_dim) lie, all but those of the last part: shares of their part.
-    (kv_heads, tokens), fp32"""
+    """How unevenly the tokens of x (kv_heads, parts, length, head_dim) lie, as shares of their part; those of the last part are
+    left out. (kv_heads, tokens), fp32"""
     x = x.float()
     least, most = x[:, 1:].aminmax(dim=2, keepdim=True)
     span = most - least

@@ -1,4 +1,4 @@
-"""The judges that need nothing but tokens, by what policies call them."""
+"""The judges that need only tokens, by their names in policies."""
 
 from __future__ import annotations
 

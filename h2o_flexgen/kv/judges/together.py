@@ -1,6 +1,6 @@
 """Together: compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add tokens that
-no such pass has judged yet: comparing would need all keys of all layers at every step. They are the first to go once nothing
-protects them, or else a long answer would push out all that was judged (docs/log/eviction.md).
+are not judged yet: comparing would need all keys of all layers at every step. These tokens are evicted first once nothing
+protects them, or else a long answer would evict all tokens that were judged (docs/log/eviction.md).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from h2o_flexgen.kv.judges.judge import Held, Judge, Written
 
-UNJUDGED = torch.finfo(torch.float32).min  # below all that is judged, but above minus infinity, by which no token ranks
+UNJUDGED = torch.finfo(torch.float32).min  # below all judged tokens, but above minus infinity, the rank of empty places
 Self = TypeVar("Self", bound="Together")
 
 
 class Together(Judge):
     @abstractmethod
     def of_row(self, keys: Tensor, values: Tensor) -> Tensor:
-        """What each token of a row is worth. keys, values: (kv_heads, tokens, head_dim), oldest first. (kv_heads, tokens),
-        fp32"""
+        """The worth of each token of a row, (kv_heads, tokens) in fp32. keys, values: (kv_heads, tokens, head_dim), oldest
+        first."""
 
     def of_heads(self: Self, heads: Tensor) -> Self:
         return self
@@ -31,7 +31,7 @@ class Together(Judge):
         return new.k.new_full((rows, heads), UNJUDGED, dtype=torch.float32)
 
     def of_all(self, new: Written, held: Held | None) -> Tensor:
-        """Row by row, so that it depends on no other row, and takes the room of one."""
+        """Judges row by row, so that a row does not depend on others, and the working memory is that of one row."""
         rows, tokens, heads, _ = new.k.shape
         first = 0 if held is None else held.keys.shape[2]
         worth = new.k.new_zeros((rows, heads, first + tokens), dtype=torch.float32)

@@ -1,5 +1,5 @@
-"""A token is worth the length of its value: a token with a short one changes little of what attention gives, however much it is
-attended to."""
+"""A token is worth the length of its value: a token with a short value changes the outcome of attention little, however much
+attention it gets."""
 
 from __future__ import annotations
 
