@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
-from h2o_flexgen.apps.data_wrangling.made_up import MadeUp
+from h2o_flexgen.apps.data_wrangling.made_up import MadeUpDataSet
 from h2o_flexgen.core.files import write_text
 
 NAME = "Amazon-Google"
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args = parse(words)
     with TemporaryDirectory() as folder:
-        MadeUp(DATA_SETS[NAME], max(args.rows, args.examples), args.seed).write(Path(folder))
+        MadeUpDataSet(DATA_SETS[NAME], max(args.rows, args.examples), args.seed).write(Path(folder))
         runs = [run(args, Path(folder), way, turn) for turn in range(args.repeats) for way in (APART, SHARED)]
     result = result_of(args, words, runs)
     print_table(result)

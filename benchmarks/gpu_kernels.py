@@ -26,7 +26,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.stores.kv import image_over
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
@@ -181,7 +181,7 @@ def attention(device: Device, codec: str, scale: float, expected: float) -> Subj
 
     def call() -> object:
         keys, of_values = image_over(next(regions), shape, coding, True)
-        return decode_attention(q, Kept(keys, codec), Kept(of_values, codec), held, mask, gathers=None)
+        return decode_attention(q, KVSlots(keys, codec), KVSlots(of_values, codec), held, mask, gathers=None)
 
     return Subject(f"decode attention, {codec} KV, {rows} rows of {slots}", region.nbytes, expected, call)
 

@@ -30,7 +30,7 @@ from typing import Any
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.folders import default_offload_folder
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.demo import held_out_prose
@@ -174,7 +174,7 @@ def fits(args: argparse.Namespace, size: int) -> bool:
 
 
 def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
-    needs = [Need(len(one.prompt), one.params.max_tokens) for one in requests_of(args, llm)]  # type: ignore[union-attr,arg-type]
+    needs = [SeatNeed(len(one.prompt), one.params.max_tokens) for one in requests_of(args, llm)]  # type: ignore[union-attr,arg-type]
     if args.one in (BLOCKS, COMPACTION):
         return Workload(tuple(need.prompt_len for need in needs), max(need.gen_len for need in needs))
     return Workload.running(needs)

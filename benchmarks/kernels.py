@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
@@ -41,7 +41,7 @@ from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.memory.disk import Files, Piece, read_fully
+from h2o_flexgen.memory.disk import DiskFiles, FilePiece, read_fully
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import Given, computed
@@ -80,7 +80,7 @@ def main() -> int:
 def benchmark(args: argparse.Namespace) -> dict[str, object]:
     limits = measured_limits(args.seconds, args.scale)
     lines = [measured(subject, args.seconds) for subject in subjects(args.scale)]
-    with file_on_disk(args.folder, round(FILE_BYTES * args.scale)) as file, Files() as files:
+    with file_on_disk(args.folder, round(FILE_BYTES * args.scale)) as file, DiskFiles() as files:
         disk = measured(reading(files, file), args.seconds)
     after = measured_limits(args.seconds, args.scale)
     limits = {name: max(limits[name], after[name]) for name in limits}
@@ -143,7 +143,7 @@ def attention(
     name: str, rows: int, kv_heads: int, group: int, dim: int, slots: int, dtype: torch.dtype, codec: str = PLAIN
 ) -> Subject:
     coding = Coding(codec, dtype, dim)
-    keys, values = (Kept(coding.encode(torch.randn(rows, kv_heads, slots, dim).to(dtype)), codec) for _ in range(2))
+    keys, values = (KVSlots(coding.encode(torch.randn(rows, kv_heads, slots, dim).to(dtype)), codec) for _ in range(2))
     q, held = torch.randn(rows, kv_heads, group, dim).to(dtype), torch.full((rows,), slots)
     mask = torch.zeros(rows, 1, 1, slots)
     return Subject(
@@ -152,7 +152,7 @@ def attention(
         READ,
         0.6,
         lambda: decode_attention(q, keys, values, held, mask),
-        lambda: decode_attention_twin(q, *(Kept(coding.decode(kept.data)) for kept in (keys, values)), held, mask),
+        lambda: decode_attention_twin(q, *(KVSlots(coding.decode(kept.data)) for kept in (keys, values)), held, mask),
     )
 
 
@@ -197,7 +197,7 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
     )
 
 
-def reading(files: Files, file: Path) -> Subject:
+def reading(files: DiskFiles, file: Path) -> Subject:
     """Reads neighbouring pieces of a file, as a layer's weights are, with the engine's readers, and plainly with one thread."""
     size, places = file.stat().st_size, HostTier().alloc(READ_BYTES)
     nbytes = min(READ_BYTES, size)
@@ -219,7 +219,7 @@ def reading(files: Files, file: Path) -> Subject:
         nbytes,
         PLAIN_READING,
         0.9,
-        lambda: files.read([Piece(file, next_start("engine"), places[:nbytes], torch.uint8)]),
+        lambda: files.read([FilePiece(file, next_start("engine"), places[:nbytes], torch.uint8)]),
         plainly,
     )
 

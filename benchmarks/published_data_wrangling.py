@@ -41,7 +41,7 @@ from benchmarks.published import (
 )
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.machine import Machine
@@ -154,7 +154,7 @@ def as_published(row: Published, machine: Machine) -> float:
 def in_this_engine(row: Published, machine: Machine, shares: bool) -> float:
     """All whole blocks in this engine's schedule, rows that make room for the next, with examples read once or for each row."""
     blocks, (prompt, gen_len) = blocks_of(row), row.lengths
-    needs = [Need(prompt, gen_len)] * (blocks * row.rows)
+    needs = [SeatNeed(prompt, gen_len)] * (blocks * row.rows)
     plan = row.plan(OURS)
     plan = replace(plan, shared_prefixes=shares)
     prefix = SharedPrefix(0, round(prompt * (1 - OWN_SHARE))) if shares else None

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.demo import demo_folder
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.search import MOST_ROWS, Found, Problem, refuse_what_never_fits, search
+from h2o_flexgen.planning.search import MOST_ROWS, SearchResult, SearchProblem, refuse_what_never_fits, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MOST_SEARCHES = 4  # with a budget of hundreds of MB, two left a tenth of a MB t
 @dataclass(frozen=True)
 class FoundPlan:
     machine: Machine
-    found: Found
+    found: SearchResult
     seconds: float  # seconds of the search
 
     @property
@@ -42,10 +42,10 @@ class FoundPlan:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanSearch:
     """What an open model is to generate under a plan that is still to be found."""
 
-    asked: Asked
+    asked: PlanRequirements
     llm: ModelUnderPlan
     workload: Workload | None  # the given prompts; None: as many will be made as the block takes
     prompt_len: int
@@ -77,7 +77,7 @@ class Wish:
         held = self.llm.budgets.of(tier)
         return self.llm.budgets if held is None else replace(self.llm.budgets, **{tier: held - self.held_back})
 
-    def _problem(self, machine: Machine) -> Problem:
+    def _problem(self, machine: Machine) -> SearchProblem:
         llm = self.llm
         return self.asked.problem(
             machine,

@@ -56,7 +56,7 @@ _SEED = Rule(whole(0, SEED_LIMIT - 1), "a whole number, 0 to 2**64 - 1")
 
 
 @dataclass(frozen=True)
-class Model:
+class HelmModel:
     """An open model and the desks where it is asked."""
 
     llm: LLM
@@ -76,7 +76,7 @@ class Model:
         gen_len: int = 1,
         seed: int = 0,
         **options: object,
-    ) -> Model:
+    ) -> HelmModel:
         """`options` are those of LLM; without a plan or percent among them a plan is found."""
         seconds, at_once = _SECONDS.value("gather", gather), _ROWS.value("rows", rows)
         least = Lengths(_LENGTH.value("prompt_len", prompt_len), _LENGTH.value("gen_len", gen_len))
@@ -108,16 +108,16 @@ class Models:
 
     def __init__(self) -> None:
         self._opening = Lock()
-        self._opened: dict[str, Model] = {}
+        self._opened: dict[str, HelmModel] = {}
         self._turns = Turns()
 
-    def open(self, model: str, options: Mapping[str, Any]) -> Model:
+    def open(self, model: str, options: Mapping[str, Any]) -> HelmModel:
         key = json.dumps({"model": model, **options}, sort_keys=True, default=str)
         with self._opening:
             if not self._opened:
                 atexit.register(self.close)
             if key not in self._opened:
-                self._opened[key] = Model.open(self._turns, model, **options)
+                self._opened[key] = HelmModel.open(self._turns, model, **options)
             return self._opened[key]
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ MODELS = Models()  # HELM makes clients by the name of their class, so that they
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _HelmRequest:
     """A request of HELM, in the engine's form."""
 
     request: Request
@@ -182,7 +182,7 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
             embedding=[],
         )
 
-    def _read(self, request: helm_request.Request) -> _Asked:
+    def _read(self, request: helm_request.Request) -> _HelmRequest:
         for name in NOT_READ:
             if getattr(request, name) is not None:
                 raise ValueError(f"{name} is given, but this engine reads and writes only texts; leave it out")
@@ -190,7 +190,7 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
         params = _params(request, (*request.stop_sequences, *stops))
         seed = _seed(self._model.seed, request.random, prompt)
         read = self._model.read(prompt, replace(params, seed=seed))
-        return _Asked(read, first, request.num_completions // params.n, request.echo_prompt)
+        return _HelmRequest(read, first, request.num_completions // params.n, request.echo_prompt)
 
     def _prompt(self, request: helm_request.Request) -> tuple[Prompt, int, Sequence[str]]:
         """The prompt, the first token of its text, and the strings that end an answer of a chat."""
@@ -202,7 +202,7 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
         with self._model.reading:
             return style.whole(read_chat("the chat", said)), 0, style.stops
 
-    def _answer(self, asked: _Asked) -> Response:
+    def _answer(self, asked: _HelmRequest) -> Response:
         try:
             completion = self._model.desks.ask(asked.request).result()
         except ValueError as error:  # e.g. of the plan, with too little memory: a retry would fail as well
@@ -245,7 +245,7 @@ def _seed(seed: int, random: str | None, prompt: Prompt) -> int:
     return int.from_bytes(blake2b(named.encode(), digest_size=8).digest(), "big")
 
 
-def _key_of(asked: _Asked) -> Mapping[str, object]:
+def _key_of(asked: _HelmRequest) -> Mapping[str, object]:
     prompt = asked.request.prompt
     assert isinstance(prompt, Prompt)
     return {"prompt": prompt.ids, "echo": asked.echoes, "copies": asked.copies, **asdict(asked.params)}
@@ -260,7 +260,7 @@ def _refused(why: str) -> helm_request.RequestResult:
 # -- answers ---------------------------------------------------------------------------------------------------------------
 
 
-def _completions(tokenizer: EngineTokenizer, completion: Completion, asked: _Asked) -> list[Response]:
+def _completions(tokenizer: EngineTokenizer, completion: Completion, asked: _HelmRequest) -> list[Response]:
     """The completions as plain data: their texts, and the texts and log-probabilities of their tokens."""
     prompt, echoed = completion.prompt_token_ids, list[tuple[str, float]]()
     if asked.echoes:
@@ -303,7 +303,7 @@ def _generated(completion: Response) -> helm_request.GeneratedOutput:
 # -- the tokenizer ---------------------------------------------------------------------------------------------------------
 
 
-class Tokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM is not installed
+class HelmTokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM is not installed
     """The tokenizer of a model for HELM, which fits prompts into contexts with it. It is the engine's own, from any kind of
     file. It takes the arguments of the client, and shares the model with it."""
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.auto_plan import AutoPlan
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
-from h2o_flexgen.engine.generate import Prepared, Running
+from h2o_flexgen.engine.generate import PreparedRows, Running
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.job import Job, Requests
 from h2o_flexgen.engine.many_positions import positions_at_once
@@ -118,7 +118,7 @@ class LLM(ModelUnderPlan):
         on_stage: OnStage | None = None,
         planned: WorkloadPlan | None = None,
         numbers: Sequence[int] | None = None,
-    ) -> Prepared:
+    ) -> PreparedRows:
         """Prepares prompts for `generate`: tokenized, planned and found to fit. `streamed`: `on_token` will get their texts.
         `planned`: their workload, if `check` has planned it already. `numbers`: the prompts' numbers, if they are part of a
         larger input; completions have these numbers, and random draws depend on them."""
@@ -127,7 +127,7 @@ class LLM(ModelUnderPlan):
 
     def generate(
         self,
-        prompts: Prompts | Prepared,
+        prompts: Prompts | PreparedRows,
         sampling_params: Params = None,
         *,
         seed: int | None = None,
@@ -152,7 +152,7 @@ class LLM(ModelUnderPlan):
         ends the row. `on_logits` gets the logits of every token, in fp32 and in host memory, valid until it returns. If
         prompts have several completions (n), each is a row: listeners get its place among all rows."""
         refuse_unknown("argument", unknown, arguments_of(LLM.generate), ARGUMENTS)
-        if isinstance(prompts, Prepared):
+        if isinstance(prompts, PreparedRows):
             prepared = prompts.for_use_under(self.plan, sampling_params, forced)
         else:
             read = read_prompts(prompts, self.tokenizer)
@@ -214,7 +214,7 @@ class LLM(ModelUnderPlan):
         `prefix_room`: the tokens kept of common beginnings of requests, which are computed once for all of them (default: as
         many as are useful and fit beside the seats, but none where answers would depend on other requests)."""
         rows = (self.plan.block_size if rows is None else rows) * ROWS_PER_SEAT
-        arriving = partial(Workload.arriving, Need(prompt_len, gen_len), rows)
+        arriving = partial(Workload.arriving, SeatNeed(prompt_len, gen_len), rows)
         if (auto := self._auto) is not None:
             rooms = rooms_to_search(self.plan, prompt_len, prefix_room)
             first_that_fits(rooms, lambda room: auto.provide(self, arriving(room), True, on_stage))
@@ -272,11 +272,13 @@ class LLM(ModelUnderPlan):
     def _row_maker(self) -> RowMaker:
         return RowMaker(self.spec, self.plan, self.tokenizer)
 
-    def _prepared(self, rows: Sequence[RowState], on_stage: OnStage | None, planned: WorkloadPlan | None = None) -> Prepared:
+    def _prepared(
+        self, rows: Sequence[RowState], on_stage: OnStage | None, planned: WorkloadPlan | None = None
+    ) -> PreparedRows:
         own = self._planned_for(workload_of(rows), any(row.wants_prompt_logprobs for row in rows), on_stage)
         planned = planned if planned == own else own
         planned.refuse_what_does_not_fit(self.budgets)
-        return Prepared(rows, planned)
+        return PreparedRows(rows, planned)
 
     def _planned_for(self, workload: Workload, asks_of_prompts: bool, on_stage: OnStage | None) -> WorkloadPlan:
         if self._auto is not None:
@@ -332,7 +334,7 @@ class LLM(ModelUnderPlan):
         plans = {workload: self._fitting(workload, at_once) for workload in dict.fromkeys(map(workload_of, groups))}
         at_head = scorer or Picker(Sampler(0), on_token)
         running = Running(self._ready(on_stage), at_head, on_visit, on_shrink, may_shrink)
-        running.to_the_end(Prepared(group, plans[workload_of(group)]) for group in groups)
+        running.to_the_end(PreparedRows(group, plans[workload_of(group)]) for group in groups)
         self.stats = Stats.of([row for group in groups for row in group], running.done, self.peaks())
         return [scored_of(row.completion()) for row in rows] if scorer is None else scorer.in_order
 

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _GenerationRequest:
     """One request to generate."""
 
     context: list[int]
@@ -227,7 +227,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
                     self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
         return [texts[place] for place in range(len(requests))]
 
-    def _asked(self, context: str, given: Mapping[str, object]) -> _Asked:
+    def _asked(self, context: str, given: Mapping[str, object]) -> _GenerationRequest:
         options = dict(normalize_gen_kwargs(dict(given), self.max_gen_toks))
         end = None if self.eot_token_id is None else self._written(self.eot_token_id)
         until = [text for text in handle_stop_sequences(options.pop("until", None), eos=end) if text]
@@ -245,7 +245,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         special = [token for token in found if token is not None and token < self.llm.spec.vocab]  # others cannot be generated
         texts = tuple(text for text in until if self._special(text) is None)
         params = SamplingParams(max_tokens=max_tokens, stop=texts, stop_token_ids=special, **sampled)
-        return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, max_tokens, until)
+        return _GenerationRequest(self.tok_encode(context) or [self.prefix_token_id], params, max_tokens, until)
 
     def _special(self, text: str) -> int | None:
         """The token of a stop string that is a special token, and so never appears in a text."""

@@ -12,7 +12,7 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.demo.places import file_beside
-from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
+from h2o_flexgen.planning.asked import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.search import SLOTS
 from h2o_flexgen.policies import head_budgets_file
@@ -77,11 +77,11 @@ def arguments_of(function: Callable[..., object]) -> list[str]:
     return [name for name, one in signature(function).parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
 
 
-def what_is_searched(plan: Plan, options: Mapping[str, object]) -> Asked:
+def what_is_searched(plan: Plan, options: Mapping[str, object]) -> PlanRequirements:
     """The sizes that are searched: those that were given are kept."""
     refuse_to_search_pipelines(plan)
     sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
-    return Asked(plan, sizes, batches, slots=() if "slots" in options else SLOTS)
+    return PlanRequirements(plan, sizes, batches, slots=() if "slots" in options else SLOTS)
 
 
 def name_of(what: str, given: object) -> str:

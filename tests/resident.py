@@ -15,12 +15,12 @@ from torch import Tensor
 
 from h2o_flexgen.core.layout import probe_bytes
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.judges import linear_judges
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kv.cache import Asked, KVCache
+from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.judges.table import judge_of
@@ -149,7 +149,7 @@ class _Beside:
         asked = self._asking.asked(now, tokens)
         worth = None if asked.worth is None else asked.worth.cpu()
         more = asked.more and More(asked.more.scores.cpu(), None)
-        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), more, worth)
+        there = AttentionInput(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), more, worth)
         return self._cache.answer(now.on(torch.device("cpu")), there, tokens.rotation).to(tokens.q.device)
 
 
@@ -235,7 +235,7 @@ def resident_behind(
     beginnings = _caches(model, judged, 1, [shared] * len(levels), False, device, kv_codec)
     whole = _now([level.policy.whole(shared) for level in levels], [shared] * len(levels), device)
     _through_layers(model, weights, beginnings, whole, torch.tensor([prompt[:shared]], device=device))
-    need = Need.behind(prefix, len(prompt), steps, copies)
+    need = SeatNeed.behind(prefix, len(prompt), steps, copies)
     each, piece, made = [level.policy.alone(need) for level in levels], list(prompt[shared:]), list[Tensor]()
     capacities = [occupancy.capacity for occupancy in each]
     caches = _caches(model, levels, 1, capacities, False, device, kv_codec)

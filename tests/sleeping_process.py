@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from h2o_flexgen.cli.process_link import Link
+from h2o_flexgen.cli.process_link import ProcessLink
 
 
-def sleep(link: Link, place: object, part: object) -> int:
+def sleep(link: ProcessLink, place: object, part: object) -> int:
     link.say(os.getpid())
     while True:
         time.sleep(3600)

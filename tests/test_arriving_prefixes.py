@@ -25,7 +25,7 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desks import Desks
 from h2o_flexgen.text.prompts import Prompt
 from tests import tiny
@@ -347,7 +347,7 @@ def test_where_memory_runs_out_all_go_on_in_a_smaller_block(
 
 
 def test_threads_that_ask_share_what_they_ask_alike(checkpoints: Checkpoints, offload: Path) -> None:
-    case, head, counts = ArrivingCase("llama-gqa", gpu_batch_size=4), drawn(40, 1), Counts()
+    case, head, counts = ArrivingCase("llama-gqa", gpu_batch_size=4), drawn(40, 1), ServerCounts()
     prompts = [[*head, 1 + place] for place in range(8)]
     with case.open(checkpoints, offload) as llm:
         wanted = [one.token_ids for one in llm.generate(prompts, FOUR)]

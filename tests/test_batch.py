@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams, batch
-from h2o_flexgen.jobs.output import Output, waiting_file
+from h2o_flexgen.jobs.output import JobOutput, waiting_file
 from h2o_flexgen.profiling import kept
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.commands import Result, called
@@ -97,15 +97,15 @@ def choice(record: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def ended_after(count: int, error: BaseException) -> Iterator[None]:
     """A context in which writing ends with the error after so many records."""
-    add = Output.add
+    add = JobOutput.add
 
-    def failing(self: Output, place: int, line: bytes, failed: bool) -> None:
+    def failing(self: JobOutput, place: int, line: bytes, failed: bool) -> None:
         if self.finished.num_done >= count:
             raise error
         add(self, place, line, failed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Output, "add", failing)
+        patch.setattr(JobOutput, "add", failing)
         yield
 
 
@@ -410,15 +410,15 @@ def test_a_file_that_has_grown_is_gone_on_with(command: Any, out: Path, tmp_path
 
 def test_an_input_that_changes_while_the_job_runs_ends_it(command: Any, out: Path, tmp_path: Path, monkeypatch: Any) -> None:
     file = write(tmp_path / "in.jsonl", requests())
-    before, add = file.read_bytes(), Output.add
+    before, add = file.read_bytes(), JobOutput.add
 
-    def add_and_change(self: Output, place: int, line: bytes, failed: bool) -> None:
+    def add_and_change(self: JobOutput, place: int, line: bytes, failed: bool) -> None:
         add(self, place, line, failed)
         file.write_bytes(before.replace(b"text", b"TEXT"))
 
     flags = ("-i", file, "-o", out, *IN_MEMORY)
     with monkeypatch.context() as changed:
-        changed.setattr(Output, "add", add_and_change)
+        changed.setattr(JobOutput, "add", add_and_change)
         result = command(*flags)
     said = f"of {file} is another one than when it was checked; put the file back as it was, and go on with --resume"
     assert result.status == 2 and result.said[-1].endswith(said)

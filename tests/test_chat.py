@@ -26,7 +26,7 @@ from h2o_flexgen.cli.page import printable
 from h2o_flexgen.cli.promise import broken_lines
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.dialogue import Plain
+from h2o_flexgen.text.dialogue import PlainStyle
 from tests.commands import called
 from tests.patience import PATIENCE_SECONDS
 from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
@@ -130,7 +130,7 @@ def test_a_turn_that_cannot_be_written_ends_a_piped_talk_with_one_line(talk: Any
     def refused(*_: object) -> str:
         raise ValueError("the chat template may not do that")
 
-    monkeypatch.setattr(Plain, "turn", refused)
+    monkeypatch.setattr(PlainStyle, "turn", refused)
     status, _, errors = talk(["ab"], "--style", "plain")
     assert (status, errors) == (2, ["error: the chat template may not do that"])
 

@@ -19,7 +19,7 @@ import torch
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.finding import Wish
+from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import kept
@@ -260,9 +260,9 @@ def test_calls_of_two_kinds_in_turn_are_planned_for_once_each(
     first: tuple[int, int | None], second: tuple[int, int | None], finds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
-    monkeypatch.setattr(Wish, "plan_with_room", lambda wish: None)
-    held_back, find = list[int](), Wish.find
-    monkeypatch.setattr(Wish, "find", lambda wish, machine: held_back.append(wish.held_back) or find(wish, machine))
+    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
+    held_back, find = list[int](), PlanSearch.find
+    monkeypatch.setattr(PlanSearch, "find", lambda wish, machine: held_back.append(wish.held_back) or find(wish, machine))
     save_tiny("opt", tmp_path)
     with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", gpu_batch_size=1, num_gpu_batches=1) as llm:
         for length, gen_len in (first, second, first, second):
@@ -291,7 +291,7 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
     with LLM(tmp_path, dtype="float32", device="cpu", percent="auto") as llm:
         assert llm.generate(prompts, params)[0].token_ids == expected[0]
         assert llm.plan.block_size == 9 and not measured, "what fits with room to spare needs no profile"
-    monkeypatch.setattr(Wish, "plan_with_room", lambda wish: None)
+    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
     with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", num_gpu_batches=1) as llm:
         with pytest.raises(ValueError, match="for a conversation give six numbers"):
             llm.converse()

@@ -17,7 +17,7 @@ from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.parts_there import PartsThere
-from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
@@ -183,7 +183,7 @@ def test_two_devices_are_predicted_to_be_faster_than_one() -> None:
 
 def test_what_a_step_has_is_brought_to_another_device_once() -> None:
     now = KVStep.of(Plan().policy.occupancy(Batch((0, 1), (3, 2)), 4).at(1), 8, torch.device("cpu"))
-    part = Part(slice(None), (now,), torch.zeros(2, 1, dtype=torch.long))
+    part = RowsPart(slice(None), (now,), torch.zeros(2, 1, dtype=torch.long))
     parts = PartsThere(FarDevice())
     brought = parts.of(0, part)
     assert brought.tokens.device.type == brought.now.counts.device.type == "meta"

@@ -111,7 +111,7 @@ def test_its_flags_make_the_run_command_take_the_plan_that_was_found(
     line = next(line for line in result.out if line.startswith("run "))
     assert shlex.split(line.partition("h2o_flexgen.run ")[2]) == result.json["flags"]
     asked_again = as_run(result.json["flags"])
-    assert (asked_again.prompts, asked_again.gen_len) == (run_request.MadeUp(12, 24), 6)
+    assert (asked_again.prompts, asked_again.gen_len) == (run_request.MadeUpPrompts(12, 24), 6)
 
 
 def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:

@@ -24,10 +24,10 @@ from h2o_flexgen import SamplingParams, batch, run
 from h2o_flexgen.checkpoints.handed import HandedSource
 from h2o_flexgen.cli import processes
 from h2o_flexgen.cli.errors import Mendable
-from h2o_flexgen.cli.exchange import Exchange
+from h2o_flexgen.cli.exchange import ProcessExchange
 from h2o_flexgen.cli.handed_round import PASSING_BYTES
-from h2o_flexgen.cli.process import Place, PromptsPart, compute
-from h2o_flexgen.cli.process_link import Ended, Failed, Link, Loaded, Passing, Taken
+from h2o_flexgen.cli.process import ProcessPlace, PromptsPart, compute
+from h2o_flexgen.cli.process_link import PartDone, Failed, ProcessLink, Loaded, Passing, BytesTaken
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.stores.weights import WeightStore
@@ -62,11 +62,13 @@ def together(llm: LLM, case: Case, offload: Path, parts: Sequence[Any], model: M
     with descriptors(2) as (weights, passing):
         for number, part in enumerate(parts):
             site = SiteRequest(case.device, threads=1, offload_dir=str(offload / str(number)))
-            place = Place(number, model, site, llm.requested, weights, passing)
-            threads.append(threading.Thread(target=compute, args=(Link(pipes[number][1]), place, part), name=str(number)))
+            place = ProcessPlace(number, model, site, llm.requested, weights, passing)
+            threads.append(
+                threading.Thread(target=compute, args=(ProcessLink(pipes[number][1]), place, part), name=str(number))
+            )
         for thread in threads:
             thread.start()
-        exchange = Exchange([Link(mine) for mine, _ in pipes], str, lambda number: "has gone")
+        exchange = ProcessExchange([ProcessLink(mine) for mine, _ in pipes], str, lambda number: "has gone")
         try:
             return [news for _, news in exchange.said(nullcontext)]
         finally:
@@ -105,7 +107,7 @@ def test_texts_are_those_of_one_process_and_weights_are_read_once(
         tiers = llm.planned(llm.prepare(case.prompts, SAMPLED).planned.workload).blocks.first.placement.weights
     found = sorted((one for one in said if isinstance(one, Completion)), key=lambda one: one.index)
     assert found == expected
-    figures = [one.figures for one in said if isinstance(one, Ended)]
+    figures = [one.figures for one in said if isinstance(one, PartDone)]
     assert sum(one.num_prompts for one in figures) == len(case.lengths)
     at_rest = [name for name, tier in tiers.items() if tier != "disk"]
     handed = [name for name in at_rest if case.device == "pretended" and tiers[name] == "device"]
@@ -130,9 +132,9 @@ def test_who_comes_with_another_plan_is_told(checkpoints: Checkpoints, offload: 
         os.ftruncate(weights, 4096)
         mine, its = Pipe()
         model, site = ModelRequest("tiny", llm.name, False, "float32", "bytes"), SiteRequest("cpu", 1, offload_dir=str(offload))
-        Link(mine).say(Loaded(4096))
+        ProcessLink(mine).say(Loaded(4096))
         part = PromptsPart([[1]], [0], SAMPLED, 0)
-        assert compute(Link(its), Place(1, model, site, llm.requested, weights, passing), part) == 2
+        assert compute(ProcessLink(its), ProcessPlace(1, model, site, llm.requested, weights, passing), part) == 2
         heard = []
         while not heard or not isinstance(heard[-1], Failed):
             heard.append(mine.recv())
@@ -142,10 +144,10 @@ def test_who_comes_with_another_plan_is_told(checkpoints: Checkpoints, offload: 
 # -- what processes say ----------------------------------------------------------------------------------------------------
 
 
-def exchange_of(count: int) -> tuple[Exchange, list[Link]]:
+def exchange_of(count: int) -> tuple[ProcessExchange, list[ProcessLink]]:
     pipes = [Pipe() for _ in range(count)]
-    return Exchange([Link(mine) for mine, _ in pipes], "process {}".format, lambda number: "has gone"), [
-        Link(its) for _, its in pipes
+    return ProcessExchange([ProcessLink(mine) for mine, _ in pipes], "process {}".format, lambda number: "has gone"), [
+        ProcessLink(its) for _, its in pipes
     ]
 
 
@@ -158,10 +160,10 @@ def test_what_is_handed_round_waits_for_the_slowest() -> None:
     assert [(end.hear(Loaded), end.hear(Passing).nbytes) for end in ends[1:]] == [(Loaded(7), PASSING_BYTES)] * 2
     for number in (1, 2):
         assert not ends[0].connection.poll()
-        ends[number].say(Taken())
+        ends[number].say(BytesTaken())
         ends[number].say("another")
         assert next(said) == (number, "another")
-    assert ends[0].hear(Taken) == Taken()
+    assert ends[0].hear(BytesTaken) == BytesTaken()
 
 
 def test_an_error_of_one_is_an_error_of_all_and_bugs_are_shown_whole() -> None:

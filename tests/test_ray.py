@@ -240,15 +240,15 @@ def handed_out(
     from h2o_flexgen.cli import ray_handing
 
     monkeypatch.setattr(ray_handing, "ray", ray)
-    waiting = deque(ray_handing.Waiting(numbers) for numbers in portions)
+    waiting = deque(ray_handing.WaitingPortions(numbers) for numbers in portions)
     handing = ray_handing.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
     return list(handing.said(Event()))
 
 
 def done(*numbers: int) -> list[Any]:
-    from h2o_flexgen.cli.ray_worker import Broken, Said
+    from h2o_flexgen.cli.ray_worker import Broken, WorkerMessage
 
-    return [Said(0, broken=Broken(number, "it is done")) for number in numbers]
+    return [WorkerMessage(0, broken=Broken(number, "it is done")) for number in numbers]
 
 
 def test_what_a_dead_worker_had_not_done_is_run_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams, run
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli import run_report, run_work
-from h2o_flexgen.cli.watch import Watch
+from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.engine import budgets
 from h2o_flexgen.engine.stores.kv import KVStore
-from h2o_flexgen.finding import Wish
+from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.policy import PROBE
@@ -158,14 +158,14 @@ def test_when_memory_runs_out_a_line_says_so_and_the_texts_are_the_same(command:
 
 
 def test_when_memory_runs_out_in_mid_run_all_that_was_done_counts(command: Any, opt: Path, monkeypatch: Any) -> None:
-    visit = Watch.visit
+    visit = RunWatch.visit
 
-    def failing(self: Watch, task: Any, tokens: int) -> None:
+    def failing(self: RunWatch, task: Any, tokens: int) -> None:
         visit(self, task, tokens)
         if task.step == 3 and self.blocks[self._index].block.num_rows > 2:
             raise MemoryError("no room")
 
-    monkeypatch.setattr(Watch, "visit", failing)
+    monkeypatch.setattr(RunWatch, "visit", failing)
     result = command("--model", opt, *SMALL, *DISK_HEAVY)
     assert result.status == 0, result.err
     document = result.json
@@ -433,14 +433,14 @@ def test_a_run_that_is_ended_early_keeps_the_texts_that_were_done(
     command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     file, visits = tmp_path / "completions.jsonl", iter(range(12))
-    visit = Watch.visit
+    visit = RunWatch.visit
 
-    def interrupted(self: Watch, task: Any, tokens: int) -> None:
+    def interrupted(self: RunWatch, task: Any, tokens: int) -> None:
         visit(self, task, tokens)
         if self.blocks and next(visits, None) is None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Watch, "visit", interrupted)
+    monkeypatch.setattr(RunWatch, "visit", interrupted)
     options = ("--model", opt, *SMALL, "--gen-len", 1, "--gpu-batch-size", 1, "--num-gpu-batches", 1, "--num-prompts", 3)
     result = command(*options, *DISK_HEAVY, "--output", file)
     partial = file.with_name("completions.jsonl.partial")
@@ -524,9 +524,9 @@ def test_a_cut_run_is_projected_and_says_so(command: Any, opt: Path) -> None:
 def test_fewer_batch_stops_early_and_prints_no_texts(command: Any, tmp_path: Path) -> None:
     save_tiny("opt", tmp_path / "deep", num_hidden_layers=14)
     visits = []
-    watched = Watch.visit
+    watched = RunWatch.visit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watch, "visit", lambda self, task, tokens: (visits.append(task), watched(self, task, tokens)))
+        patch.setattr(RunWatch, "visit", lambda self, task, tokens: (visits.append(task), watched(self, task, tokens)))
         result = command("--model", tmp_path / "deep", *SMALL, *DISK_HEAVY, "--debug", "fewer_batch")
     assert (visits[-1].step, visits[-1].layer, visits[-1].batch) == (1, 19, 1)
     assert result.json["projected"] is True and result.json["generated_tokens"] == 20
@@ -644,7 +644,7 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
     command: Any, opt: Path, unmeasured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "long.txt").write_text("a" * (POSITIONS + 1))
-    monkeypatch.setattr(Wish, "plan_with_room", lambda self: None)
+    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda self: None)
     for flags, words in (
         (("--prompt-len", POSITIONS, "--gen-len", 2), f"has {POSITIONS} positions"),
         (("--prompt-file", tmp_path / "long.txt"), f"has {POSITIONS} positions"),
@@ -829,7 +829,7 @@ def test_an_error_that_is_a_bug_is_not_hidden(command: Any, opt: Path, monkeypat
     def broken(*_: Any) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(Watch, "visit", broken)
+    monkeypatch.setattr(RunWatch, "visit", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         command("--model", opt, *SMALL)
 
@@ -866,14 +866,14 @@ def test_flags_that_cannot_be_parsed_get_one_line_and_status_2(
 
 
 def test_an_interrupt_leaves_no_file_and_one_line(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
-    watched = Watch.visit
+    watched = RunWatch.visit
 
-    def interrupted(self: Watch, task: Any, tokens: int) -> None:
+    def interrupted(self: RunWatch, task: Any, tokens: int) -> None:
         watched(self, task, tokens)
         if task.step == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Watch, "visit", interrupted)
+    monkeypatch.setattr(RunWatch, "visit", interrupted)
     result = command("--model", opt, *SMALL, *DISK_HEAVY)
     assert (result.status, result.said) == (130, ["interrupted"])
     assert not offload.exists()
@@ -885,14 +885,14 @@ def test_an_interrupt_leaves_no_file_and_one_line(command: Any, opt: Path, offlo
 def test_a_signal_ends_a_run_with_nothing_left_behind(
     sent: signal.Signals, status: int, word: str, command: Any, opt: Path, offload: Path, monkeypatch: Any
 ) -> None:
-    watched = Watch.visit
+    watched = RunWatch.visit
 
-    def signalled(self: Watch, task: Any, tokens: int) -> None:
+    def signalled(self: RunWatch, task: Any, tokens: int) -> None:
         watched(self, task, tokens)
         if task.step == 2:
             os.kill(os.getpid(), sent)
 
-    monkeypatch.setattr(Watch, "visit", signalled)
+    monkeypatch.setattr(RunWatch, "visit", signalled)
     with as_without_a_handler(sent):
         result = command("--model", opt, *SMALL, *DISK_HEAVY)
     assert (result.status, result.said) == (status, [word])

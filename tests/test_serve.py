@@ -25,9 +25,9 @@ from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.serve_request import parse, request_of
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.line import COMPLETIONS
-from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desk import Desk
-from h2o_flexgen.serving.listening import Place
+from h2o_flexgen.serving.listening import ServerAddress
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
 from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
@@ -54,12 +54,12 @@ class Visitor:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, visit: Callable[[OpenAI], None]) -> None:
         self.failed: list[BaseException] = []
-        self.place: Place | None = None
+        self.place: ServerAddress | None = None
         self._visit = visit
         self._thread = threading.Thread(target=self._run)
         welcome = serve_work.Server._welcome
 
-        def welcoming(server: serve_work.Server, place: Place) -> Iterator[str]:
+        def welcoming(server: serve_work.Server, place: ServerAddress) -> Iterator[str]:
             self.place = place
             self._thread.start()
             return welcome(server, place)
@@ -151,13 +151,13 @@ def test_seats_for_which_experts_are_brought_in_vain_are_named_with_those_that_w
 
 def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, closing, forever = threading.Event(), threading.Event(), threading.Event()
-    tick, close = Counts.tick, Desk.close
+    tick, close = ServerCounts.tick, Desk.close
 
     def close_and_say(desk: Desk) -> None:
         close(desk)
         closing.set()
 
-    def slow(counts: Counts, one: Tick) -> None:
+    def slow(counts: ServerCounts, one: Tick) -> None:
         tick(counts, one)
         if one.number == 3:
             asked.set()
@@ -175,7 +175,7 @@ def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.Monke
             list(stream)
 
     visitor = Visitor(monkeypatch, visit)
-    monkeypatch.setattr(Counts, "tick", slow)
+    monkeypatch.setattr(ServerCounts, "tick", slow)
     monkeypatch.setattr(Desk, "close", close_and_say)
     result = command("--gather", "0", "--verbose", 0, "--percent", 0, 50, 0, 50, 0, 50)
     visitor.has_been_there()
@@ -235,14 +235,14 @@ def test_a_batch_goes_on_whatever_ends_the_server(
 
     assert status() in ("validating", "in_progress"), "the answer may have come before the check was over"
     with monkeypatch.context() as ended:
-        tick = Counts.tick
+        tick = ServerCounts.tick
 
-        def ends(counts: Counts, one: Tick) -> None:
+        def ends(counts: ServerCounts, one: Tick) -> None:
             tick(counts, one)
             if one.number == 12:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        ended.setattr(Counts, "tick", ends)
+        ended.setattr(ServerCounts, "tick", ends)
         visitor = Visitor(ended, lambda client: None)
         result = command(*flags)
         visitor.has_been_there()

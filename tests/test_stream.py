@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.engine import stream as stream_of_completions
-from h2o_flexgen.engine.job import Request, Size
-from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.engine.job import Request, RequestSize
+from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stream import ListedJob, job_of
@@ -207,7 +207,7 @@ def test_a_batch_is_not_done_between_rows_that_leave_and_those_that_join(
 ) -> None:
     case, seen, join = Case("opt", lengths=LENGTHS, gpu_batch_size=1, num_gpu_batches=1), list[bool](), SeatedRows._join
 
-    def seen_by_lanes(rows: SeatedRows) -> list[Part]:
+    def seen_by_lanes(rows: SeatedRows) -> list[RowsPart]:
         seen.append(rows.is_done)
         return join(rows)
 
@@ -237,7 +237,7 @@ def test_a_request_that_is_not_what_its_job_said_is_refused(checkpoints: Checkpo
         assert llm._memories is None or llm._memories.disk.meter.used_bytes == 0
 
 
-def one_longer(size: Size) -> Size:
+def one_longer(size: RequestSize) -> RequestSize:
     return size._replace(prompt_len=size.prompt_len + 1)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
-from h2o_flexgen.apps.data_wrangling.made_up import MadeUp
+from h2o_flexgen.apps.data_wrangling.made_up import MadeUpDataSet
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.flags import SEED, Parser, whole
 
@@ -37,7 +37,7 @@ def _parser() -> Parser:
 
 
 def _write(flags: Namespace) -> None:
-    own = MadeUp(DATA_SETS[flags.data_set], flags.rows, flags.seed).write(Path(flags.folder).expanduser())
+    own = MadeUpDataSet(DATA_SETS[flags.data_set], flags.rows, flags.seed).write(Path(flags.folder).expanduser())
     print(own)
 
 

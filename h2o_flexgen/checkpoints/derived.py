@@ -79,7 +79,7 @@ class Damaged(ValueError):
 
 
 @dataclass(frozen=True)
-class Record:
+class CopyRecord:
     """What was written to a file: its size, a digest of all that is not weights, and the weights' checksums."""
 
     nbytes: int
@@ -87,11 +87,11 @@ class Record:
     sums: Mapping[str, Sums]
 
     @classmethod
-    def of(cls, file: Path, sums: Mapping[str, Sums]) -> Record:
+    def of(cls, file: Path, sums: Mapping[str, Sums]) -> CopyRecord:
         return cls(file.stat().st_size, _head(file), sums)
 
     @classmethod
-    def from_json(cls, one: Mapping[str, object]) -> Record:
+    def from_json(cls, one: Mapping[str, object]) -> CopyRecord:
         nbytes, head, sums = one["nbytes"], one["head"], one["sums"]
         if not (isinstance(nbytes, int) and isinstance(head, str) and isinstance(sums, dict)):
             raise TypeError(one)
@@ -113,7 +113,7 @@ class Copy:
 
     path: Path
     sources: tuple[Path, ...]
-    records: Mapping[str, Record] = field(repr=False)
+    records: Mapping[str, CopyRecord] = field(repr=False)
     identity: tuple[int, int]  # differs between two folders with the same path
 
     @classmethod
@@ -122,12 +122,12 @@ class Copy:
         copy = cls(path, sources, {}, _identity(path))
         with copy._finding_damage(MANIFEST):
             files = parse_json((path / MANIFEST).read_bytes())["files"]
-            copy = replace(copy, records={name: Record.from_json(one) for name, one in files.items()})
+            copy = replace(copy, records={name: CopyRecord.from_json(one) for name, one in files.items()})
         for name, record in copy.records.items():
             copy._compare(path / name, record)
         return copy
 
-    def _compare(self, file: Path, record: Record) -> None:
+    def _compare(self, file: Path, record: CopyRecord) -> None:
         with self._finding_damage(file.name):
             nbytes = file.stat().st_size
             if nbytes != record.nbytes:
@@ -320,7 +320,7 @@ class DerivedFolder:
 
 
 def _write_manifest(folder: Path, sums: Mapping[str, Mapping[str, Sums]], format: int) -> None:
-    files = {file.name: Record.of(file, sums.get(file.name, {})).as_json() for file in sorted(folder.iterdir())}
+    files = {file.name: CopyRecord.of(file, sums.get(file.name, {})).as_json() for file in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"format": format, "files": files}, indent=1), encoding="utf-8")
 
 

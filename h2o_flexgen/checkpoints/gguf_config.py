@@ -70,7 +70,7 @@ DONE_BY: Mapping[str, Mapping[str, tuple[float, ...] | None]] = {
 
 def config_in(gguf: Gguf) -> dict[str, Any]:
     """What a config.json would say of the model."""
-    said = Said.of(gguf.metadata)
+    said = GgufArchitecture.of(gguf.metadata)
     tensors = {tensor.name: tensor for tensor in gguf.tensors}
     heads = _heads(said)
     return {
@@ -95,14 +95,14 @@ def config_in(gguf: Gguf) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Said:
+class GgufArchitecture:
     """The metadata of an architecture that is known. Its keys begin with its name."""
 
     metadata: Metadata
     architecture: str
 
     @classmethod
-    def of(cls, metadata: Metadata) -> Said:
+    def of(cls, metadata: Metadata) -> GgufArchitecture:
         """Refuses an architecture that is not known, and features that no layer here has."""
         kind = metadata.text(KIND, MODEL)
         if kind != MODEL:
@@ -159,7 +159,7 @@ class Said:
         return ValueError(f"{self.metadata.path} has {value} as {shown(self.key(name))}, {why}")
 
 
-def _heads(said: Said) -> dict[str, int]:
+def _heads(said: GgufArchitecture) -> dict[str, int]:
     heads = said.whole("attention.head_count")
     width = said.whole("attention.key_length", said.whole("embedding_length") // max(heads, 1))
     for name in ("attention.value_length", *([] if said.model_type in PARTLY_ROTATED else [ROTATED])):
@@ -169,7 +169,7 @@ def _heads(said: Said) -> dict[str, int]:
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
 
 
-def _experts(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+def _experts(said: GgufArchitecture, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """How many there are, how wide they are, and how they are chosen."""
     if not said.experts:
         return {}
@@ -195,7 +195,7 @@ def _experts(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     return found
 
 
-def _experts_of_glm(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+def _experts_of_glm(said: GgufArchitecture, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     return {
         "n_routed_experts": said.experts,
         "n_shared_experts": said.whole("expert_shared_count"),
@@ -206,7 +206,7 @@ def _experts_of_glm(said: Said, tensors: Mapping[str, GgufTensor]) -> dict[str, 
     }
 
 
-def _rows(said: Said, tensors: Mapping[str, GgufTensor], name: str, dimensions: int) -> int:
+def _rows(said: GgufArchitecture, tensors: Mapping[str, GgufTensor], name: str, dimensions: int) -> int:
     """The outputs of a matrix, or of each of several."""
     tensor = tensors.get(name)
     if tensor is None or len(tensor.shape) != dimensions:
@@ -216,7 +216,7 @@ def _rows(said: Said, tensors: Mapping[str, GgufTensor], name: str, dimensions: 
     return tensor.shape[-2]
 
 
-def _window(said: Said) -> dict[str, Any]:
+def _window(said: GgufArchitecture) -> dict[str, Any]:
     if said.model_type == GPT_OSS:  # which says itself what layers have it
         return {"sliding_window": said.whole(WINDOW)}
     window = said.whole(WINDOW, 0)
@@ -225,7 +225,7 @@ def _window(said: Said) -> dict[str, Any]:
     return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
 
 
-def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, Any]:
+def _rope(said: GgufArchitecture, head_dim: int, divisors: GgufTensor | None) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_theta": said.number("rope.freq_base", 10000.0)}
     if said.model_type in PARTLY_ROTATED:
         found["partial_rotary_factor"] = said.whole(ROTATED, head_dim) / max(head_dim, 1)
@@ -244,7 +244,7 @@ def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, A
     return {**found, "rope_divisors": _divisors(divisors, count)}
 
 
-def _refuse_other_mix(said: Said, kind: str) -> None:
+def _refuse_other_mix(said: GgufArchitecture, kind: str) -> None:
     """Refuses a file if its kind of scaling and its share of YaRN's mix contradict each other. In ggml the share alone decides:
     with 0 scaling is linear, whatever it is called, and with 1 it is YaRN. llama.cpp takes the share from the kind, and from
     files of a few architectures only, which are not read here. So two that differ have no known meaning. Below 0 the kind
@@ -255,7 +255,7 @@ def _refuse_other_mix(said: Said, kind: str) -> None:
         raise said.refusal(MIX, f"but positions are scaled by the kind {kind}, which goes with {of_kind:g}; give another file")
 
 
-def _yarn(said: Said) -> dict[str, Any]:
+def _yarn(said: GgufArchitecture) -> dict[str, Any]:
     return {
         "original_max_position_embeddings": said.whole(f"{SCALING}.original_context_length", said.whole("context_length")),
         "beta_fast": said.number(f"{SCALING}.yarn_beta_fast", 32.0),

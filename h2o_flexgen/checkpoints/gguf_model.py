@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.files import AGAIN
-from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, HEAD, ROPE_DIVISORS, Said
+from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, HEAD, ROPE_DIVISORS, GgufArchitecture
 from h2o_flexgen.checkpoints.gguf_format import BLOCKS, Gguf, GgufTensor, read_gguf
 from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
 from h2o_flexgen.core.hints import shown
@@ -95,7 +95,7 @@ def _each_expert(name: str, tensor: GgufTensor) -> Iterator[tuple[str, StoredTen
 
 def named_in_model(gguf: Gguf) -> dict[str, GgufTensor]:
     """The tensors of the model by its own names for them."""
-    said = Said.of(gguf.metadata)
+    said = GgufArchitecture.of(gguf.metadata)
     found = {}
     for tensor in gguf.tensors:
         if not _is_beside(tensor.name, said):
@@ -107,7 +107,7 @@ def named_in_model(gguf: Gguf) -> dict[str, GgufTensor]:
     return found
 
 
-def _is_beside(name: str, said: Said) -> bool:
+def _is_beside(name: str, said: GgufArchitecture) -> bool:
     """Whether a tensor is of no layer, and yet nothing that would be missed."""
     inside = IN_BLOCK.fullmatch(name)
     if inside is None:
@@ -115,7 +115,7 @@ def _is_beside(name: str, said: Said) -> bool:
     return said.blocks <= int(inside["block"]) < said.whole("block_count")
 
 
-def _name_in_model(name: str, said: Said) -> str | None:
+def _name_in_model(name: str, said: GgufArchitecture) -> str | None:
     inside = IN_BLOCK.fullmatch(name)
     if inside is None:
         return OUTSIDE.get(name)

@@ -25,29 +25,29 @@ Tensors = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTensors:
     """The tensors of a checkpoint that are left, and its matrices, by their names in the model."""
 
     tensors: Tensors
     matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
 
 
-def find_matrices(quantisation: Quantisation | None, tensors: Tensors) -> Found:
+def find_matrices(quantisation: Quantisation | None, tensors: Tensors) -> FoundTensors:
     if quantisation is None:
-        return Found(tensors)
+        return FoundTensors(tensors)
     matrices, used = {}, set()
     for name in tensors:
         for end, find in READERS[quantisation.method].items():
             if name.endswith(end):
-                parts = _Parts(name.removesuffix(end), tensors, quantisation)
+                parts = _TensorParts(name.removesuffix(end), tensors, quantisation)
                 if matrix := find(parts):
                     matrices[matrix.name] = matrix
                     used.update(parts.used)
-    return Found({name: tensor for name, tensor in tensors.items() if name not in used}, matrices)
+    return FoundTensors({name: tensor for name, tensor in tensors.items() if name not in used}, matrices)
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _TensorParts:
     """The tensors with the same prefix in their names."""
 
     prefix: str
@@ -83,14 +83,14 @@ def _wrong(tensor: StoredTensor, what: str) -> ValueError:
 # -- whole numbers of 4 bits -------------------------------------------------------------------------------------------------
 
 
-def _awq(parts: _Parts) -> StoredMatrix:
+def _awq(parts: _TensorParts) -> StoredMatrix:
     words, scales = parts.required("qweight", (WORD,)), parts.required("scales", SCALES_OF_INT4)
     inputs, outputs = words.shape[0], scales.shape[1]
     _check_words(words, (inputs, outputs), along=1)
     return _imported(parts, AWQ, (outputs, inputs), words, scales, scales.shape[0])
 
 
-def _gptq(parts: _Parts) -> StoredMatrix:
+def _gptq(parts: _TensorParts) -> StoredMatrix:
     words, scales = parts.required("qweight", (WORD,)), parts.required("scales", SCALES_OF_INT4)
     groups = parts.get("g_idx")
     inputs = words.shape[0] * PER_WORD if groups is None else parts.checked(groups, (WORD,), 1).shape[0]
@@ -100,7 +100,7 @@ def _gptq(parts: _Parts) -> StoredMatrix:
 
 
 def _imported(
-    parts: _Parts,
+    parts: _TensorParts,
     method: str,
     shape: tuple[int, int],
     words: StoredTensor,
@@ -117,7 +117,7 @@ def _imported(
     return _integers(parts, method, shape, words, scales, zeros, groups)
 
 
-def _compressed(parts: _Parts) -> StoredMatrix:
+def _compressed(parts: _TensorParts) -> StoredMatrix:
     words, scales = parts.required("weight_packed", (WORD,)), parts.required("weight_scale", SCALES_OF_INT4)
     outputs, inputs = scales.shape[0], words.shape[1] * PER_WORD
     parts.get("weight_shape")  # says what the shapes of the others say
@@ -132,7 +132,7 @@ def _compressed(parts: _Parts) -> StoredMatrix:
 
 
 def _integers(
-    parts: _Parts,
+    parts: _TensorParts,
     method: str,
     shape: tuple[int, int],
     words: StoredTensor,
@@ -196,7 +196,7 @@ def _check_shape(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
 # -- floats of 8 and of 4 bits -----------------------------------------------------------------------------------------------
 
 
-def _fp8(parts: _Parts) -> StoredMatrix | None:
+def _fp8(parts: _TensorParts) -> StoredMatrix | None:
     """None: the weight is not quantised, or in a form that the caller rejects."""
     weight = parts.tensors[parts.prefix + WEIGHT]
     if weight.dtype in BYTES and len(weight.shape) == 2:
@@ -231,13 +231,13 @@ def _fp8_codec(quantisation: Quantisation, scale: str, shape: tuple[int, int], f
     return None
 
 
-def _packed_fp4(parts: _Parts) -> StoredMatrix | None:
+def _packed_fp4(parts: _TensorParts) -> StoredMatrix | None:
     """The packed floats of compressed-tensors, or its whole numbers."""
     packed = parts.tensors[parts.prefix + "weight_packed"]
     return _compressed(parts) if packed.dtype == WORD else _fp4(parts, packed, "weight_scale")
 
 
-def _fp4(parts: _Parts, codes: StoredTensor, *ends: str) -> StoredMatrix:
+def _fp4(parts: _TensorParts, codes: StoredTensor, *ends: str) -> StoredMatrix:
     scales = next(filter(None, map(parts.get, ends)), None) or parts.required(ends[0], POWERS)
     parts.used.add(codes.name)
     parts.checked(codes, BYTES)
@@ -245,7 +245,7 @@ def _fp4(parts: _Parts, codes: StoredTensor, *ends: str) -> StoredMatrix:
     return _of_powers(parts, parts.prefix + WEIGHT, shape, codes, parts.checked(scales, POWERS))
 
 
-def _blocks(parts: _Parts) -> StoredMatrix | None:
+def _blocks(parts: _TensorParts) -> StoredMatrix | None:
     """Blocks of 32 values as bytes (outputs, blocks, 16); those of experts have one more dimension, for all of a layer."""
     codes = parts.tensors[f"{parts.prefix}_blocks"]
     dimensions = len(codes.shape)
@@ -257,14 +257,16 @@ def _blocks(parts: _Parts) -> StoredMatrix | None:
     return _of_powers(parts, parts.prefix, shape, parts.checked(codes, BYTES, dimensions), scales)
 
 
-def _of_powers(parts: _Parts, name: str, shape: tuple[int, ...], codes: StoredTensor, scales: StoredTensor) -> StoredMatrix:
+def _of_powers(
+    parts: _TensorParts, name: str, shape: tuple[int, ...], codes: StoredTensor, scales: StoredTensor
+) -> StoredMatrix:
     (codec,) = FP4
     if shape[-1] % codec.group or scales.shape != (*shape[:-1], shape[-1] // codec.group):
         raise _wrong(scales, f"has the shape {scales.shape} beside {' x '.join(map(str, shape))} values; each 32 have a scale")
     return StoredMatrix(name, codec.name, shape, (codes, scales))
 
 
-READERS: Mapping[str, Mapping[str, Callable[[_Parts], StoredMatrix | None]]] = {
+READERS: Mapping[str, Mapping[str, Callable[[_TensorParts], StoredMatrix | None]]] = {
     AWQ: {"qweight": _awq},
     GPTQ: {"qweight": _gptq},
     COMPRESSED: {"weight_packed": _packed_fp4, WEIGHT: _fp8},

@@ -21,12 +21,12 @@ from h2o_flexgen.kernels.table import TRITON, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.open import OpenedModel
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.reserve import left_to_system
-from h2o_flexgen.planning.search import Problem
+from h2o_flexgen.planning.search import SearchProblem
 from h2o_flexgen.profiling.kept import is_profiled, machine_before_profile, this_machine
 
 PROCESS_STEP = 64 << 20  # what a process holds varies a little; plans should not. One step more is for a tokenizer
@@ -73,10 +73,10 @@ def _site(request: PlanRequest, machine: Machine) -> Site:
     return site
 
 
-def problem_of(request: PlanRequest, machine: Machine, opened: OpenedModel) -> Problem:
+def problem_of(request: PlanRequest, machine: Machine, opened: OpenedModel) -> SearchProblem:
     asked, whole = request.plan, request.num_prompts
     number = None if whole is None else -(-whole // request.site.gpus)  # of the process with most to do
-    return (Asked(asked, attend_on=(asked.attend_on,)) if isinstance(asked, Plan) else asked).problem(
+    return (PlanRequirements(asked, attend_on=(asked.attend_on,)) if isinstance(asked, Plan) else asked).problem(
         machine,
         model=opened.spec,
         workload=None if number is None else Workload.uniform(number, request.prompt_len, request.gen_len),

@@ -19,9 +19,9 @@ from h2o_flexgen.cli.batch_request import LOCAL, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Listening, OnBroken
 from h2o_flexgen.cli.batch_watch import Ticks
 from h2o_flexgen.cli.ray_cluster import Pool, answer_sigterm_again, connected, joined, waiting
-from h2o_flexgen.cli.ray_handing import Handing, Lost, Waiting, new_actor
+from h2o_flexgen.cli.ray_handing import Handing, Lost, WaitingPortions, new_actor
 from h2o_flexgen.cli.ray_portions import cut, cut_evenly
-from h2o_flexgen.cli.ray_worker import Said, Share
+from h2o_flexgen.cli.ray_worker import WorkerMessage, SharedJob
 from h2o_flexgen.cli.slow import SLOW, one_worker_reason, small_job_reason
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stage import Stage
@@ -70,7 +70,7 @@ class RayJob:
         with self.listening.interrupts.put_aside(), waiting():  # nothing is lost by ending then
             yield
 
-    def _heard(self, said: Said, ticks: Ticks, clock: _Clock) -> Iterator[Completion]:
+    def _heard(self, said: WorkerMessage, ticks: Ticks, clock: _Clock) -> Iterator[Completion]:
         if said.failure is not None:
             raise ValueError(f"a worker cannot go on: {said.failure}")
         clock.heard()
@@ -98,7 +98,7 @@ class RayJob:
 
     # -- in the thread that speaks to Ray ------------------------------------------------------------------------------
 
-    def _work(self, ending: Event) -> Generator[Pool | Lost | Said, None, None]:
+    def _work(self, ending: Event) -> Generator[Pool | Lost | WorkerMessage, None, None]:
         """All calls of Ray: a signal in the middle of one leaves it in a state that ends the process."""
         site, busy = self.request.site, self.request.others.cores()
         with connected(self.asked, site.threads, busy) as pool:
@@ -112,7 +112,7 @@ class RayJob:
                     new_worker=partial(new_actor, pool, ray.put(self._share(parts))),
                     raw=lambda number: index.raw(index.place_of_number(number)),
                     workers=pool.workers,
-                    waiting=deque(Waiting(numbers) for numbers in numbered),
+                    waiting=deque(WaitingPortions(numbers) for numbers in numbered),
                 ).said(ending)
 
     def _parts(self, pool: Pool) -> list[Sequence[int]]:
@@ -125,9 +125,9 @@ class RayJob:
         least = BLOCKS * plan.block_size if isinstance(plan, Plan) else LEAST_PORTION
         return cut(places, work, pool.workers, least * sum(work) // len(work))
 
-    def _share(self, parts: Sequence[Sequence[int]]) -> Share:
+    def _share(self, parts: Sequence[Sequence[int]]) -> SharedJob:
         request, sizes = self.request, self.left.sizes
-        return Share(
+        return SharedJob(
             model=request.model,
             site=request.site,
             plan=request.plan,

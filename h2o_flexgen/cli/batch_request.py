@@ -49,7 +49,7 @@ from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.manifest import Manifest, Settings, manifest_file
 from h2o_flexgen.jobs.output import waiting_file
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.others import Others
@@ -115,7 +115,7 @@ class BatchRequest:
 
     model: ModelRequest
     site: SiteRequest
-    plan: Plan | Asked  # the plan itself, or what is asked of one that is to be found
+    plan: Plan | PlanRequirements  # the plan itself, or what is asked of one that is to be found
     machine: Machine | None  # the named one; None stands for this one
     checked: CheckedFile
     defaults: Options  # what lines leave open
@@ -135,7 +135,7 @@ class BatchRequest:
     @property
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
-        return self.plan.first_plan if isinstance(self.plan, Asked) else self.plan
+        return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
@@ -144,16 +144,16 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 def request_of(flags: Namespace) -> BatchRequest:
     defaults = Options(sampling_of(flags), token_ids=flags.return_token_ids)
-    opening = Opening.of(flags)
+    opening = BatchOptions.of(flags)
     return opening.request(InputFile.of(flags.input_file), defaults, flags.style, flags.skip_invalid)
 
 
 @dataclass(frozen=True)
-class Opening:
+class BatchOptions:
     """A request but for its input, which a command may still have to write."""
 
     flags: Namespace
-    plan: Plan | Asked
+    plan: Plan | PlanRequirements
     machine: Machine | None
     ray: RayRequest | None
     files: JobFiles
@@ -161,7 +161,7 @@ class Opening:
     resuming: Resuming
 
     @classmethod
-    def of(cls, flags: Namespace) -> Opening:
+    def of(cls, flags: Namespace) -> BatchOptions:
         """Visible mistakes are refused before torch is imported, and before anything is written."""
         plan = plan_of(flags)
         if flags.percent != AUTO:
@@ -207,7 +207,7 @@ class Opening:
 # -- workers ---------------------------------------------------------------------------------------------------------------
 
 
-def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
+def _ray(flags: Namespace, asked: Plan | PlanRequirements) -> RayRequest | None:
     """The workers that are asked for. What speaks of one machine, or lets each worker decide about answers, is refused."""
     if flags.ray is None:
         for flag, value in ((WORKERS, flags.workers), (HAND_OUT, flags.hand_out)):
@@ -226,9 +226,9 @@ def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
         raise ValueError(f"--dry-run shows the plan for this machine, and each worker finds one for its own; leave out {RAY}")
     if flags.machine is not None:
         raise ValueError(f"--machine {flags.machine} is one machine, and workers measure their own; leave it out")
-    if isinstance(asked, Asked) and (asked.codecs or asked.computes):
+    if isinstance(asked, PlanRequirements) and (asked.codecs or asked.computes):
         raise ValueError(f"--allow-4bit and --allow-int8 would have each worker of {RAY} choose for itself; say {PACK} instead")
-    if (asked.plan if isinstance(asked, Asked) else asked).answers_depend_on_prefixes:
+    if (asked.plan if isinstance(asked, PlanRequirements) else asked).answers_depend_on_prefixes:
         why = "answers depend on what requests share where KV is evicted or packed, and a worker sees its own requests alone"
         raise ValueError(f"{why}: with {RAY} say --shared-prefixes 0")
     return RayRequest(flags.ray, flags.workers, flags.hand_out, flags.device != "cpu")

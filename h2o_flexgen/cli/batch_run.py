@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from h2o_flexgen.cli.batch_request import RESUME
-from h2o_flexgen.cli.batch_watch import Figures, JobWatch, Metrics
+from h2o_flexgen.cli.batch_watch import JobFigures, JobWatch, Metrics
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
@@ -18,7 +18,7 @@ from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.index import SOUND, ChangedInput, Index
 from h2o_flexgen.jobs.job import FileJob
-from h2o_flexgen.jobs.output import Output
+from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import BROKEN, RecordMaker
 from h2o_flexgen.jobs.recovery import Finished
@@ -34,7 +34,7 @@ class JobRun:
     llm: LLM
     left: FileJob
     records: RecordMaker
-    output: Output
+    output: JobOutput
     seed: int
     metrics: Path | None
     elsewhere: Elsewhere | None = None  # what runs requests, if not this process
@@ -61,7 +61,7 @@ class JobRun:
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
-    def to_the_end(self) -> Figures:
+    def to_the_end(self) -> JobFigures:
         """Runs all requests; returns the figures of the end."""
         finished = self.output.finished
         with Metrics(self.metrics) as metrics, Progress(len(finished.states), "batch") as progress:
@@ -130,7 +130,7 @@ class Listening:
     watch: JobWatch
     progress: Progress
     interrupts: Interrupts
-    output: Output = field(repr=False)
+    output: JobOutput = field(repr=False)
 
     def stage(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         if stage is Stage.GENERATING:  # before that nothing is lost that a signal could wait for
@@ -155,7 +155,7 @@ OnBroken: TypeAlias = "Callable[[int, str, Listening], None]"  # hears the numbe
 Elsewhere: TypeAlias = "Callable[[FileJob, Listening, OnBroken], Generator[Completion, None, None]]"
 
 
-def end_lines(finished: Finished, path: Path, figures: Figures | None) -> Iterator[str]:
+def end_lines(finished: Finished, path: Path, figures: JobFigures | None) -> Iterator[str]:
     """What a person is told at the end; without figures where nothing was left to be run."""
     failed = f", {finished.num_failed} of them failed" if finished.num_failed else ""
     yield f"requests  {finished.num_done} done{failed}; records in {path}"

@@ -19,7 +19,7 @@ from h2o_flexgen.core.hints import reason
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.jobs.job import Sizes
+from h2o_flexgen.jobs.job import RequestSizes
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.sampling.output import Completion
 
@@ -31,7 +31,7 @@ SUMMED = (
 
 
 @dataclass(frozen=True)
-class Figures:
+class JobFigures:
     """The state of a job at a moment. Rates are over the time since weights were loaded."""
 
     requests: int  # of the whole job
@@ -138,7 +138,7 @@ class Metrics:
         self._stream: TextIOWrapper | None = None if path is None else path.open("a", encoding="utf-8")
         self._last = 0.0
 
-    def add(self, figures: Figures, at_once: bool = False) -> None:
+    def add(self, figures: JobFigures, at_once: bool = False) -> None:
         now = time.monotonic()
         if self._stream is None or (now - self._last < SECONDS_BETWEEN_METRICS and not at_once):
             return
@@ -163,7 +163,9 @@ class Metrics:
 class JobWatch:
     """Listens to a running job."""
 
-    def __init__(self, progress: Progress, metrics: Metrics, sizes: Sizes, finished: Finished, shared_tokens: int = 0) -> None:
+    def __init__(
+        self, progress: Progress, metrics: Metrics, sizes: RequestSizes, finished: Finished, shared_tokens: int = 0
+    ) -> None:
         """`finished` is kept up to date by the writer of records; `shared_tokens` are not read again."""
         self._progress, self._metrics, self._finished = progress, metrics, finished
         whole = sum(size.rows * (size.prompt_len + size.gen_len) for size in sizes)
@@ -197,22 +199,22 @@ class JobWatch:
         self._crowd.look()
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> JobFigures:
         finished, seconds = self._finished, time.perf_counter() - self._began
         tokens = self._tick.prompt_tokens + self._tick.generated_tokens
         is_over = finished.num_done == len(finished.states)
         share = 1.0 if is_over else min(1.0, tokens / max(1, self._work - self._saved))
         rows = self._rows_ended + self._tick.alive
-        return Figures(len(finished.states), finished.num_done, finished.num_failed, seconds, share, rows, self._tick)
+        return JobFigures(len(finished.states), finished.num_done, finished.num_failed, seconds, share, rows, self._tick)
 
-    def _words(self, figures: Figures) -> Iterator[str]:
+    def _words(self, figures: JobFigures) -> Iterator[str]:
         if figures.busiest is not None:
             yield f"{figures.busiest[0]} {figures.busiest[1]:.0%} busy"
         yield f"prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s"
         if (left := figures.seconds_left) is not None:
             yield f"ETA {clock(left)}"
 
-    def end(self) -> Figures:
+    def end(self) -> JobFigures:
         """Writes the last figures, and returns them."""
         figures = self.figures
         self._metrics.add(figures, at_once=True)

@@ -16,7 +16,7 @@ from h2o_flexgen.cli.batch_apart import JobApart, dealt_requests
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Elsewhere, JobRun, Listening, OnBroken, end_lines
 from h2o_flexgen.cli.batch_settings import option_settings, refuse_other, refuse_other_seed, versions
-from h2o_flexgen.cli.batch_watch import Figures
+from h2o_flexgen.cli.batch_watch import JobFigures
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport, together_lines
@@ -30,12 +30,12 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.evaluation.settings import model_settings, plan_settings
-from h2o_flexgen.finding import Wish
+from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.index import SOUND
-from h2o_flexgen.jobs.job import FileJob, Reading, Sizes
+from h2o_flexgen.jobs.job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.manifest import Manifest, Settings
-from h2o_flexgen.jobs.output import OrderedOutput, Output
+from h2o_flexgen.jobs.output import OrderedOutput, JobOutput
 from h2o_flexgen.jobs.records import RecordMaker
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
 from h2o_flexgen.llm import LLM
@@ -57,13 +57,13 @@ def work(request: BatchRequest) -> None:
     ended.exit_if_failed()
 
 
-def run(request: BatchRequest) -> Ended | None:
+def run(request: BatchRequest) -> FinishedJob | None:
     """Runs a job to its end. One that is only to be looked at has none."""
     with ExitStack() as stack:
         stack.enter_context(closing(request.checked.index))
         llm = stack.enter_context(open_together(request.model, request.site, request.first_plan))
         refuse_other_seed(request)
-        prepared = Prepared(request, llm)
+        prepared = PreparedBatch(request, llm)
         prepared.refuse_other()
         if request.dry_run:
             prepared.for_requests(Finished.nothing(request.checked.index)).show_plan()
@@ -73,15 +73,15 @@ def run(request: BatchRequest) -> Ended | None:
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedJob:
     """A job that came to its end, and what its last run did."""
 
     output: Path
     requests: int
     failed: int
     seed: int
-    ran: Sizes  # of the requests of the last run
-    figures: Figures | None  # None: nothing was left to be run
+    ran: RequestSizes  # of the requests of the last run
+    figures: JobFigures | None  # None: nothing was left to be run
     machine: Mapping[str, object]
     peaks: Peaks | None = None  # of this process, where it computed
 
@@ -102,7 +102,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBatch:
     """A request with its model open, and with the manifest of the job that it goes on with."""
 
     request: BatchRequest
@@ -132,11 +132,11 @@ class Prepared:
         for note in begun.notes(self.noted):
             print(f"note: {note}: numbers may differ in their last bits", file=sys.stderr)
 
-    def open_output(self) -> Output:
+    def open_output(self) -> JobOutput:
         """The output, with the records of earlier runs."""
         request = self.request
         reader = OutputReader(request.checked.index, request.resuming.retry_errors)
-        output = (OrderedOutput if request.ordered else Output)(request.files.output, reader)
+        output = (OrderedOutput if request.ordered else JobOutput)(request.files.output, reader)
         finished = output.finished
         if finished.num_done or finished.dropped:
             lost = f"; {finished.dropped} lines that were cut off there are dropped" if finished.dropped else ""
@@ -157,18 +157,18 @@ class Prepared:
             )
 
     @property
-    def _reading(self) -> Reading:
+    def _reading(self) -> LineReading:
         tokenizer = self.llm.tokenizer
         style = choose_style(self.request.style, tokenizer) if self.request.checked.chats else None
         size_of = RowMaker(self.llm.spec, self.llm.plan, tokenizer).size
-        return Reading(tokenizer, style, size_of, partial(prefix_finder, self.llm.plan))
+        return LineReading(tokenizer, style, size_of, partial(prefix_finder, self.llm.plan))
 
 
 @dataclass(frozen=True)
 class BatchJob:
     """The requests that are left, and how they are run."""
 
-    prepared: Prepared
+    prepared: PreparedBatch
     left: FileJob
 
     @property
@@ -195,7 +195,7 @@ class BatchJob:
         asked = self.request.plan
         if not isinstance(asked, Plan):
             workload = workload_of_job(self._largest_part, self.llm.plan, self.llm.spec)
-            wish = Wish(asked, self.llm, workload, max(workload.prompt_lens), workload.gen_len)
+            wish = PlanSearch(asked, self.llm, workload, max(workload.prompt_lens), workload.gen_len)
             wish.refuse_impossible()
             with_room = wish.plan_with_room() if self.request.machine is None else None
             if with_room is not None:
@@ -231,7 +231,7 @@ class BatchJob:
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def run(self, output: Output) -> Ended:
+    def run(self, output: JobOutput) -> FinishedJob:
         """Runs what is left."""
         if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
@@ -250,7 +250,7 @@ class BatchJob:
         finished, machine = output.finished, describe_machine(self.llm.device)
         peaks = None if self.llm.stats is None else self.llm.stats.peaks
         counts = len(self.left.index), finished.num_failed
-        ended = Ended(output.path, *counts, manifest.seed, self.left.sizes, figures, machine, peaks)
+        ended = FinishedJob(output.path, *counts, manifest.seed, self.left.sizes, figures, machine, peaks)
         replace(manifest, result=ended.result).write(self.request.files.manifest)
         self.tell(end_lines(finished, output.path, figures))
         if peaks is not None:

@@ -12,13 +12,13 @@ from types import FrameType
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
-from h2o_flexgen.cli.errors import Ended, line_of
+from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import printable, say
 from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.stored import StoredWeights
-from h2o_flexgen.cli.watch import Opening, say_threads
+from h2o_flexgen.cli.watch import OpeningReport, say_threads
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import format_bytes
@@ -62,7 +62,7 @@ def work(request: ChatRequest) -> None:
 
 def _opened(request: ChatRequest, llm: LLM) -> Conversation:
     with Progress(0, f"loading {llm.name}", late=True) as progress:
-        return llm.converse(request.context_len, seed=request.seed, on_stage=Opening(progress).stage)
+        return llm.converse(request.context_len, seed=request.seed, on_stage=OpeningReport(progress).stage)
 
 
 def typed_turns() -> Iterator[str]:
@@ -74,7 +74,7 @@ def typed_turns() -> Iterator[str]:
         except EOFError:
             print()
             return
-        except Ended:
+        except EndedBySignal:
             raise
         except KeyboardInterrupt:
             print(f"\n{QUIT} {COMMANDS[QUIT]}")
@@ -85,7 +85,7 @@ def piped_turns() -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Turn:
+class AnsweredTurn:
     """The figures of an answered turn: an endless talk must not keep every token."""
 
     turn: str
@@ -97,7 +97,7 @@ class Turn:
     decode_seconds: float
 
     @classmethod
-    def of(cls, turn: str, reply: Reply) -> Turn:
+    def of(cls, turn: str, reply: Reply) -> AnsweredTurn:
         done = reply.completion
         seconds = (round(reply.prompt_seconds, 6), round(reply.decode_seconds, 6))
         return cls(turn, done.text, len(done.token_ids), done.finish_reason, reply.tokens_read, *seconds)
@@ -110,7 +110,7 @@ class Chat:
     params: SamplingParams
     is_typed: bool
     before: Completion | None = None  # the reply before the turn
-    answered: list[Turn] = field(default_factory=list)
+    answered: list[AnsweredTurn] = field(default_factory=list)
     forgotten: int = 0  # answered turns before the last reset
 
     # -- turns -----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Chat:
             reply = self.talk.reply(self.style.turn(turn, self.before), self.params, show, stop)
         print(flush=True)
         self.before = reply.completion
-        self.answered.append(Turn.of(turn, reply))
+        self.answered.append(AnsweredTurn.of(turn, reply))
         if reply.fills_context:
             say([f"({self._end()})"])
 

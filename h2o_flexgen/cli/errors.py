@@ -35,7 +35,7 @@ USERS = (ValueError, MemoryError, OSError, Mendable)
 ENDING = {name: word for name, word in (("SIGTERM", "terminated"), ("SIGHUP", "hung up")) if hasattr(signal, name)}
 
 
-class Ended(KeyboardInterrupt):
+class EndedBySignal(KeyboardInterrupt):
     """The command was ended by a signal. It is handled like Ctrl-C, so that no file stays behind."""
 
     def __init__(self, number: int) -> None:
@@ -52,7 +52,7 @@ def _ends_cleanly() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if not _is_ending():
-            raise Ended(number)
+            raise EndedBySignal(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +70,7 @@ def _ends_cleanly() -> Iterator[None]:
 def _is_ending() -> bool:
     """Whether an `except`, a `finally` or the end of a `with` is handling such a signal now. That one was raised is not enough:
     Python drops what is raised in a `__del__` and goes on, and the next signal must end it."""
-    return any(isinstance(error, Ended) for error in contexts(sys.exc_info()[1]))
+    return any(isinstance(error, EndedBySignal) for error in contexts(sys.exc_info()[1]))
 
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
@@ -86,7 +86,7 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         sys.stdout.flush()  # a reader that has gone shows here, and not when the interpreter ends
     except SystemExit as ended:  # raised by argparse for --help or a wrong flag
         return UNREAD if _is_unread() else int(ended.code or 0)
-    except Ended as end:
+    except EndedBySignal as end:
         _say(end.word)
         return end.status
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
+from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, BudgetShare, BudgetSlots
 from h2o_flexgen.evaluation.study.asked_facts import FactsAsked
 from h2o_flexgen.evaluation.tasks.task import (
     EXAMPLES,
@@ -38,8 +38,8 @@ from h2o_flexgen.evaluation.tasks.task import (
     MOST_MENTIONS,
     QUESTIONS,
     WINDOW,
-    Asked,
-    Task,
+    TaskOptions,
+    EvaluationTask,
 )
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
@@ -74,7 +74,7 @@ OF_TASKS: Mapping[str, object] = {
     "seed": 0,
 }
 HEAVY_HITTERS, FACTS = "heavy-hitters", "facts"
-STUDIES, STUDY_BUDGET = (HEAVY_HITTERS, FACTS), Share(20)
+STUDIES, STUDY_BUDGET = (HEAVY_HITTERS, FACTS), BudgetShare(20)
 FACTS_POLICIES, FACTS_LENGTH = "h2o,snapkv,local", 512
 OF_FACTS = ("examples", "question", "lengths", "depths", "mentions", "seed")  # those of them that say which facts
 AS_IT_IS = "plain"
@@ -99,7 +99,7 @@ class Quality:
     """Tasks under every setting of a grid."""
 
     grid: Grid
-    tasks: Mapping[str, Task]
+    tasks: Mapping[str, EvaluationTask]
     fresh: bool  # whether to forget the cells that are there
 
 
@@ -178,7 +178,7 @@ def _task_names(flags: Namespace) -> tuple[str, ...]:
     return names
 
 
-def _asked(flags: Namespace, names: Sequence[str]) -> Asked:
+def _asked(flags: Namespace, names: Sequence[str]) -> TaskOptions:
     lengths = None if flags.lengths is None else _numbers("--lengths", flags.lengths, whole_number, 1, MOST_TOKENS)
     depths = None if flags.depths is None else _depths(flags.depths)
     if flags.fresh and flags.output is None:
@@ -186,7 +186,7 @@ def _asked(flags: Namespace, names: Sequence[str]) -> Asked:
     unchanged = {name: getattr(flags, name) for name in ("articles", "window", "examples", "gen_len", "mentions", "seed")}
     texts = _texts(flags, is_read=any(TASKS[name].reads_texts for name in names))
     questions = QUESTIONS if flags.question == BOTH else (flags.question,)
-    return Asked(texts=texts, questions=questions, lengths=lengths, depths=depths, **unchanged)
+    return TaskOptions(texts=texts, questions=questions, lengths=lengths, depths=depths, **unchanged)
 
 
 def _texts(flags: Namespace, is_read: bool) -> tuple[Text, ...]:
@@ -239,7 +239,7 @@ def _heads(flags: Namespace, policies: Collection[str], amounts: Collection[Amou
     files = [word for word in words if word != EQUAL]
     if len(files) > 1:
         raise ValueError(f"--head-budgets has {' and '.join(files)}, which tables could not tell apart; give one of them")
-    if files and not all(isinstance(amount, Share) for amount in amounts):
+    if files and not all(isinstance(amount, BudgetShare) for amount in amounts):
         raise ValueError(f"--head-budgets {files[0]} shares out --budgets, and KV sizes are asked for; leave one of them out")
     if files and not {*policies} - {Full.name}:
         raise ValueError(f"--head-budgets {files[0]} is for policies that evict, and --policies has none; leave one out")
@@ -252,11 +252,11 @@ def _amounts(flags: Namespace, tasks: Collection[str]) -> tuple[Amount, ...]:
         raise ValueError("--budgets and --kv-sizes both say how much is kept; give one of them")
     if flags.kv_sizes is not None or (flags.budgets is None and set(tasks) <= set(OF_SIZES)):
         return tuple(map(_size, _words("--kv-sizes", flags.kv_sizes or USUAL_SIZES)))
-    return tuple(map(Share, _numbers("--budgets", flags.budgets or USUAL_BUDGETS, _percent, None, None)))
+    return tuple(map(BudgetShare, _numbers("--budgets", flags.budgets or USUAL_BUDGETS, _percent, None, None)))
 
 
-def _size(word: str) -> Size:
-    return Size(None) if word == ALL_SLOTS else Size(_number("--kv-sizes", word, whole_number))
+def _size(word: str) -> BudgetSlots:
+    return BudgetSlots(None) if word == ALL_SLOTS else BudgetSlots(_number("--kv-sizes", word, whole_number))
 
 
 def _codecs(flag: str, text: str) -> tuple[str, ...]:
@@ -286,9 +286,9 @@ def _study(flags: Namespace, grid: Grid) -> Study | OfFacts:
     return Study(_texts(flags, is_read=True), flags.window, policies, budget)
 
 
-def _one_setting(flags: Namespace, grid: Grid) -> Share:
+def _one_setting(flags: Namespace, grid: Grid) -> BudgetShare:
     """Refuses whatever is a grid; the one budget."""
-    asked = [STUDY_BUDGET] if flags.budgets is None else [one for one in grid.amounts if isinstance(one, Share)]
+    asked = [STUDY_BUDGET] if flags.budgets is None else [one for one in grid.amounts if isinstance(one, BudgetShare)]
     budgets = [one for one in asked if not one.keeps_all]
     for flag, count in (
         ("budget below 100", len(budgets)),

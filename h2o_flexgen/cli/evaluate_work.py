@@ -33,7 +33,7 @@ from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.pictures import draw
 from h2o_flexgen.evaluation.study.reading import OnLayer
 from h2o_flexgen.evaluation.table import Results, details, tables
-from h2o_flexgen.evaluation.tasks.task import Task, window_of
+from h2o_flexgen.evaluation.tasks.task import EvaluationTask, window_of
 from h2o_flexgen.evaluation.texts import windows
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
@@ -57,7 +57,7 @@ def _measure(request: EvaluateRequest, asked: Quality) -> None:
         evaluation.cells.forget()
     _announce(evaluation, stored, request.output)
     _fill(request, evaluation, offload_folder)
-    report = Report(request.model.name, request.command, stored, machine, evaluation, asked.tasks)
+    report = EvaluationReport(request.model.name, request.command, stored, machine, evaluation, asked.tasks)
     say(report.lines())
     if request.output is not None:
         write_report(report, request.output)
@@ -149,7 +149,7 @@ def _draw_study(found: HeavyHitterStudy | FactsStudy, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """The report of an evaluation: tables, a picture, and one JSON document."""
 
     model: str
@@ -157,7 +157,7 @@ class Report:
     stored: StoredWeights | None  # what was found in the checkpoint
     machine: Mapping[str, object]
     evaluation: Evaluation
-    tasks: Mapping[str, Task]
+    tasks: Mapping[str, EvaluationTask]
 
     @cached_property
     def results(self) -> tuple[Results, ...]:
@@ -221,7 +221,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def write_report(report: Report, folder: Path) -> None:
+def write_report(report: EvaluationReport, folder: Path) -> None:
     write_text(folder / RESULTS, json.dumps(report.as_json(everything=True), indent=1) + "\n")
     write_text(folder / TABLE, report.page())
     if find_spec("matplotlib") is None:

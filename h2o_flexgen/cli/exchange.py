@@ -8,13 +8,13 @@ from multiprocessing.connection import wait
 from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.errors import Mendable
-from h2o_flexgen.cli.process_link import Ended, Failed, Link, Loaded, News, Passing, Taken
+from h2o_flexgen.cli.process_link import PartDone, Failed, ProcessLink, Loaded, News, Passing, BytesTaken
 
 Waits: TypeAlias = Callable[[], AbstractContextManager[object]]  # makes a context in which nothing is done but wait
 
 
-class Exchange:
-    def __init__(self, links: Sequence[Link], name: Callable[[int], str], death: Callable[[int], str]) -> None:
+class ProcessExchange:
+    def __init__(self, links: Sequence[ProcessLink], name: Callable[[int], str], death: Callable[[int], str]) -> None:
         """`name` is what people call a process, and `death` says how one has ended that did not say that it would."""
         self.shared_bytes = 0  # of weights in host memory
         self._links, self._name, self._death = links, name, death
@@ -31,7 +31,7 @@ class Exchange:
                 message = self._heard(connection, number)
                 if not self._is_passed_on(message):
                     yield number, message
-                if isinstance(message, Ended):
+                if isinstance(message, PartDone):
                     del number_of[connection]
 
     def _heard(self, connection: Any, number: int) -> Any:
@@ -55,7 +55,7 @@ class Exchange:
             for number in range(1, len(self._links)):
                 self._tell(number, message)
             return True
-        if isinstance(message, Taken):
+        if isinstance(message, BytesTaken):
             self._not_taken -= 1
             if not self._not_taken:
                 self._tell(0, message)

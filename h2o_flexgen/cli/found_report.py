@@ -16,13 +16,13 @@ from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import EXACT
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
-from h2o_flexgen.planning.search import Candidate, Found, NoPlan, Problem, rule_of, search
+from h2o_flexgen.planning.search import Candidate, SearchResult, NoPlan, SearchProblem, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 
@@ -36,8 +36,8 @@ RUN = "python -m h2o_flexgen.run"
 
 @dataclass(frozen=True)
 class FoundReport:
-    problem: Problem
-    found: Found
+    problem: SearchProblem
+    found: SearchResult
     request: PlanRequest
     search_seconds: float
     stored: StoredWeights | None = None  # None: nothing was found but shapes
@@ -51,7 +51,7 @@ class FoundReport:
 
     @property
     def is_searched(self) -> bool:
-        return isinstance(self.request.plan, Asked)
+        return isinstance(self.request.plan, PlanRequirements)
 
     @cached_property
     def planned(self) -> WorkloadPlan:
@@ -201,7 +201,7 @@ def candidate_json(one: Candidate) -> dict[str, object]:
 class Why:
     """The reasons for a plan's speed: the busiest lane of a step, and the tier with the fullest memory."""
 
-    problem: Problem
+    problem: SearchProblem
     best: Candidate
     first: BlockPlan
     needed: Footprint

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from h2o_flexgen.cli.errors import ENDING, Ended
+from h2o_flexgen.cli.errors import ENDING, EndedBySignal
 
 ASKING = ("SIGINT", *ENDING)
 
@@ -34,7 +34,7 @@ class Interrupts:
         assert self._asked is not None, "no signal came"
         if self._asked == signal.SIGINT:
             raise KeyboardInterrupt
-        raise Ended(self._asked)
+        raise EndedBySignal(self._asked)
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:

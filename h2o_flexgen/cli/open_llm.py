@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from h2o_flexgen.cli.requests import GPUS, ModelRequest, SiteRequest, site_of_each
-from h2o_flexgen.cli.watch import Opening
+from h2o_flexgen.cli.watch import OpeningReport
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import OnStage
@@ -16,7 +16,7 @@ from h2o_flexgen.planning.plan import Plan
 
 def open_llm(model: ModelRequest, site: SiteRequest, plan: Plan, trace: bool = False) -> LLM:
     with Progress(0, f"opening {model.name}", late=True) as progress:
-        llm = make_llm(model, site, plan, Opening(progress).stage, trace)
+        llm = make_llm(model, site, plan, OpeningReport(progress).stage, trace)
         if llm.leftovers is not None:
             progress.note(str(llm.leftovers))
         return llm

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o_flexgen.core.layer_name import LayerName
-from h2o_flexgen.planning.search import Candidate, Found
+from h2o_flexgen.planning.search import Candidate, SearchResult
 from h2o_flexgen.schedule.ops import Data, Op
 from h2o_flexgen.schedule.trace import Span, Trace
 
@@ -169,7 +169,7 @@ def _legend(figure: Figure, kinds: Sequence[_Kind]) -> None:
 # -- the front of a search ---------------------------------------------------------------------------------------------
 
 
-def draw_front(found: Found, file: Path, title: str) -> None:
+def draw_front(found: SearchResult, file: Path, title: str) -> None:
     from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
 
     figure = Figure(figsize=(8, 5), layout="constrained")

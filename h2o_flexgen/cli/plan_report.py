@@ -107,7 +107,7 @@ class PlanReport:
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "arithmetic": self.arithmetic.as_json(),
-            "kept": Kept(self.planned).as_json(),
+            "kept": KeptByPolicy(self.planned).as_json(),
             "kernels": self.planned.site.processor.kernels,
             "bytes_to_pack": self.packing.nbytes if self.packing else 0,
             "num_prompts": self.planned.workload.num_prompts,
@@ -125,7 +125,7 @@ class PlanReport:
             *self._work(),
             f"schedule  {words['schedule']}",
             f"KV        {words['KV']}",
-            *Kept(self.planned).by_head(),
+            *KeptByPolicy(self.planned).by_head(),
             *probe_lines(self.planned.plan),
             f"numbers   {words['numbers']}",
         ]
@@ -269,7 +269,7 @@ def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptByPolicy:
     """What a KV policy keeps: what was asked for, in slots, and in rows that fit the same memory."""
 
     planned: WorkloadPlan

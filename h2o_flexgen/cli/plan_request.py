@@ -38,7 +38,7 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.options import HEAD_BUDGETS, PROBE
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.options import KVOptions
@@ -62,7 +62,7 @@ class PlanRequest:
 
     model: ModelRequest
     site: SiteRequest
-    plan: Plan | Asked  # the plan to price, or what is asked of one that is to be found
+    plan: Plan | PlanRequirements  # the plan to price, or what is asked of one that is to be found
     machine: Machine | None  # the named one; None stands for this one
     num_prompts: int | None  # None: as many as make one block
     prompt_len: int

@@ -17,7 +17,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction
-from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
+from h2o_flexgen.planning.search import Candidate, SearchResult, SearchProblem, refuse_what_never_fits, search
 
 
 def work(request: PlanRequest) -> None:
@@ -56,11 +56,11 @@ def _refuse_before_profile(request: PlanRequest) -> None:
             refuse_what_never_fits(before)
 
 
-def _priced(problem: Problem) -> Found:
+def _priced(problem: SearchProblem) -> SearchResult:
     """The given plan, as if a search had found it."""
     problem.largest(problem.plan).refuse_what_does_not_fit(problem.budgets)
     one = Candidate(problem.plan, problem.predict(problem.plan))
-    return Found(best=one, runners_up=(), front=(one,), cases=0)
+    return SearchResult(best=one, runners_up=(), front=(one,), cases=0)
 
 
 def _draw(report: FoundReport) -> None:

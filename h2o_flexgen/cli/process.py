@@ -16,13 +16,13 @@ from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.handed_round import HandedRound
 from h2o_flexgen.cli.open_llm import make_llm
-from h2o_flexgen.cli.process_link import Broken, Ended, Failed, Figures, Link, Loaded, Noted
+from h2o_flexgen.cli.process_link import Broken, PartDone, Failed, PartFigures, ProcessLink, Loaded, Noted
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stats import Stats
-from h2o_flexgen.jobs.job import Apart, FileJob, Reading
+from h2o_flexgen.jobs.job import Apart, FileJob, LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.shared import SharedWeights
 from h2o_flexgen.planning.plan import Plan
@@ -32,14 +32,14 @@ from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt
 
 
-class Part(Protocol):
+class ProcessPart(Protocol):
     """What a process does of a job."""
 
-    def run(self, llm: LLM, link: Link) -> None: ...
+    def run(self, llm: LLM, link: ProcessLink) -> None: ...
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """The place of a process: its device, and what it shares with the others."""
 
     number: int
@@ -63,11 +63,11 @@ class PromptsPart:
     sampling: SamplingParams
     seed: int
 
-    def run(self, llm: LLM, link: Link) -> None:
+    def run(self, llm: LLM, link: ProcessLink) -> None:
         prepared = llm.prepare(list(self.prompts), self.sampling, numbers=self.numbers)
         note = partial(_note, link)
         llm.generate(prepared, seed=self.seed, on_completion=link.say, on_stage=link.stage, on_shrink=note)
-        link.say(Ended(_figures(llm.stats)))
+        link.say(PartDone(_figures(llm.stats)))
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class RequestsPart:
     seed: int
     _ended: set[int] = field(default_factory=set, compare=False)  # numbers of requests
 
-    def run(self, llm: LLM, link: Link) -> None:
+    def run(self, llm: LLM, link: ProcessLink) -> None:
         style = None if self.style is None else choose_style(self.style, llm.tokenizer)
-        reading = Reading(llm.tokenizer, style, RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
+        reading = LineReading(llm.tokenizer, style, RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
         left = self.requests.read_with(reading)
         index = left.index
         while len(left.sizes):
@@ -92,9 +92,9 @@ class RequestsPart:
             link.say(Broken(broken.number, str(broken)))
             left = left.only(lambda place: index.request_number(place) not in self._ended)
         index.close()
-        link.say(Ended(_figures(llm.stats)))
+        link.say(PartDone(_figures(llm.stats)))
 
-    def _broken_in(self, left: FileJob, llm: LLM, link: Link) -> NoTokenLeft | None:
+    def _broken_in(self, left: FileJob, llm: LLM, link: ProcessLink) -> NoTokenLeft | None:
         """Runs requests until all are done, or until one breaks."""
         heard: dict[str, Any] = {"on_stage": link.stage, "on_tick": link.say, "on_shrink": partial(_note, link)}
         try:
@@ -108,20 +108,20 @@ class RequestsPart:
         return None
 
 
-def _note(link: Link, shrink: Shrink) -> None:
+def _note(link: ProcessLink, shrink: Shrink) -> None:
     link.say(Noted(str(shrink)))
 
 
-def _figures(stats: Stats | None) -> Figures:
+def _figures(stats: Stats | None) -> PartFigures:
     if stats is None:
-        return Figures(0, 0, 0, 0.0, 0.0, {}, {}, {}, ())
+        return PartFigures(0, 0, 0, 0.0, 0.0, {}, {}, {}, ())
     counts = stats.num_prompts, stats.prompt_tokens, stats.generated_tokens
     seconds = stats.prefill_seconds, stats.decode_seconds
     shrunk = tuple((size.batch_size, size.num_batches) for size in stats.shrunk)
-    return Figures(*counts, *seconds, stats.moved_bytes, stats.busy_seconds, dict(stats.peak_bytes), shrunk)
+    return PartFigures(*counts, *seconds, stats.moved_bytes, stats.busy_seconds, dict(stats.peak_bytes), shrunk)
 
 
-def compute(link: Link, place: Place, part: Part) -> int:
+def compute(link: ProcessLink, place: ProcessPlace, part: ProcessPart) -> int:
     """The life of a process, and its exit status."""
     try:
         _compute(link, place, part)
@@ -134,7 +134,7 @@ def compute(link: Link, place: Place, part: Part) -> int:
     return 0
 
 
-def _compute(link: Link, place: Place, part: Part) -> None:
+def _compute(link: ProcessLink, place: ProcessPlace, part: ProcessPart) -> None:
     handed = HandedRound(link, place.passing)
     if not place.reads:
         link.hear(Loaded)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from h2o_flexgen.cli.errors import BY_SIGNAL, INTERRUPTED
-from h2o_flexgen.cli.process_link import Link
+from h2o_flexgen.cli.process_link import ProcessLink
 from h2o_flexgen.core.interrupted import raised_again
 
 GRACE_SECONDS = 60.0  # within which a process ends in order after its parent has gone
@@ -27,7 +27,7 @@ def begin(link: int, lifeline: int) -> int:
         work: Callable[..., int]
         work, given = connection.recv()
         with raised_again():
-            return work(Link(connection), *given)
+            return work(ProcessLink(connection), *given)
     except (EOFError, KeyboardInterrupt):
         return INTERRUPTED
 

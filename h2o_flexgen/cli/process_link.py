@@ -30,7 +30,7 @@ class Passing:
 
 
 @dataclass(frozen=True)
-class Taken:
+class BytesTaken:
     """These bytes were taken: said by each process, and then to the one that gives."""
 
 
@@ -57,7 +57,7 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Figures:
+class PartFigures:
     """What a process has done, and what it took."""
 
     num_prompts: int
@@ -72,10 +72,10 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Ended:
+class PartDone:
     """A process has done its part."""
 
-    figures: Figures
+    figures: PartFigures
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class Failed:
     trace: str
 
 
-News = AtStage | Completion | Tick | Broken | Noted | Ended  # what concerns the job
+News = AtStage | Completion | Tick | Broken | Noted | PartDone  # what concerns the job
 
 
-class Link:
+class ProcessLink:
     """One end of what two processes say to each other. Threads take turns in saying things."""
 
     def __init__(self, connection: Connection) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from h2o_flexgen.cli.exchange import Exchange, Waits
-from h2o_flexgen.cli.process import Part, Place, compute
-from h2o_flexgen.cli.process_link import Link, News
+from h2o_flexgen.cli.exchange import ProcessExchange, Waits
+from h2o_flexgen.cli.process import ProcessPart, ProcessPlace, compute
+from h2o_flexgen.cli.process_link import ProcessLink, News
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, site_of_each
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import OffloadFolder
@@ -41,10 +41,10 @@ FOLDER = "process-{}"
 class Processes:
     """Processes that do parts of a job, until the end of a `with`."""
 
-    def __init__(self, llm: LLM, model: ModelRequest, site: SiteRequest, parts: Sequence[Part]) -> None:
+    def __init__(self, llm: LLM, model: ModelRequest, site: SiteRequest, parts: Sequence[ProcessPart]) -> None:
         self._llm, self._model, self._site, self._parts = llm, model, site, parts
-        self._links: list[Link] = []
-        self.exchange = Exchange(self._links, self._name, self._death)
+        self._links: list[ProcessLink] = []
+        self.exchange = ProcessExchange(self._links, self._name, self._death)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ending = ExitStack()
 
@@ -77,7 +77,7 @@ class Processes:
                 cpu_mem=str(self._llm.budgets.host),
                 offload_dir=str(folder.path.absolute() / FOLDER.format(number)),
             )
-            place = Place(number, self._model, site, self._llm.plan, weights, passing)
+            place = ProcessPlace(number, self._model, site, self._llm.plan, weights, passing)
             self._links.append(self._started((weights, passing, ours)))
             self._links[-1].say((compute, (place, part)))
 
@@ -85,7 +85,7 @@ class Processes:
         self._ending.callback(os.close, descriptor)
         return descriptor
 
-    def _started(self, descriptors: tuple[int, ...]) -> Link:
+    def _started(self, descriptors: tuple[int, ...]) -> ProcessLink:
         mine, its = Pipe()
         command = [sys.executable, "-c", START, json.dumps(sys.path), str(its.fileno()), str(descriptors[-1])]
         with its, _signals_held():
@@ -97,7 +97,7 @@ class Processes:
                     pass_fds=(its.fileno(), *descriptors),
                 )
             )
-        return Link(mine)
+        return ProcessLink(mine)
 
     def _close_links(self) -> None:
         for link in self._links:

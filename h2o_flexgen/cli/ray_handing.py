@@ -12,7 +12,7 @@ import ray
 
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.ray_cluster import Pool
-from h2o_flexgen.cli.ray_worker import Portion, Said, Worker
+from h2o_flexgen.cli.ray_worker import Portion, WorkerMessage, Worker
 
 POLL_SECONDS = 0.2  # within which the end of the job is seen
 RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause
@@ -38,7 +38,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingPortions:
     """The numbers of requests that are to be handed out together."""
 
     numbers: Sequence[int]
@@ -62,12 +62,12 @@ class Handing:
     new_worker: Callable[[], Any]
     raw: Callable[[int], bytes]  # the line of a request
     workers: int
-    waiting: deque[Waiting]
+    waiting: deque[WaitingPortions]
     _tasks: dict[Any, _Task] = field(default_factory=dict)  # by what Ray knows each by
     _idle: list[Any] = field(default_factory=list)
     _portions: int = 0  # that were handed out
 
-    def said(self, ending: Event) -> Iterator[Said | Lost]:
+    def said(self, ending: Event) -> Iterator[WorkerMessage | Lost]:
         """What workers say. Returns soon after `ending` is set."""
         for _ in range(self.workers):
             self._open(0)
@@ -76,7 +76,7 @@ class Handing:
             for stream in ready:
                 yield from self._next(stream)
 
-    def _next(self, stream: Any) -> Iterator[Said | Lost]:
+    def _next(self, stream: Any) -> Iterator[WorkerMessage | Lost]:
         task = self._tasks[stream]
         try:
             reference = next(stream, None)
@@ -116,7 +116,7 @@ class Handing:
             doing = "while they opened the model" if opens else f"while they ran the same {len(task.left)} requests"
             raise ValueError(f"{RETRIES + 1} workers have died {doing} ({reason}); {RESUME} goes on with what is left")
         if task.left:
-            self.waiting.appendleft(Waiting([*task.left], task.tries + 1))
+            self.waiting.appendleft(WaitingPortions([*task.left], task.tries + 1))
         if self.waiting:
             self._open(task.tries + 1 if opens else 0)
         return Lost(task.portion, len(task.left), reason)

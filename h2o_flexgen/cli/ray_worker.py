@@ -18,10 +18,10 @@ from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.evaluation.settings import TOKENIZER, WEIGHTS, model_settings
 from h2o_flexgen.jobs.index import read_line
-from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.jobs.job import LineReading
 from h2o_flexgen.jobs.line import LineReader
 from h2o_flexgen.jobs.manifest import Settings
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.ray import memory_of_actor
 from h2o_flexgen.sampling.output import Completion
@@ -59,7 +59,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Said:
+class WorkerMessage:
     """What a worker says of a portion: a request that has ended, how far it is, or why it cannot go on. It says that it has
     begun before it has a portion."""
 
@@ -77,12 +77,12 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Share:
+class SharedJob:
     """What workers need to know of a job."""
 
     model: ModelRequest
     site: SiteRequest
-    plan: Plan | Asked
+    plan: Plan | PlanRequirements
     reader: LineReader
     style: str | None  # how chats are written down; None: there are none
     seed: int
@@ -94,13 +94,13 @@ class Share:
 class Worker:
     """The class of the actors. What a person can mend is said, and not raised, so that it arrives in one line."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: SharedJob) -> None:
         self._share = share
 
-    def open(self) -> Iterator[Said]:
+    def open(self) -> Iterator[WorkerMessage]:
         try:
             self._open()
-            yield Said(opened=Opened(socket.gethostname(), self._llm.plan))
+            yield WorkerMessage(opened=Opened(socket.gethostname(), self._llm.plan))
         except (ValueError, TaskFailed, OSError, MemoryError) as error:
             yield _failed(None, error)
 
@@ -115,7 +115,7 @@ class Worker:
             AutoPlan(asked, share.model.dtype).provide(self._llm, share.longest, share.scores_texts, _nobody)
         style = None if share.style is None else choose_style(share.style, self._llm.tokenizer)
         sizes = RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size
-        self._reading = Reading(self._llm.tokenizer, style, sizes)
+        self._reading = LineReading(self._llm.tokenizer, style, sizes)
 
     def _refuse_another_model(self) -> None:
         here = model_settings(self._llm)[0]
@@ -124,18 +124,18 @@ class Worker:
                 where = f"{self._share.model.source} is another model there than on the machine that started the job"
                 raise ValueError(f"{where} ({name} differ); put the same files on every machine")
 
-    def run(self, portion: Portion) -> Iterator[Said]:
+    def run(self, portion: Portion) -> Iterator[WorkerMessage]:
         try:
             requests = [self._request(number, line) for number, line in portion.lines]
             left = {request.index: request for request in requests}
             while left:
                 broken = yield from self._run(portion.number, left)
                 if broken is not None:
-                    yield Said(portion.number, broken=broken)
+                    yield WorkerMessage(portion.number, broken=broken)
         except (ValueError, TaskFailed, OSError, MemoryError) as error:
             yield _failed(portion.number, error)
 
-    def _run(self, portion: int, left: dict[int | None, Request]) -> Generator[Said, None, Broken | None]:
+    def _run(self, portion: int, left: dict[int | None, Request]) -> Generator[WorkerMessage, None, Broken | None]:
         """Runs requests until all are done, or until one breaks. Those that have ended are taken out."""
         ticks: list[Tick] = []
         try:
@@ -144,22 +144,22 @@ class Worker:
             ):
                 del ticks[:-1]
                 del left[done.index]
-                yield Said(portion, done, tick=ticks[-1] if ticks else None)
+                yield WorkerMessage(portion, done, tick=ticks[-1] if ticks else None)
         except TaskFailed as failed:
             if not isinstance(failed.cause, NoTokenLeft):
                 raise
             number = failed.cause.number
             del left[number]
             return Broken(number, str(failed.cause))
-        yield Said(portion, tick=ticks[-1])
+        yield WorkerMessage(portion, tick=ticks[-1])
         return None
 
     def _request(self, number: int, line: bytes) -> Request:
         return self._reading.request(number, read_line(self._share.reader, line))
 
 
-def _failed(portion: int | None, error: Exception) -> Said:
-    return Said(portion, failure=f"{socket.gethostname()}: {error}")
+def _failed(portion: int | None, error: Exception) -> WorkerMessage:
+    return WorkerMessage(portion, failure=f"{socket.gethostname()}: {error}")
 
 
 def _nobody(stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:

@@ -16,7 +16,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.kernels.table import INT8
 from h2o_flexgen.options import HEAD_BUDGETS, PROBE, named_by_files
-from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
+from h2o_flexgen.planning.asked import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
@@ -162,12 +162,12 @@ def _policy_name(flags: Namespace) -> str:
     return H2O.name if given else Plan.kv_policy
 
 
-def asked_of(flags: Namespace, plan: Plan) -> Asked:
+def asked_of(flags: Namespace, plan: Plan) -> PlanRequirements:
     """What is asked of a search: given sizes are the only ones it may take; where none is given, it may take any."""
     refuse_to_search_pipelines(plan)
     packed = BY_BITS[BITS]
     four_bits = (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
-    return Asked(
+    return PlanRequirements(
         plan=plan,
         batch_sizes=() if flags.gpu_batch_size is None else (flags.gpu_batch_size,),
         batches=() if flags.num_gpu_batches is None else (flags.num_gpu_batches,),

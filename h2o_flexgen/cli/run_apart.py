@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.page import page_width, say, table
 from h2o_flexgen.cli.process import PromptsPart
-from h2o_flexgen.cli.process_link import AtStage, Broken, Ended, Figures, Noted
+from h2o_flexgen.cli.process_link import AtStage, Broken, PartDone, PartFigures, Noted
 from h2o_flexgen.cli.processes import Processes
 from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.summary import Timing, completion_lines, summary_lines, timing_json
@@ -27,21 +27,21 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
 
 if TYPE_CHECKING:
-    from h2o_flexgen.cli.run_work import Job
+    from h2o_flexgen.cli.run_work import RunJob
 
 
 @dataclass(frozen=True)
 class RunApart:
     """A run that divides its prompts among processes."""
 
-    job: Job
+    job: RunJob
     seed: int
     completions: list[Completion] = field(default_factory=list)
-    figures: dict[int, Figures] = field(default_factory=dict)  # of each process that has ended
+    figures: dict[int, PartFigures] = field(default_factory=dict)  # of each process that has ended
     names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: Job) -> RunApart:
+    def of(cls, job: RunJob) -> RunApart:
         return cls(job, resolve_seed(job.request.seed))
 
     def run(self) -> None:
@@ -73,7 +73,7 @@ class RunApart:
             show_stage(progress, news.stage, news.done_bytes, news.total_bytes)
         elif isinstance(news, Noted):
             progress.note(f"process {number}: {news.line}")
-        elif isinstance(news, Ended):
+        elif isinstance(news, PartDone):
             self.figures[number] = news.figures
         else:
             assert isinstance(news, (AtStage, Broken, Tick)), news

@@ -28,12 +28,12 @@ from h2o_flexgen.cli.summary import (
     summary_lines,
     timing_json,
 )
-from h2o_flexgen.cli.watch import Watch
+from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import get_num_threads
 from h2o_flexgen.memory.host import peak_resident_bytes
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.machine import Machine
@@ -44,21 +44,21 @@ from h2o_flexgen.schedule.ops import ATTEND_LANE, COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
 
 if TYPE_CHECKING:
-    from h2o_flexgen.cli.run_work import Job
+    from h2o_flexgen.cli.run_work import RunJob
 
 TIMELINE, BESIDE_LANES = 100, 21  # columns of the timeline, and of what stands beside it
 PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The results of a run."""
 
-    job: Job
+    job: RunJob
     blocks: BlockPlans  # those that were run to their end
     stats: Stats
     completions: list[Completion]
-    watch: Watch
+    watch: RunWatch
     seconds: float  # seconds of generating, from the first task to the last
     seed: int
 
@@ -89,7 +89,7 @@ class Outcome:
 
     def _missed_limit(self) -> Iterable[str]:
         asked = self.job.request.plan
-        limit = asked.latency_limit if isinstance(asked, Asked) else None
+        limit = asked.latency_limit if isinstance(asked, PlanRequirements) else None
         longest = max(run.prefill_seconds + run.decode_seconds for run in self.stats.blocks)
         if limit is not None and longest > limit:
             slower = "the machine was slower than its profile says"

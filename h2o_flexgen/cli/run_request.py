@@ -41,7 +41,7 @@ from h2o_flexgen.cli.requests import (
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.h2o import H2O
@@ -82,7 +82,7 @@ needs before anything is loaded:
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class MadeUpPrompts:
     """Prompts that are made up."""
 
     number: int | None  # None: as many as a block takes
@@ -108,9 +108,9 @@ class RunRequest:
 
     model: ModelRequest
     site: SiteRequest
-    plan: Plan | Asked  # the plan itself, or what is asked of one that is to be found
+    plan: Plan | PlanRequirements  # the plan itself, or what is asked of one that is to be found
     machine: Machine | None  # the named one; None stands for this one
-    prompts: tuple[str, ...] | MadeUp
+    prompts: tuple[str, ...] | MadeUpPrompts
     gen_len: int
     steps: int  # tokens of each prompt that are really generated; the time of the rest is projected
     stops_after_layers: bool  # --debug-mode fewer_batch
@@ -131,7 +131,7 @@ class RunRequest:
     @property
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
-        return self.plan.first_plan if isinstance(self.plan, Asked) else self.plan
+        return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
@@ -166,12 +166,12 @@ def request_of(flags: Namespace) -> RunRequest:
     )
 
 
-def _prompts(flags: Namespace) -> tuple[str, ...] | MadeUp:
+def _prompts(flags: Namespace) -> tuple[str, ...] | MadeUpPrompts:
     asked = (flags.prompt, flags.prompt_file, flags.prompt_len, flags.num_prompts)
     texts = DEMO_PROMPTS if flags.demo and flags.model == DEMO and asked == (None,) * 4 else flags.prompt
     given = tuple(given_prompts(texts, flags.prompt_file, flags.num_prompts))
     number = FEW_PROMPTS if _asks_no_sizes(flags) else flags.num_prompts
-    return given or MadeUp(number, DEFAULT_TOKENS if flags.prompt_len is None else flags.prompt_len)
+    return given or MadeUpPrompts(number, DEFAULT_TOKENS if flags.prompt_len is None else flags.prompt_len)
 
 
 def _asks_no_sizes(flags: Namespace) -> bool:
@@ -192,10 +192,10 @@ def _files(flags: Namespace) -> OutputFiles:
     return OutputFiles(flags.output, trace, timeline, log)
 
 
-def _notes(flags: Namespace, prompts: tuple[str, ...] | MadeUp) -> Iterator[str]:
-    if not isinstance(prompts, MadeUp) and flags.prompt_len is not None and not flags.demo:
+def _notes(flags: Namespace, prompts: tuple[str, ...] | MadeUpPrompts) -> Iterator[str]:
+    if not isinstance(prompts, MadeUpPrompts) and flags.prompt_len is not None and not flags.demo:
         yield f"--prompt-len {flags.prompt_len} is not used: the prompts are given"
-    if isinstance(prompts, MadeUp) and _asks_no_sizes(flags):
+    if isinstance(prompts, MadeUpPrompts) and _asks_no_sizes(flags):
         yield f"no prompt is given: {FEW_PROMPTS} made-up ones are run; --prompt gives one, and --num-prompts says how many"
 
 

@@ -15,15 +15,15 @@ from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport, Predicted, together_lines
 from h2o_flexgen.cli.requests import check_device
 from h2o_flexgen.cli.run_apart import RunApart
-from h2o_flexgen.cli.run_report import Outcome
-from h2o_flexgen.cli.run_request import MadeUp, RunRequest
+from h2o_flexgen.cli.run_report import RunOutcome
+from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
 from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.summary import after_first_layers
-from h2o_flexgen.cli.watch import Watch, say_threads
+from h2o_flexgen.cli.watch import RunWatch, say_threads
 from h2o_flexgen.core.dealing import longest_part
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.finding import Wish
+from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -44,9 +44,9 @@ def work(request: RunRequest) -> None:
         output = None if completions is None else stack.enter_context(CompletionsFile(completions))
         llm = stack.enter_context(open_together(request.model, request.site, request.first_plan, request.shows_trace))
         request.sampling.check_vocabulary(llm.spec.vocab, llm.name)
-        if not isinstance(request.prompts, MadeUp) and not llm.tokenizer.reads_texts:
+        if not isinstance(request.prompts, MadeUpPrompts) and not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before a machine is measured
-        job = Job(request, llm, output)
+        job = RunJob(request, llm, output)
         job.refuse_impossible()
         job.find_plan()
         job.announce()
@@ -62,7 +62,7 @@ def work(request: RunRequest) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """One call of the command: what it generates, and what it reports."""
 
     request: RunRequest
@@ -76,7 +76,7 @@ class Job:
         if self.request.machine is not None:
             check_device(self.request.machine, self.llm.device.kind)
         asked = self.request.prompts
-        if isinstance(asked, MadeUp):
+        if isinstance(asked, MadeUpPrompts):
             one = made_up_prompts(1, asked.length, self.llm.tokenizer, self.llm.spec.vocab)  # all of them are as long
             self.llm.read(one, self.request.sampling)
             if self._is_counted:
@@ -90,17 +90,21 @@ class Job:
     def _is_counted(self) -> bool:
         """Whether the number of prompts is known before a plan is found."""
         request = self.request
-        return isinstance(request.plan, Plan) or not isinstance(request.prompts, MadeUp) or request.prompts.number is not None
+        return (
+            isinstance(request.plan, Plan)
+            or not isinstance(request.prompts, MadeUpPrompts)
+            or request.prompts.number is not None
+        )
 
     @cached_property
-    def _wish(self) -> Wish | None:
+    def _wish(self) -> PlanSearch | None:
         """What a plan is to be found for, if none is given. Without a number, made-up prompts are as many as a block takes."""
         request = self.request
         if isinstance(request.plan, Plan):
             return None
         workload = self.workload_of_each if self._is_counted else None
-        length = request.prompts.length if isinstance(request.prompts, MadeUp) else max(self.workload.prompt_lens)
-        return Wish(request.plan, self.llm, workload, length, request.gen_len)
+        length = request.prompts.length if isinstance(request.prompts, MadeUpPrompts) else max(self.workload.prompt_lens)
+        return PlanSearch(request.plan, self.llm, workload, length, request.gen_len)
 
     def find_plan(self) -> None:
         """Finds a plan if none was given."""
@@ -126,31 +130,31 @@ class Job:
             return None
         return machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
 
-    def _num_made_up(self, asked: MadeUp) -> int:
+    def _num_made_up(self, asked: MadeUpPrompts) -> int:
         return self.llm.plan.block_size * self.request.site.gpus if asked.number is None else asked.number
 
     @cached_property
     def _read(self) -> list[Prompt]:
         """The texts with their tokens; none if prompts are made up."""
         asked = self.request.prompts
-        return [] if isinstance(asked, MadeUp) else self.llm.read(asked, self.request.sampling)
+        return [] if isinstance(asked, MadeUpPrompts) else self.llm.read(asked, self.request.sampling)
 
     @cached_property
     def prompts(self) -> list[Prompt] | list[list[int]]:
         asked = self.request.prompts
-        if not isinstance(asked, MadeUp):
+        if not isinstance(asked, MadeUpPrompts):
             return self._read
         self._check_room(asked)
         return made_up_prompts(self._num_made_up(asked), asked.length, self.llm.tokenizer, self.llm.spec.vocab)
 
-    def _check_room(self, asked: MadeUp) -> None:
+    def _check_room(self, asked: MadeUpPrompts) -> None:
         check_room(self._num_made_up(asked), asked.length, self.llm.budgets.host)
 
     @cached_property
     def workload(self) -> Workload:
         """The whole workload, even if only a part is run."""
         asked, gen_len = self.request.prompts, self.request.gen_len
-        if isinstance(asked, MadeUp):  # they can be counted without being made
+        if isinstance(asked, MadeUpPrompts):  # they can be counted without being made
             return Workload.uniform(self._num_made_up(asked), asked.length, gen_len)
         return Workload(tuple(len(prompt.ids) for prompt in self._read), gen_len)
 
@@ -214,7 +218,7 @@ class Job:
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def _listener(self, watch: Watch) -> Callable[[Task, int], None]:
+    def _listener(self, watch: RunWatch) -> Callable[[Task, int], None]:
         if self.stop_at is None:
             return watch.visit
 
@@ -229,7 +233,7 @@ class Job:
         request, blocks, seed = self.request, self.planned_run.blocks, resolve_seed(self.request.seed)
         prepared = self.llm.prepare(self.prompts, request.sampling.up_to(request.steps), planned=self.planned_run)
         with Progress(blocks.visits, "run", late=True) as progress:
-            watch = Watch(blocks, progress)
+            watch = RunWatch(blocks, progress)
             completions = self.llm.generate(
                 prepared,
                 seed=seed,
@@ -242,4 +246,4 @@ class Job:
             seconds = watch.seconds
         stats = self.llm.stats
         assert stats is not None
-        Outcome(self, watch.blocks, stats, completions, watch, seconds, seed).tell()
+        RunOutcome(self, watch.blocks, stats, completions, watch, seconds, seed).tell()

@@ -38,7 +38,7 @@ from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.others import Others
@@ -92,7 +92,7 @@ class ServeRequest:
 
     model: ModelRequest
     site: SiteRequest
-    plan: Plan | Asked  # the plan itself, or what is asked of one that is to be found
+    plan: Plan | PlanRequirements  # the plan itself, or what is asked of one that is to be found
     machine: Machine | None  # the named one; None stands for this one
     listen: ListenRequest
     keep: KeepRequest | None  # None: nothing is kept
@@ -111,7 +111,7 @@ class ServeRequest:
     @property
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
-        return self.plan.first_plan if isinstance(self.plan, Asked) else self.plan
+        return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:

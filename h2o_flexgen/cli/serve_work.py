@@ -25,8 +25,8 @@ from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
-from h2o_flexgen.cli.watch import Opening, say_threads
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.cli.watch import OpeningReport, say_threads
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import without_number
@@ -34,13 +34,13 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.evaluation.settings import model_settings, plan_settings
-from h2o_flexgen.finding import Wish
+from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.fields import Options
-from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.jobs.job import LineReading
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.planning.prefix_room import first_that_fits, rooms_to_search
@@ -51,11 +51,11 @@ from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
 from h2o_flexgen.serving.batches.routes import BatchRoutes
 from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
-from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desk import Desk, Terms
 from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
-from h2o_flexgen.serving.listening import Place, bound, is_loopback, listening, place_of
+from h2o_flexgen.serving.listening import ServerAddress, bound, is_loopback, listening, place_of
 from h2o_flexgen.serving.service import Service
 from h2o_flexgen.serving.status import Facts, Tier
 from h2o_flexgen.text.dialogue import choose_style
@@ -67,7 +67,7 @@ ENDING = "shutting down: finishing admitted requests; another signal ends at onc
 def work(request: ServeRequest) -> None:
     with ExitStack() as stack:
         keys = Keys() if request.listen.key_file is None else Keys.read(request.listen.key_file, KEYS)
-        opened = stack.enter_context(bound(Place(request.listen.host, request.listen.port)))
+        opened = stack.enter_context(bound(ServerAddress(request.listen.host, request.listen.port)))
         folder = None if request.keep is None else stack.enter_context(data_folder(request.keep.folder, DATA_DIR))
         llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
         server = Preparing(request, llm).server()
@@ -93,22 +93,22 @@ class Preparing:
         report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
         self._announce(report, arrivals)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
-            self.llm.load(Opening(progress).stage)
-        return Server(self.request, self.llm, arrivals, Counts(), facts_of(self.request.name, report))
+            self.llm.load(OpeningReport(progress).stage)
+        return Server(self.request, self.llm, arrivals, ServerCounts(), facts_of(self.request.name, report))
 
-    def _room(self) -> Need:
+    def _room(self) -> SeatNeed:
         """The longest prompt and completion."""
         asked, spec = self.request, self.llm.spec
         most = spec.max_positions + 1
         gen_len = asked.gen_len or max(1, min(GEN_LEN, most // 4, most - (asked.prompt_len or 1)))
-        room = Need(asked.prompt_len or max(1, min(PROMPT_LEN, most - gen_len)), gen_len)
+        room = SeatNeed(asked.prompt_len or max(1, min(PROMPT_LEN, most - gen_len)), gen_len)
         try:
             check_positions(spec, self.llm.plan, 0, room.prompt_len, room.gen_len)
         except ValueError as error:
             raise ValueError(f"--prompt-len and --gen-len: {without_number(str(error), 0)}") from error
         return room
 
-    def _find_plan(self, room: Need) -> None:
+    def _find_plan(self, room: SeatNeed) -> None:
         """Finds a plan if none was given."""
         request, asked = self.request, self.request.plan
         if isinstance(asked, Plan):
@@ -117,10 +117,10 @@ class Preparing:
             rooms = rooms_to_search(self.llm.plan, room.prompt_len, request.prefix_room)
         first_that_fits(rooms, lambda tokens: self._search(asked, room, tokens))
 
-    def _search(self, asked: Asked, room: Need, prefix_room: int) -> None:
+    def _search(self, asked: PlanRequirements, room: SeatNeed, prefix_room: int) -> None:
         request = self.request
         workload = Workload.arriving(room, request.rows, prefix_room)
-        wish = Wish(asked, self.llm, workload, room.prompt_len, room.gen_len)
+        wish = PlanSearch(asked, self.llm, workload, room.prompt_len, room.gen_len)
         wish.refuse_impossible()
         with_room = wish.plan_with_room() if request.machine is None else None
         if with_room is not None:
@@ -166,7 +166,7 @@ def _named_as_flags() -> Iterator[None]:
 class Server:
     """A model that is loaded, and the desk that serves it."""
 
-    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: Counts, facts: Facts) -> None:
+    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: ServerCounts, facts: Facts) -> None:
         self._request, self._llm, self._arrivals, self.counts, self.facts = request, llm, arrivals, counts, facts
         self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
         terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
@@ -174,7 +174,7 @@ class Server:
 
     def service(self, readers: Executor) -> Service:
         llm, request = self._llm, self._request
-        reading = Reading(
+        reading = LineReading(
             llm.tokenizer, choose_style(request.style, llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size
         )
         answers = Answers(request.name, llm.tokenizer)
@@ -208,7 +208,7 @@ class Server:
         say_broken(peaks)
         print(json.dumps({**self.counts.totals(), **peaks.as_json()}), flush=True)
 
-    def _welcome(self, place: Place) -> Iterator[str]:
+    def _welcome(self, place: ServerAddress) -> Iterator[str]:
         seats, arrivals = self._arrivals.load.seats, self._arrivals
         room = f"prompts of up to {arrivals.longest_prompt} tokens, completions of up to {arrivals.most_tokens}"
         if not is_loopback(place):

@@ -17,7 +17,7 @@ SHOWN_DIGITS = 3
 
 
 @dataclass(frozen=True)
-class Form:
+class FormShare:
     """The values of a model that are written in one form."""
 
     name: str  # a codec's, or the type of plain values
@@ -37,7 +37,7 @@ class Form:
 class StoredWeights:
     kind: str  # of the files
     method: str  # of quantisation, as its config names it; nothing where there is none
-    forms: tuple[Form, ...]  # of matrices and tables, those of most values first
+    forms: tuple[FormShare, ...]  # of matrices and tables, those of most values first
 
     @classmethod
     def of(cls, opened: OpenedModel) -> StoredWeights | None:
@@ -59,7 +59,7 @@ class StoredWeights:
         return {"files": self.kind, "method": self.method or None, "forms": [form.as_json() for form in self.forms]}
 
 
-def forms_of(spec: ModelSpec, plain: str) -> tuple[Form, ...]:
+def forms_of(spec: ModelSpec, plain: str) -> tuple[FormShare, ...]:
     """The forms of a model's matrices; `plain` is the type of those that are not packed."""
     tensors = [tensor for tensor in spec.tensors.values() if len(tensor.shape) > 1]
     values = Counter[str]()
@@ -68,10 +68,10 @@ def forms_of(spec: ModelSpec, plain: str) -> tuple[Form, ...]:
     return tuple(_form(codec, tensors, count / values.total(), plain) for codec, count in values.most_common())
 
 
-def _form(codec: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> Form:
+def _form(codec: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> FormShare:
     own = [tensor for tensor in tensors if tensor.codec == codec]
     bits = 8 * sum(tensor.stored_nbytes for tensor in own) / sum(tensor.numel for tensor in own)
-    return Form(plain if codec == PLAIN else codec, _group(codec), bits, share)
+    return FormShare(plain if codec == PLAIN else codec, _group(codec), bits, share)
 
 
 def _group(name: str) -> str:

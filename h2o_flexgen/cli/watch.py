@@ -37,7 +37,7 @@ def show_stage(progress: Progress, stage: Stage, done_bytes: int, total_bytes: i
     progress.stage(str(stage), how_far(done_bytes, total_bytes))
 
 
-class Opening:
+class OpeningReport:
     """Reports once when a copy of the weights is made and kept, and why one is made again."""
 
     def __init__(self, progress: Progress) -> None:
@@ -71,7 +71,7 @@ def say_threads(others: Others, asked: int | None, arithmetic: Arithmetic) -> No
 # -- while a run computes ----------------------------------------------------------------------------------------------
 
 
-class Watch:
+class RunWatch:
     """Adds up the work that was done, and keeps the times that a shortened run is projected from. `blocks` are those of the
     run, as planned; after memory ran out, those that took their place."""
 
@@ -179,7 +179,7 @@ def clock(seconds: float) -> str:
 class EvaluationWatch:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._opening = Opening(progress)
+        self._opening = OpeningReport(progress)
         self._doing, self._done = "", 0
 
     def begin(self, doing: str) -> None:

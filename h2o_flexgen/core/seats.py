@@ -16,7 +16,7 @@ from typing import NamedTuple
 from h2o_flexgen.core.prefixes import NOBODY, SharedPrefix, room_of
 
 
-class Need(NamedTuple):
+class SeatNeed(NamedTuple):
     """What a row may need: the tokens of its prompt that take slots of its own, and how many it may grow; none if it only
     scores its prompt."""
 
@@ -26,7 +26,7 @@ class Need(NamedTuple):
     copies: bool = False  # takes that into its own slots
 
     @classmethod
-    def behind(cls, prefix: SharedPrefix | None, prompt_len: int, gen_len: int, is_copied: bool) -> Need:
+    def behind(cls, prefix: SharedPrefix | None, prompt_len: int, gen_len: int, is_copied: bool) -> SeatNeed:
         """The need of a row with this prompt. The prefix takes none of its slots, unless it is copied."""
         if prefix is None:
             return cls(prompt_len, gen_len)
@@ -35,9 +35,9 @@ class Need(NamedTuple):
         return cls(prompt_len - prefix.tokens, gen_len, prefix)
 
     @property
-    def alone(self) -> Need:
+    def alone(self) -> SeatNeed:
         """The same slots, for a row that shares nothing."""
-        return Need(self.prompt_len, self.gen_len)
+        return SeatNeed(self.prompt_len, self.gen_len)
 
     @property
     def spared(self) -> int:
@@ -82,10 +82,10 @@ class Seats:
     """The seats of a batch: the rows that wait for them, in this order, and the largest needs among those."""
 
     queue: tuple[int, ...]
-    largest: tuple[Need, ...]  # each row in the queue needs no more than one of these, in prompt and in growth
+    largest: tuple[SeatNeed, ...]  # each row in the queue needs no more than one of these, in prompt and in growth
     longest_prompt: int  # tokens that are computed for one row alone
     prefixes: PrefixRoom
-    needs: tuple[Need, ...] = field(repr=False, compare=False)  # of each row in the queue
+    needs: tuple[SeatNeed, ...] = field(repr=False, compare=False)  # of each row in the queue
     work: int  # of all these rows together
 
     def for_batches_of(self, size: int) -> Seats:
@@ -96,7 +96,7 @@ class Seats:
         return replace(self, prefixes=self.prefixes._replace(of_batch=of_batch))
 
 
-def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int) -> tuple[Seats, ...]:
+def seats_of(needs: Sequence[SeatNeed], rows: Iterable[int], batches: int) -> tuple[Seats, ...]:
     """Divides rows among at most this many batches, of one seat each so far: first those that need most, as memory has to be
     enough for them, and in each queue first those that may grow longest, so that none of them is alone at the end."""
     order = sorted(sorted(rows), key=lambda row: -needs[row].tokens)
@@ -109,7 +109,7 @@ def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int) -> tuple[
     return tuple(_seats(needs, own, longest, of_all) for own in classes if own)
 
 
-def _longest_of_groups(needs: Iterable[Need]) -> dict[int, int]:
+def _longest_of_groups(needs: Iterable[SeatNeed]) -> dict[int, int]:
     """How long a row of each group may grow."""
     longest: dict[int, int] = {}
     for need in needs:
@@ -118,8 +118,8 @@ def _longest_of_groups(needs: Iterable[Need]) -> dict[int, int]:
     return longest
 
 
-def _seats(needs: Sequence[Need], rows: Sequence[int], longest: dict[int, int], of_all: int) -> Seats:
-    def turn(need: Need) -> tuple[int, ...]:
+def _seats(needs: Sequence[SeatNeed], rows: Sequence[int], longest: dict[int, int], of_all: int) -> Seats:
+    def turn(need: SeatNeed) -> tuple[int, ...]:
         return -longest.get(need.group, need.gen_len), need.group, -need.gen_len, -need.prompt_len
 
     own = {needs[row] for row in rows}
@@ -150,9 +150,9 @@ def _most_at_once(prefixes: Sequence[SharedPrefix | None], size: int) -> int:
     return most
 
 
-def _largest(needs: Iterable[Need]) -> tuple[Need, ...]:
+def _largest(needs: Iterable[SeatNeed]) -> tuple[SeatNeed, ...]:
     """The needs that no other exceeds in both."""
-    kept: list[Need] = []
+    kept: list[SeatNeed] = []
     for need in sorted(needs, reverse=True):
         if not kept or need.gen_len > kept[-1].gen_len:
             kept.append(need)

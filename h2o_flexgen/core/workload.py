@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.prefixes import SharedPrefix, room_of
-from h2o_flexgen.core.seats import Need, PrefixRoom, Seats, seats_of
+from h2o_flexgen.core.seats import SeatNeed, PrefixRoom, Seats, seats_of
 
 MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
 MOST_BATCHES = 10_000  # batches in a block
@@ -201,7 +201,7 @@ class Workload:
 
     @classmethod
     def running(
-        cls, needs: Sequence[Need], prefixes: Sequence[SharedPrefix | None] = (), copies_prefixes: bool = False
+        cls, needs: Sequence[SeatNeed], prefixes: Sequence[SharedPrefix | None] = (), copies_prefixes: bool = False
     ) -> Workload:
         """Rows that come and go, with whole prompts: a row that ends makes room for the next."""
         check_num_prompts(len(needs))
@@ -210,7 +210,7 @@ class Workload:
         return cls(lengths, max((1, *gen_lens)), None, gen_lens, shared, copies_prefixes)
 
     @classmethod
-    def arriving(cls, need: Need, rows: int, prefix_room: int = 0) -> Workload:
+    def arriving(cls, need: SeatNeed, rows: int, prefix_room: int = 0) -> Workload:
         """So many rows that are not known yet, none of which needs more; and room for what they may turn out to share."""
         return replace(cls.running([need] * rows), prefix_room=room_of(prefix_room))
 
@@ -269,11 +269,11 @@ class Workload:
             start = end
 
     @cached_property
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Sequence[SeatNeed]:
         gen_lens = (self.gen_len,) * self.num_prompts if self.gen_lens is None else self.gen_lens
         prefixes = self.prefixes or (None,) * self.num_prompts
-        known: dict[Need, Need] = {}  # equal ones are one: there may be a million rows
-        each = map(Need.behind, prefixes, self.prompt_lens, gen_lens, repeat(self.copies_prefixes))
+        known: dict[SeatNeed, SeatNeed] = {}  # equal ones are one: there may be a million rows
+        each = map(SeatNeed.behind, prefixes, self.prompt_lens, gen_lens, repeat(self.copies_prefixes))
         return [known.setdefault(need, need) for need in each]
 
     def _running_block(self, batch_size: int, num_batches: int, rows: Sequence[int] | None) -> Block:

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.engine.held import HeldBytes, held_bytes
 from h2o_flexgen.engine.job import Request, prompt_of
 from h2o_flexgen.engine.requests import RowMaker
@@ -86,7 +86,7 @@ class Arrivals(Waiting):
         self._background: deque[RowState] = deque()
         self._seated: dict[int, RowState] = {}
         self._of_row: dict[int, Arrival] = {}  # of all rows that have not ended
-        self._needs: dict[int, Need] = {}  # of rows that have a seat, from when it is known what they share
+        self._needs: dict[int, SeatNeed] = {}  # of rows that have a seat, from when it is known what they share
         self._sharing = Sharing(planned.plan) if planned.workload.prefix_room else None
         self._is_closed = False
         self.seat_in(planned.blocks.first)
@@ -284,15 +284,15 @@ class Arrivals(Waiting):
 
     def choose(self, row: RowState, kept: PrefixStore, room: int) -> SharedPrefix | None:
         shared = NOTHING if self._sharing is None else self._sharing.choice(row.prompt_ids, kept, room)
-        need = Need.behind(shared.prefix, row.prompt_len, row.max_tokens, self.planned.plan.copies_prefixes)
+        need = SeatNeed.behind(shared.prefix, row.prompt_len, row.max_tokens, self.planned.plan.copies_prefixes)
         if not all(level.policy.suits(need) for level in self._block.levels):
-            shared, need = NOTHING, Need(row.prompt_len, row.max_tokens)
+            shared, need = NOTHING, SeatNeed(row.prompt_len, row.max_tokens)
         with self._changed:
             self._needs[row.row] = need
         row.shared_tokens = shared.spared
         return shared.source
 
-    def need(self, row: RowState) -> Need:
+    def need(self, row: RowState) -> SeatNeed:
         return self._needs[row.row]
 
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:

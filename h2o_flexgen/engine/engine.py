@@ -21,12 +21,12 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
-from h2o_flexgen.engine.graphs import Compute, Place, StepGraphs
+from h2o_flexgen.engine.graphs import Compute, GraphPlace, StepGraphs
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.parts_there import PartsThere
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows, Part
+from h2o_flexgen.engine.rows import BatchRows, RowsPart
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.asked import AskedStore
 from h2o_flexgen.engine.stores.hidden import HiddenStore
@@ -56,7 +56,7 @@ from h2o_flexgen.schedule.trace import Trace
 Thing = TypeVar("Thing")
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
-AttendOf = Callable[[Part], "Attend | None"]
+AttendOf = Callable[[RowsPart], "Attend | None"]
 PROMPTS_WORTH_IT = 1024  # tokens: the working memory of fewer is not worth a walk through the allocator's free memory
 
 
@@ -483,7 +483,7 @@ class Engine:
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
         if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
-            place = Place(visit.layer, self._weights_for(visit).buffer(visit))
+            place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit))
             state.hidden.put(task, state.graphs.compute(place, visit.batch, rows, hidden, self._captured(visit, cache)))
             return
         if cache is not None:
@@ -507,7 +507,7 @@ class Engine:
     def _captured(self, visit: Visit, cache: LayerCache | None) -> Compute:
         """Computes a layer in a way that may be captured: it does not depend on what was done before."""
 
-        def compute(part: Part, hidden: Tensor | None) -> Tensor:
+        def compute(part: RowsPart, hidden: Tensor | None) -> Tensor:
             self._weights_for(visit).forget_decoded()
             if cache is not None:
                 cache.forget_replaced()
@@ -520,11 +520,11 @@ class Engine:
         return state.asked.attend(task.batch, self._kv_for(task.visit, state).open_beside(task, state.rows[task.batch]))
 
     @staticmethod
-    def _is_asking(visit: Visit, part: Part, state: _Progress) -> bool:
+    def _is_asking(visit: Visit, part: RowsPart, state: _Progress) -> bool:
         """Whether the host attends this part of a visit: the decode step, which comes first."""
         return not part.now.is_prefill and state.kv[0].is_attended_beside(visit)
 
-    def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: Part) -> Attend | None:
+    def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: RowsPart) -> Attend | None:
         """The attention function that the layer of a COMPUTE gets."""
         if cache is None:
             return None
@@ -564,7 +564,7 @@ class Engine:
         assert start == rows.tokens, "some tokens stayed where they were, and others did not"
         return out if len(rows.parts) > 1 else out.view(*rows.parts[0].tokens.shape, -1)
 
-    def _there(self, visit: Visit, part: Part) -> Part:
+    def _there(self, visit: Visit, part: RowsPart) -> RowsPart:
         """A part, on the device that computes the visit."""
         device = self._device_of(visit.layer)
         return part if device == self._plan.pipeline - 1 else self._parts_of_devices[device].of(visit.batch, part)
@@ -572,7 +572,7 @@ class Engine:
     def _computed(
         self,
         visit: Visit,
-        part: Part,
+        part: RowsPart,
         hidden: Tensor | None,
         attend: Attend | None,
         piece: slice = slice(None),
@@ -588,7 +588,7 @@ class Engine:
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
 
 
-def _cache_of(part: Part, cache: LayerCache) -> LayerCache:
+def _cache_of(part: RowsPart, cache: LayerCache) -> LayerCache:
     if part.prefix is None:
         return cache.part(part.rows)
     own = cache.prefixes[part.prefix]

@@ -20,13 +20,13 @@ from h2o_flexgen.sampling.output import Completion
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRows:
     """Rows that can be run: their tokens are known, and their workload is planned and fits."""
 
     rows: Sequence[RowState]
     planned: WorkloadPlan
 
-    def for_use_under(self, plan: Plan, *given: object) -> Prepared:
+    def for_use_under(self, plan: Plan, *given: object) -> PreparedRows:
         if self.planned.plan != plan:
             raise ValueError("these prompts were prepared under another plan; prepare them again")
         if any(one is not None for one in given):
@@ -49,7 +49,7 @@ class Running:
     ticker: Ticker | None = None
     done: list[BlockRun] = field(default_factory=list)  # a long job has many blocks: only the last one keeps its trace
 
-    def rows(self, prepared: Prepared) -> Iterator[RowState]:
+    def rows(self, prepared: PreparedRows) -> Iterator[RowState]:
         """Runs all blocks, and yields each row when it finishes."""
         return self._finished(prepared.planned, RowsOfBlocks(prepared.rows), prepared.rows)
 
@@ -74,11 +74,11 @@ class Running:
             self.done[-1] = self.done[-1].without_trace()
         self.done.append(ended)
 
-    def to_the_end(self, each: Iterable[Prepared]) -> None:
+    def to_the_end(self, each: Iterable[PreparedRows]) -> None:
         for prepared in each:
             deque(self.rows(prepared), maxlen=0)
 
-    def completions(self, prepared: Prepared) -> Iterator[Completion]:
+    def completions(self, prepared: PreparedRows) -> Iterator[Completion]:
         """Yields one completion for each prompt, when its rows have all ended."""
         of_prompt = defaultdict[int, list[RowState]](list)
         for row in prepared.rows:

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.rows import BatchRows, Part
+from h2o_flexgen.engine.rows import BatchRows, RowsPart
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
 
-Compute = Callable[[Part, "Tensor | None"], Tensor]  # computes a layer on the rows of a part
+Compute = Callable[[RowsPart, "Tensor | None"], Tensor]  # computes a layer on the rows of a part
 EAGER = 2  # steps before a capture: libraries initialise in the first, and rows that leave soon are not worth a capture
 
 
-class Place(NamedTuple):
+class GraphPlace(NamedTuple):
     """The layer of a graph, and the buffer in which its weights lay when it was captured."""
 
     layer: int
@@ -50,19 +50,19 @@ class _Batch:
     """The tensors that stay, and the graphs that work on them."""
 
     kind: Kind
-    source: Part  # the part from which they have their present tokens and numbers
-    part: Part
+    source: RowsPart  # the part from which they have their present tokens and numbers
+    part: RowsPart
     hidden: dict[torch.Size, Tensor] = field(default_factory=dict)
     ends: dict[int, Tensor] = field(default_factory=dict)  # layer -> where its hidden states stay
     eager: Counter[int] = field(default_factory=Counter)  # layer -> times that it was computed without a graph
-    graphs: dict[Place, Callable[[], None]] = field(default_factory=dict)  # what replays a layer
+    graphs: dict[GraphPlace, Callable[[], None]] = field(default_factory=dict)  # what replays a layer
 
     @classmethod
-    def of(cls, kind: Kind, part: Part) -> _Batch:
+    def of(cls, kind: Kind, part: RowsPart) -> _Batch:
         levels = tuple(replace(now, table=now.table.clone()) for now in part.levels)
         return cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
 
-    def follow(self, part: Part) -> None:
+    def follow(self, part: RowsPart) -> None:
         """Takes the tokens and numbers of another step."""
         if part is not self.source:
             self.part.tokens.copy_(part.tokens)
@@ -98,7 +98,7 @@ class StepGraphs:
         (part, *others) = rows.parts
         return not others and not part.now.is_prefill and not part.now.prefixes and self.given_up is None
 
-    def compute(self, place: Place, number: int, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
+    def compute(self, place: GraphPlace, number: int, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
         """Computes a layer on the batch of this number, by its graph if there is one. `hidden`: what the layer before left."""
         batch, layer = self._batch(number, rows), place.layer
         batch.follow(rows.parts[0])
@@ -125,7 +125,7 @@ class StepGraphs:
     def _staying(self, batch: _Batch, hidden: Tensor) -> Tensor:
         return hidden if hidden is batch.hidden.get(hidden.shape) else batch.put(hidden)
 
-    def _capture(self, batch: _Batch, place: Place, hidden: Tensor | None, compute: Compute) -> None:
+    def _capture(self, batch: _Batch, place: GraphPlace, hidden: Tensor | None, compute: Compute) -> None:
         def work() -> None:
             batch.put(compute(batch.part, hidden))
 

@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt
 
 
-class Size(NamedTuple):
+class RequestSize(NamedTuple):
     """What a request may need."""
 
     prompt_len: int
@@ -45,7 +45,7 @@ def without_number(reason: str, number: int) -> str:
 
 class Job(Protocol):
     @property
-    def sizes(self) -> Sequence[Size]: ...
+    def sizes(self) -> Sequence[RequestSize]: ...
 
     @property
     def prefixes(self) -> PrefixGroups | None:
@@ -65,17 +65,17 @@ def workload_of_job(job: Job, plan: Plan, spec: ModelSpec, most_shared: int | No
     policies = [level.policy for level in plan.levels(spec)]
     known: dict[tuple[SharedPrefix, int, int], SharedPrefix | None] = {}  # equal ones are one: a job may have a million rows
 
-    def prefix_of(request: int, size: Size) -> SharedPrefix | None:
+    def prefix_of(request: int, size: RequestSize) -> SharedPrefix | None:
         found = None if shared is None else shared.of(request)
         if found is None or (most_shared is not None and found.tokens > most_shared):
             return None
         kind = found, size.prompt_len, size.gen_len
         if kind not in known:
-            need = Need.behind(found, size.prompt_len, size.gen_len, copies)
+            need = SeatNeed.behind(found, size.prompt_len, size.gen_len, copies)
             known[kind] = found if all(policy.suits(need) for policy in policies) else None
         return known[kind]
 
-    needs = [Need(size.prompt_len, size.gen_len) for size in sizes for _ in range(size.rows)]
+    needs = [SeatNeed(size.prompt_len, size.gen_len) for size in sizes for _ in range(size.rows)]
     prefixes = [prefix for request, size in enumerate(sizes) for prefix in [prefix_of(request, size)] * size.rows]
     return Workload.running(needs, prefixes, copies)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.memory.device import Device
 
 
@@ -13,9 +13,9 @@ class PartsThere:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: dict[tuple[int, int | None], tuple[Part, Part]] = {}  # batch and first row -> a part, and it there
+        self._known: dict[tuple[int, int | None], tuple[RowsPart, RowsPart]] = {}  # batch and first row -> a part, and it there
 
-    def of(self, batch: int, part: Part) -> Part:
+    def of(self, batch: int, part: RowsPart) -> RowsPart:
         known = self._known.get((batch, part.rows.start))
         if known is None or known[0] is not part:
             target = self._device.torch_device

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.vocabulary import check_tokens
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.job import Request, Size, prompt_of
+from h2o_flexgen.engine.job import Request, RequestSize, prompt_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, most_tokens
@@ -59,15 +59,15 @@ class RowMaker:
         """The rows of one request; `index`: its number; `first`: the place of its first row among all rows."""
         return self._rows(index, prompt_of(request), one_params(request.params), streamed, (), first)
 
-    def size(self, index: int, request: Request) -> Size:
+    def size(self, index: int, request: Request) -> RequestSize:
         """What a request may need."""
         prompt = prompt_of(request)
         self._check_prompt(index, prompt.ids)
         params = self._checked(one_params(request.params), index, len(prompt.ids), ())
         assert params.max_tokens is not None
         for level in self._levels:
-            level.policy.alone(Need(len(prompt.ids), params.max_tokens))  # refuses a budget without slots
-        return Size(len(prompt.ids), params.max_tokens, params.n, params.prompt_logprobs is not None)
+            level.policy.alone(SeatNeed(len(prompt.ids), params.max_tokens))  # refuses a budget without slots
+        return RequestSize(len(prompt.ids), params.max_tokens, params.n, params.prompt_logprobs is not None)
 
     def _rows(
         self, index: int, prompt: Prompt, asked: SamplingParams, streamed: bool, forced: Sequence[int], first: int

@@ -29,7 +29,7 @@ OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a cop
 
 
 @dataclass(frozen=True)
-class Part:
+class RowsPart:
     """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts; or one piece by piece. Or a
     prefix that rows share, as one row that has no seat."""
 
@@ -100,7 +100,7 @@ class BatchRows:
     # -- what is computed next -------------------------------------------------------------------------------------------
 
     @property
-    def _own_parts(self) -> Sequence[Part]:
+    def _own_parts(self) -> Sequence[RowsPart]:
         return [part for part in self.parts if part.prefix is None]
 
     @property
@@ -141,7 +141,7 @@ class BatchRows:
         """Whether new rows join others: then all slots of the batch are stored again."""
         return len(self.parts) > 1 and len({part.now.is_prefill for part in self._own_parts}) > 1
 
-    def split(self, hidden: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    def split(self, hidden: Tensor) -> Iterator[tuple[RowsPart, Tensor]]:
         """Each part with its hidden states, (rows, tokens, width). Several parts lie one behind the other, (tokens, width)."""
         if len(self.parts) == 1:
             yield self.parts[0], hidden
@@ -175,12 +175,12 @@ class BatchRows:
         """Tokens of the prompts read now that need not be computed, as they were computed for other rows."""
         return 0
 
-    def _prompts(self, tokens: int) -> tuple[Part, ...]:
+    def _prompts(self, tokens: int) -> tuple[RowsPart, ...]:
         parts, start = [], 0
         for batch in self._batch.parts(tokens):
             rows = slice(start, start + batch.size)
             tokens_of_part = padded(self._rows[rows], batch.lengths, batch.readings)
-            parts.append(Part(rows, self._levels(batch, 0), self._uploaded(tokens_of_part), at_once=tokens))
+            parts.append(RowsPart(rows, self._levels(batch, 0), self._uploaded(tokens_of_part), at_once=tokens))
             start += batch.size
         return tuple(parts)
 
@@ -259,8 +259,8 @@ class BatchRows:
         if not self._rows:
             self.last_step = step
 
-    def _next_parts(self, step: int) -> tuple[Part, ...]:
-        return (Part(slice(None), self._levels(self._batch, step), self._newest[:, None]),) if self._rows else ()
+    def _next_parts(self, step: int) -> tuple[RowsPart, ...]:
+        return (RowsPart(slice(None), self._levels(self._batch, step), self._newest[:, None]),) if self._rows else ()
 
     def _move_up(self, alive: list[int]) -> None:
         """Fills the gaps among the first rows with living rows from the end."""
@@ -287,7 +287,7 @@ def padded(rows: Sequence[RowState], lengths: Sequence[int], readings: int = 1) 
     return tokens.repeat(1, readings)
 
 
-def _last(part: Part, hidden: Tensor) -> Tensor:
+def _last(part: RowsPart, hidden: Tensor) -> Tensor:
     if hidden.shape[1] == 1:
         return hidden[:, 0]
     return hidden[part.now.row_index, part.now.lengths[:, 0, 0] - 1]

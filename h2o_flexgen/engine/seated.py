@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows, Part, SharedOf, padded
+from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, padded
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import KVStep, Upload
@@ -52,19 +52,19 @@ class SeatedRows(BatchRows):
         if not self._rows:
             self.last_step = 0  # no row came
 
-    def _prompts(self, tokens: int) -> tuple[Part, ...]:
+    def _prompts(self, tokens: int) -> tuple[RowsPart, ...]:
         return self._next_parts(0)
 
-    def _next_parts(self, step: int) -> tuple[Part, ...]:
+    def _next_parts(self, step: int) -> tuple[RowsPart, ...]:
         """The decode step of the rows that stay, and the prompts of the new rows."""
         staying = slice(len(self._rows))
-        parts = (Part(staying, self._decoding(), self._newest[:, None]),) if self._rows else ()
+        parts = (RowsPart(staying, self._decoding(), self._newest[:, None]),) if self._rows else ()
         return (*parts, *self._join(), *(self._reading(rows) for rows in self._together(staying.stop)))
 
-    def _join(self) -> list[Part]:
+    def _join(self) -> list[RowsPart]:
         """Gives new rows their seats, and returns the prefixes that have to be computed for them."""
         seated, seats = [self._waiting.need(row).prefix for row in self._rows], self._batch.seats
-        newcomers, parts = self._waiting.take(self._place, seated), list[Part]()
+        newcomers, parts = self._waiting.take(self._place, seated), list[RowsPart]()
         room = 0 if seats is None else seats.prefixes.of_batch
         for row in newcomers:
             source = self._waiting.choose(row, self._prefixes, room - sum(part.tokens.numel() for part in parts))
@@ -75,7 +75,7 @@ class SeatedRows(BatchRows):
         self._rows += sorted(newcomers, key=lambda row: -self._waiting.need(row).read)  # neighbours have few pads
         return parts
 
-    def _computing(self, prefix: SharedPrefix, source: SharedPrefix | None, row: RowState) -> Part:
+    def _computing(self, prefix: SharedPrefix, source: SharedPrefix | None, row: RowState) -> RowsPart:
         """The part that computes a prefix, or the tokens of it that follow its source."""
         length, slots = prefix.tokens, [policy.whole(prefix.tokens) for policy in self._policies]
         tokens = row.prompt_ids[:length]
@@ -83,7 +83,7 @@ class SeatedRows(BatchRows):
             slots, tokens = [whole.behind(source.tokens) for whole in slots], tokens[source.tokens :]
             self._copied.append(source.group)
         levels = self._steps_of(slots, () if source is None else (source,), capacity=length)
-        return Part(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
+        return RowsPart(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
 
     def _decoding(self) -> tuple[KVStep, ...]:
         steps = [[slots.at(row.num_generated) for slots in self._slots[row.row]] for row in self._rows]
@@ -96,21 +96,21 @@ class SeatedRows(BatchRows):
         for part in read_together(lengths, self._prefill_tokens, self._batch.echoes):
             yield slice(first + part.start, first + part.stop)
 
-    def _reading(self, rows: slice) -> Part:
+    def _reading(self, rows: slice) -> RowsPart:
         newcomers = self._rows[rows]
         needs = [self._waiting.need(row) for row in newcomers]
         steps = [[_first(slots, need) for slots in self._slots[row.row]] for row, need in zip(newcomers, needs)]
         slots, prefixes = map(StepSlots.of_rows, zip(*steps)), [need.prefix for need in needs]
         levels = self._steps_of(slots, prefixes, echoes_within=self._batch.echoes_within)
         tokens = padded(newcomers, [need.read for need in needs], self._batch.readings)
-        return Part(rows, levels, self._uploaded(tokens), at_once=self._prefill_tokens)
+        return RowsPart(rows, levels, self._uploaded(tokens), at_once=self._prefill_tokens)
 
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):
             if part.prefix is not None:
                 self._prefixes[part.prefix].hidden = torch.cat((*self._hidden_of_sources(part), states[0]))
 
-    def _hidden_of_sources(self, part: Part) -> Iterator[Tensor]:
+    def _hidden_of_sources(self, part: RowsPart) -> Iterator[Tensor]:
         for source in part.now.prefixes:
             if source is not None and (hidden := self._prefixes[source.group].hidden) is not None:
                 yield hidden[: source.tokens]
@@ -140,6 +140,6 @@ class SeatedRows(BatchRows):
         """The seats stay as they are, whichever row leaves."""
 
 
-def _first(slots: Occupancy, need: Need) -> StepSlots:
+def _first(slots: Occupancy, need: SeatNeed) -> StepSlots:
     """A row's first step, after the tokens that were computed before it came."""
     return slots.at(0).behind(need.spared) if need.spared else slots.at(0)

@@ -17,7 +17,7 @@ from h2o_flexgen.engine.stores.prefixes import Prefix, PrefixStore
 from h2o_flexgen.planning.plan import Plan
 
 
-class Shared(NamedTuple):
+class SharedBeginning(NamedTuple):
     """The prefix that a row begins with, and the source from which a new prefix is copied first."""
 
     prefix: SharedPrefix | None = None
@@ -25,7 +25,7 @@ class Shared(NamedTuple):
     spared: int = 0  # tokens that need not be computed for it
 
 
-NOTHING = Shared()
+NOTHING = SharedBeginning()
 
 
 class Sharing:
@@ -41,7 +41,7 @@ class Sharing:
             for ids, rows in come:
                 self._seen.add(ids, rows)
 
-    def choice(self, ids: Sequence[int], kept: PrefixStore, room: int) -> Shared:
+    def choice(self, ids: Sequence[int], kept: PrefixStore, room: int) -> SharedBeginning:
         """What a row with this prompt shares. `room`: the tokens of prefixes that may be computed now."""
         most = len(ids) - self._own
         known = self._known(ids[: max(0, most)], kept)
@@ -52,8 +52,8 @@ class Sharing:
         if wanted < most:
             wanted = self._whole_pieces(wanted)
         if wanted - spared >= self._least:
-            return Shared(kept.new(wanted), known, spared)
-        return Shared(known, None, spared)
+            return SharedBeginning(kept.new(wanted), known, spared)
+        return SharedBeginning(known, None, spared)
 
     def _known(self, ids: Sequence[int], kept: PrefixStore) -> SharedPrefix | None:
         """The longest kept prefix that a text begins with; of equals the one with most users, which attend to it together."""

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from h2o_flexgen.core.prefixes import PrefixGroups
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.job import Job, Request, Requests, Size, prefix_finder, prompt_of, workload_of_job
+from h2o_flexgen.engine.job import Job, Request, Requests, RequestSize, prefix_finder, prompt_of, workload_of_job
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
 from h2o_flexgen.engine.tick import Ticker
@@ -27,7 +27,7 @@ class ListedJob:
     """Requests that are all in memory, with their tokens."""
 
     requests: Sequence[Request]
-    sizes: Sequence[Size]
+    sizes: Sequence[RequestSize]
     prefixes: PrefixGroups | None = None
 
     @classmethod
@@ -110,7 +110,7 @@ def _read(place: int, given: object, tokenizer: Tokenizer) -> Request:
     return Request(prompt, request.params, request.index)
 
 
-def _check_size(place: int, said: Size, rows: Sequence[RowState]) -> None:
+def _check_size(place: int, said: RequestSize, rows: Sequence[RowState]) -> None:
     """Refuses a request that differs from the size its job declared: its rows might need more than their seats have."""
     found = rows[0].prompt_len, rows[0].max_tokens, len(rows)
     if found != (said.prompt_len, said.gen_len, said.rows):

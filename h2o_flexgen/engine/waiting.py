@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -40,7 +40,7 @@ class Waiting(ABC):
         return None
 
     @abstractmethod
-    def need(self, row: RowState) -> Need:
+    def need(self, row: RowState) -> SeatNeed:
         """The most that a seated row may need."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class WaitingJob(Waiting):
     def __len__(self) -> int:
         return len(self._queues)
 
-    def need(self, row: RowState) -> Need:
+    def need(self, row: RowState) -> SeatNeed:
         return self._queues.needs[row.row]
 
     def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:

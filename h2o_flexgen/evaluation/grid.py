@@ -27,7 +27,7 @@ BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
 
 
 @dataclass(frozen=True)
-class Share:
+class BudgetShare:
     """A share of prompt and generation."""
 
     percent: float
@@ -54,7 +54,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Size:
+class BudgetSlots:
     """A number of slots for each sequence and head; None means as many as there are tokens."""
 
     slots: int | None
@@ -162,7 +162,7 @@ class Setting:
 
 
 def _everything(amount: Amount) -> Amount:
-    return Share(WHOLE_TEXT) if isinstance(amount, Share) else Size(None)
+    return BudgetShare(WHOLE_TEXT) if isinstance(amount, BudgetShare) else BudgetSlots(None)
 
 
 @dataclass(frozen=True)

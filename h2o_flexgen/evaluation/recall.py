@@ -39,7 +39,7 @@ ASKING = 32  # tokens left for question and answer: the same in all examples, th
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     text: str
     is_new: bool  # False for what an earlier piece said already
 
@@ -48,7 +48,7 @@ class Piece:
 class Fact:
     """What is noted, in one note or several, and what is asked about it."""
 
-    notes: tuple[tuple[Piece, ...], ...]
+    notes: tuple[tuple[TextPiece, ...], ...]
     question: str
     answer: str
 
@@ -62,7 +62,9 @@ class Fact:
 
 def _noted(says: str, again: str, question: str, answer: str) -> Fact:
     return Fact(
-        ((Piece(f"\n{says}", True), Piece(f"{answer}.", True), Piece(f" {again}{answer}.\n", False)),), question, answer
+        ((TextPiece(f"\n{says}", True), TextPiece(f"{answer}.", True), TextPiece(f" {again}{answer}.\n", False)),),
+        question,
+        answer,
     )
 
 
@@ -91,7 +93,9 @@ def _kind(draw: random.Random, words: list[str]) -> Fact:
     """Things of one kind share their last word, and are sorted the same way."""
     mark, answer = words.pop(), _phrase(words, 2)
     thing = [f"Sort: {words.pop()} {mark}" for _ in range(EXAMPLES_OF_A_KIND + 1)]
-    notes = tuple((Piece(f"\n{each}", True), Piece(f"{answer}.\n", place == 0)) for place, each in enumerate(thing[:-1]))
+    notes = tuple(
+        (TextPiece(f"\n{each}", True), TextPiece(f"{answer}.\n", place == 0)) for place, each in enumerate(thing[:-1])
+    )
     return Fact(notes, f"\n{thing[-1]}", answer)
 
 

@@ -24,7 +24,7 @@ Open = Callable[[Plan], "LLM"]
 References = dict[str, "FullCache"]
 
 
-class Listener(Protocol):
+class ProgressListener(Protocol):
     """Shows progress."""
 
     def begin(self, doing: str) -> None:
@@ -78,7 +78,7 @@ class Evaluation:
         wanted = {task for setting in self.settings for task in self.missing(setting)}
         return [task for task, bound in self.tasks.items() if bound.needs_reference and task in wanted]
 
-    def run(self, open_llm: Open, folder: Path, listener: Listener) -> None:
+    def run(self, open_llm: Open, folder: Path, listener: ProgressListener) -> None:
         """`folder` holds the references while they are needed."""
         with ExitStack() as stack:
             references: References = {}
@@ -103,7 +103,9 @@ class Evaluation:
         others = [one for one in self.settings if one != reference]
         return others if reference is None else [reference, *others]
 
-    def _measure(self, llm: LLM, setting: Setting, tasks: Sequence[str], references: References, listener: Listener) -> None:
+    def _measure(
+        self, llm: LLM, setting: Setting, tasks: Sequence[str], references: References, listener: ProgressListener
+    ) -> None:
         for task in tasks:
             listener.begin(f"{task}: {setting.label}, {setting.amount.label}")
             begun = time.perf_counter()

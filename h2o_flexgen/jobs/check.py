@@ -17,7 +17,7 @@ OnLine = Callable[[int], None]  # hears how many lines were read
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """The beginning of an input file: so many bytes, and a digest of their lines."""
 
     nbytes: int
@@ -27,7 +27,7 @@ class Part:
 @dataclass(frozen=True)
 class CheckedFile:
     index: Index
-    whole: Part
+    whole: InputPart
     chats: int
     refused: tuple[tuple[int, str], ...]  # the first bad lines: their numbers, and what is wrong with them
     num_refused: int
@@ -42,12 +42,14 @@ class CheckedFile:
         return f"{lines} ({advice}): {first}{f'; and {more} more' if more else ''}"
 
 
-def check_file(file: InputFile, defaults: Options, known: Part | None = None, on_line: OnLine | None = None) -> CheckedFile:
+def check_file(
+    file: InputFile, defaults: Options, known: InputPart | None = None, on_line: OnLine | None = None
+) -> CheckedFile:
     """Reads every line once. `known` is what an earlier run had checked."""
     return check_lines(Index(file, LineReader(file.is_json, defaults)), known, on_line)
 
 
-def check_lines(index: Index, known: Part | None = None, on_line: OnLine | None = None, named: int = NAMED) -> CheckedFile:
+def check_lines(index: Index, known: InputPart | None = None, on_line: OnLine | None = None, named: int = NAMED) -> CheckedFile:
     """Reads every line of an index's file, and puts it there. `named`: how many bad lines are told of."""
     checker = _Checker(index, known, named)
     for raw in index.file.lines():
@@ -58,7 +60,7 @@ def check_lines(index: Index, known: Part | None = None, on_line: OnLine | None 
 
 
 class _Checker:
-    def __init__(self, index: Index, known: Part | None, named: int) -> None:
+    def __init__(self, index: Index, known: InputPart | None, named: int) -> None:
         self._index, self._known, self._named = index, known, named
         self._digest = blake2b(digest_size=16)
         self._end = self._chats = 0
@@ -108,4 +110,4 @@ class _Checker:
         digest = self._digest.hexdigest()
         is_known = self._known is None or (self._digest_of_known or digest) == self._known.digest
         named = tuple(sorted(set(self._refused))[: self._named])
-        return CheckedFile(index, Part(self._end, digest), self._chats, named, index.num_refused, is_known)
+        return CheckedFile(index, InputPart(self._end, digest), self._chats, named, index.num_refused, is_known)

@@ -11,14 +11,14 @@ from functools import cached_property
 from typing import TypeAlias, overload
 
 from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups
-from h2o_flexgen.engine.job import Request, Size, prompt_of, without_number
+from h2o_flexgen.engine.job import Request, RequestSize, prompt_of, without_number
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 # The size of the request with this number; a ValueError says what the model cannot do.
-SizeOf: TypeAlias = Callable[[int, Request], Size]
+SizeOf: TypeAlias = Callable[[int, Request], RequestSize]
 OnRead: TypeAlias = Callable[[int], None]  # hears how many requests were read
 IsLeft: TypeAlias = Callable[[int], bool]  # whether the request at a place of the index is to be run
 
@@ -28,7 +28,7 @@ def all_are(place: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Reading:
+class LineReading:
     """How lines become what the model reads."""
 
     tokenizer: Tokenizer
@@ -42,11 +42,11 @@ class Reading:
             params = replace(params, stop=(*params.stop_strings, *self.style.stops))
         return Request(prompt, params, number)
 
-    def size(self, number: int, line: Line) -> Size:
+    def size(self, number: int, line: Line) -> RequestSize:
         """The size of a request; a ValueError says why it cannot be run."""
         return self.sized(number, line)[1]
 
-    def sized(self, number: int, line: Line) -> tuple[Request, Size]:
+    def sized(self, number: int, line: Line) -> tuple[Request, RequestSize]:
         try:
             request = self.request(number, line)
             return request, self.size_of(number, request)
@@ -55,7 +55,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Sizes(Sequence[Size]):
+class RequestSizes(Sequence[RequestSize]):
     """The sizes of many requests, as arrays."""
 
     prompt_lens: array[int] = field(default_factory=lambda: array("q"))
@@ -63,7 +63,7 @@ class Sizes(Sequence[Size]):
     rows: array[int] = field(default_factory=lambda: array("q"))
     scores: bytearray = field(default_factory=bytearray)
 
-    def add(self, size: Size) -> None:
+    def add(self, size: RequestSize) -> None:
         self.prompt_lens.append(size.prompt_len)
         self.gen_lens.append(size.gen_len)
         self.rows.append(size.rows)
@@ -73,18 +73,18 @@ class Sizes(Sequence[Size]):
         return len(self.prompt_lens)
 
     @overload
-    def __getitem__(self, place: int) -> Size: ...
+    def __getitem__(self, place: int) -> RequestSize: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Size]: ...
+    def __getitem__(self, place: slice) -> list[RequestSize]: ...
 
-    def __getitem__(self, place: int | slice) -> Size | list[Size]:
+    def __getitem__(self, place: int | slice) -> RequestSize | list[RequestSize]:
         if isinstance(place, slice):
             return [self[one] for one in range(*place.indices(len(self)))]
-        return Size(self.prompt_lens[place], self.gen_lens[place], self.rows[place], bool(self.scores[place]))
+        return RequestSize(self.prompt_lens[place], self.gen_lens[place], self.rows[place], bool(self.scores[place]))
 
-    def __iter__(self) -> Iterator[Size]:
-        return map(Size, self.prompt_lens, self.gen_lens, self.rows, map(bool, self.scores))
+    def __iter__(self) -> Iterator[RequestSize]:
+        return map(RequestSize, self.prompt_lens, self.gen_lens, self.rows, map(bool, self.scores))
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Apart:
     """A job on its way to another process, which reads its requests there."""
 
     index: Index
-    sizes: Sizes
+    sizes: RequestSizes
     places: array[int]
     prefixes: PrefixGroups | None
 
-    def read_with(self, reading: Reading) -> FileJob:
+    def read_with(self, reading: LineReading) -> FileJob:
         return FileJob(self.index, reading, None, self.sizes, self.places, known=self.prefixes)
 
 
@@ -106,9 +106,9 @@ class FileJob:
     that goes on."""
 
     index: Index
-    reading: Reading
+    reading: LineReading
     finder: PrefixFinder | None = None
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: RequestSizes = field(default_factory=RequestSizes)
     places: array[int] = field(default_factory=lambda: array("q"))  # of the requests, in the index
     refused: array[int] = field(default_factory=lambda: array("q"))  # places of requests that the model cannot run
     _among_read: array[int] = field(
@@ -118,7 +118,7 @@ class FileJob:
 
     @classmethod
     def of(
-        cls, index: Index, places: Iterable[int], reading: Reading, is_left: IsLeft = all_are, on_read: OnRead | None = None
+        cls, index: Index, places: Iterable[int], reading: LineReading, is_left: IsLeft = all_are, on_read: OnRead | None = None
     ) -> FileJob:
         """Reads and tokenizes requests once; those that are left are the job."""
         job = cls(index, reading, reading.new_finder())
@@ -137,7 +137,7 @@ class FileJob:
                 on_read(count)
         return job
 
-    def _add(self, place: int, request: Request, size: Size, among_read: int | None) -> None:
+    def _add(self, place: int, request: Request, size: RequestSize, among_read: int | None) -> None:
         """Takes a request; `among_read` is its place among all that are read, None if it is not to be run."""
         if self.finder is not None:
             self.finder.add(prompt_of(request).ids, size.rows)
@@ -150,7 +150,7 @@ class FileJob:
         """Some of the requests, by their places in the index. They share what they shared among all: nothing is read again."""
         own = [number for number, place in enumerate(self.places) if is_meant(place)]
         places = array("q", (self.places[number] for number in own))
-        sizes = Sizes()
+        sizes = RequestSizes()
         for number in own:
             sizes.add(self.sizes[number])
         known = None if self.prefixes is None else self.prefixes.only(own, sizes.rows)
@@ -176,7 +176,7 @@ class FileJob:
         own = self.places[place]
         return self.reading.request(self.index.request_number(own), self.index.line(own))
 
-    def size_of(self, place: int) -> Size:
+    def size_of(self, place: int) -> RequestSize:
         """The size of the request at a place of the index."""
         return self.sizes[bisect_left(self.places, place)]
 

@@ -12,7 +12,7 @@ from typing import Any
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.files import read_document_text, write_durably
 from h2o_flexgen.core.hints import reason, shown
-from h2o_flexgen.jobs.check import Part
+from h2o_flexgen.jobs.check import InputPart
 from h2o_flexgen.jobs.input_file import JSON_LINES
 from h2o_flexgen.jobs.output import waiting_file
 
@@ -26,7 +26,7 @@ Settings = Mapping[str, object]
 class Manifest:
     created: int  # seconds since 1970
     seed: int
-    checked: Part  # of the input
+    checked: InputPart  # of the input
     settings: Settings  # all that answers depend on, under the names by which people know it
     noted: Settings  # what may differ in the last bits of numbers, and so seldom in a text
     runs: tuple[Settings, ...] = ()  # of each: when it began, its arguments, versions and plan
@@ -87,7 +87,7 @@ class Manifest:
         _require(given["checked"], {"nbytes": int, "digest": str})
         if not all(isinstance(run, dict) for run in given["runs"]):
             raise TypeError("a run is no object")
-        return cls(**{**given, "runs": tuple(given["runs"]), "checked": Part(**given["checked"])})
+        return cls(**{**given, "runs": tuple(given["runs"]), "checked": InputPart(**given["checked"])})
 
 
 def _require(given: Mapping[str, object], fields: Mapping[str, type | tuple[type, ...]]) -> None:

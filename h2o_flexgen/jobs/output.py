@@ -13,7 +13,7 @@ from h2o_flexgen.jobs.recovery import OPEN, Finished, OutputReader, cleaned
 WAITING = ".waiting"  # ends the name of the file of records that others must come before
 
 
-class Output:
+class JobOutput:
     """Records as requests finish. Used in a `with`; what was begun before is taken up."""
 
     def __init__(self, path: Path, reader: OutputReader) -> None:
@@ -47,7 +47,7 @@ class Output:
         self._file.remove_if_empty()
         self._file.close()
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> JobOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -58,7 +58,7 @@ class Output:
             self.close()
 
 
-class OrderedOutput(Output):
+class OrderedOutput(JobOutput):
     """Records in the order of the input. One that waits for others lies in a file beside the output, as durable as that."""
 
     def __init__(self, path: Path, reader: OutputReader) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import BadLine
-from h2o_flexgen.jobs.output import Output
+from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.jobs.records import BAD_REQUEST, RecordMaker, as_line, refusal
 from h2o_flexgen.sampling.output import Completion
 
@@ -15,7 +15,7 @@ from h2o_flexgen.sampling.output import Completion
 class Recording:
     index: Index
     maker: RecordMaker
-    output: Output
+    output: JobOutput
 
     def answer(self, place: int, completion: Completion) -> None:
         line = self.index.line(place)

@@ -43,7 +43,7 @@ class Finished:
         self.states[place] = FAILED if failed else DONE
 
 
-class Entry(NamedTuple):
+class OutputLine(NamedTuple):
     """A line of an output file."""
 
     start: int
@@ -60,7 +60,7 @@ class OutputReader:
     retry_errors: bool = False
     on_line: Callable[[int], object] | None = None  # hears how many lines were read
 
-    def entries(self, path: Path) -> Iterator[Entry]:
+    def entries(self, path: Path) -> Iterator[OutputLine]:
         """Every line of a file. A record of another job is refused."""
         start = 0
         with path.open("rb") as opened:
@@ -71,9 +71,9 @@ class OutputReader:
                 yield self._entry(f"line {number} of {path}", line, start, end)
                 start = end
 
-    def _entry(self, where: str, line: bytes, start: int, end: int) -> Entry:
+    def _entry(self, where: str, line: bytes, start: int, end: int) -> OutputLine:
         if is_of_a_crash(line):
-            return Entry(start, end, None)
+            return OutputLine(start, end, None)
         try:
             record = parse_json(line)
         except NotADocument:
@@ -85,9 +85,9 @@ class OutputReader:
         if place is None:
             name = self.index.file.name
             raise ValueError(f"{where} is of another job: {name} has no line that is called {shown(custom_id)}")
-        return Entry(start, end, place, is_refusal(record))
+        return OutputLine(start, end, place, is_refusal(record))
 
-    def keeps(self, entry: Entry, finished: Finished) -> bool:
+    def keeps(self, entry: OutputLine, finished: Finished) -> bool:
         """Whether a record stays; then its request is finished."""
         if entry.place is None:
             finished.dropped += 1

@@ -8,10 +8,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
 from h2o_flexgen.kernels.newest import Newest, Notes
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.rotate import Turn, rotate_twin
+from h2o_flexgen.kernels.rotate import RotationAngles, rotate_twin
 from h2o_flexgen.kernels.threads import threads_for
 
 
@@ -21,7 +21,7 @@ def append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: Turn | None,
+    turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
@@ -35,8 +35,8 @@ def append(
         assert q.dtype == k.dtype == cos.dtype and cos.shape == (rows, 1, 1, half) and k.shape[3] == dim >= 2 * half
     out = q if cos is None else torch.empty(q.shape, dtype=q.dtype)
     given = _Appending(
-        *(Places.of(x, writes=True) for x in (keys, values)),
-        *(Places.of(x.transpose(1, 2), KINDS[q.dtype]) for x in (q, k, v)),
+        *(ValuePlaces.of(x, writes=True) for x in (keys, values)),
+        *(ValuePlaces.of(x.transpose(1, 2), KINDS[q.dtype]) for x in (q, k, v)),
         *(None if x is None else pointer(x) for x in (cos, sin, out if turn is not None else None)),
         *(pointer(x) for x in (newest.slots, newest.positions)),
         *_places_of(notes),
@@ -63,7 +63,7 @@ def append_twin(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: Turn | None,
+    turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
@@ -89,7 +89,7 @@ def _note_worth(newest: Newest, notes: Notes | None, worth: Tensor | None) -> No
 
 class _Appending(ctypes.Structure):
     _fields_ = (
-        *((name, Places) for name in ("keys", "values", "q", "k", "v")),
+        *((name, ValuePlaces) for name in ("keys", "values", "q", "k", "v")),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "out", "slot", "position", "positions", "scores")),
         *((name, ctypes.c_long) for name in ("noted_row", "noted_head")),
         *((name, ctypes.c_long) for name in ("rows", "heads", "query_heads", "dim", "half", "nbytes")),

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
-from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
 from h2o_flexgen.kernels.sizes import DTYPES
 from h2o_flexgen.quant.codec import GROUPED, PLAIN
 
 PACKED_KINDS = {codec.name: kind for kind, codec in enumerate(GROUPED, start=len(DTYPES))}  # numbered after the plain kinds
 
 
-class Kept(NamedTuple):
+class KVSlots(NamedTuple):
     """The keys or values of slots, (rows, kv_heads, slots, width): plain, or as the bytes of a codec."""
 
     data: Tensor
@@ -31,8 +31,8 @@ class Kept(NamedTuple):
 
 def decode_attention(
     q: Tensor,
-    keys: Kept,
-    values: Kept,
+    keys: KVSlots,
+    values: KVSlots,
     held: Tensor,
     mask: Tensor,
     more: More | None = None,
@@ -48,7 +48,7 @@ def decode_attention(
     sizes = (rows, kv_heads, group, dim, slots)
     given = _Attention(
         pointer(floats),
-        *(Places.of(kept.data, kind_of(kept)) for kept in (keys, values)),
+        *(ValuePlaces.of(kept.data, kind_of(kept)) for kept in (keys, values)),
         MoreKeys.of(more),
         *places,
         *sizes,
@@ -61,14 +61,14 @@ def decode_attention(
     return out.to(q.dtype), got if gathers else None
 
 
-def kind_of(kept: Kept) -> int:
+def kind_of(kept: KVSlots) -> int:
     return KINDS[kept.data.dtype] if kept.codec == PLAIN else PACKED_KINDS[kept.codec]
 
 
 def decode_attention_twin(
     q: Tensor,
-    keys: Kept,
-    values: Kept,
+    keys: KVSlots,
+    values: KVSlots,
     held: Tensor,
     mask: Tensor,
     more: More | None = None,
@@ -107,8 +107,8 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
 class _Attention(ctypes.Structure):
     _fields_ = (
         ("q", ctypes.c_void_p),
-        ("keys", Places),
-        ("values", Places),
+        ("keys", ValuePlaces),
+        ("values", ValuePlaces),
         ("more", MoreKeys),
         *((name, ctypes.c_void_p) for name in ("held", "out", "got", "shares")),
         *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity")),

@@ -29,11 +29,11 @@ def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tens
 def int8_products(codec: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     made, shape = x.made(int8_rows), (-(-out.shape[-1] // TILE), codec.tile_bytes(x.values.shape[-1]))
-    given, asked = FactorRows(made, made.sums, out), list[_Product]()
+    given, asked = FactorRows(made, made.sums, out), list[_Int8Product]()
     for first, rows, data, bias in meetings:
         assert data.shape == shape
-        asked.append(_Product(given.factors(first, rows, bias), pointer(data), given.sums(first)))
-    call("int8_product", (_Product * len(asked))(*asked), codec.bits)
+        asked.append(_Int8Product(given.factors(first, rows, bias), pointer(data), given.sums(first)))
+    call("int8_product", (_Int8Product * len(asked))(*asked), codec.bits)
 
 
 def int8_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -68,5 +68,5 @@ def _block(codec: Tiled, tiles: Tensor, group: int) -> tuple[Tensor, Tensor, Ten
     return codes.transpose(1, 2).reshape(len(tiles) * TILE, GROUP).float(), *shared
 
 
-class _Product(ctypes.Structure):
+class _Int8Product(ctypes.Structure):
     _fields_ = (("of", Factors), ("data", ctypes.c_void_p), ("sums", ctypes.c_void_p))

@@ -142,7 +142,7 @@ def pointer(tensor: Tensor, writes: bool = False) -> ctypes.c_void_p:
     return ctypes.c_void_p(address_of(tensor, writes))
 
 
-class Places(ctypes.Structure):
+class ValuePlaces(ctypes.Structure):
     """The addresses of values (rows, heads, slots or tokens, width), contiguous within a slot; strides are in bytes."""
 
     _fields_ = (
@@ -152,6 +152,6 @@ class Places(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, tensor: Tensor, kind: int = NO_KIND, writes: bool = False) -> Places:
+    def of(cls, tensor: Tensor, kind: int = NO_KIND, writes: bool = False) -> ValuePlaces:
         assert tensor.stride(3) == 1
         return cls(address_of(tensor, writes), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)

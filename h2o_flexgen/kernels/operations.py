@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
 from h2o_flexgen.kernels.gathering import SUM
@@ -21,7 +21,7 @@ from h2o_flexgen.kernels.gating import gated_silu_twin
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kernels.table import (
     ADD_WEIGHTED,
     APPEND,
@@ -143,8 +143,8 @@ def products_of_each(op: str, codec: str, x: Factor, meetings: Sequence[Meeting]
 
 def decode_attention(
     q: Tensor,
-    keys: Kept,
-    values: Kept,
+    keys: KVSlots,
+    values: KVSlots,
     held: Tensor,
     mask: Tensor,
     more: More | None = None,
@@ -166,12 +166,12 @@ def decode_attention(
     return out, got
 
 
-def _plain(kept: Kept, like: Tensor) -> Kept:
+def _plain(kept: KVSlots, like: Tensor) -> KVSlots:
     if kept.codec == PLAIN:
         return kept
     values = like.new_empty(*kept.data.shape[:3], like.shape[3])
     decode(kept.codec, kept.data.contiguous(), values)
-    return Kept(values)
+    return KVSlots(values)
 
 
 def prompt_attention(
@@ -195,12 +195,12 @@ def prompt_attention(
     return out, got
 
 
-def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
+def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
     """Attention of queries (queries, heads, dim) over a text that all of them share, (kv_heads, tokens, width): one more key of
     each, for the attention over what stands behind that text."""
     function = chosen(SHARED_ATTENTION, keys.codec, q, width=q.shape[2])
     if function is None or keys.codec != values.codec:
-        keys, values = (Kept(_plain(Kept(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
+        keys, values = (KVSlots(_plain(KVSlots(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
         function = _required(SHARED_ATTENTION, PLAIN, q, width=q.shape[2])
     out: More = function(q, keys, values, cap)
     return out
@@ -215,7 +215,7 @@ def append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: Turn | None,
+    turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
@@ -252,7 +252,7 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
 # -- heads and rows ------------------------------------------------------------------------------------------------------
 
 
-def rotate(x: Tensor, turn: Turn) -> Tensor:
+def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     """x (rows, tokens, heads, dim) with its pairs turned."""
     out: Tensor = _required(ROTATE, PLAIN, x)(x, turn)
     return out

@@ -12,28 +12,28 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import native_library, pointer
-from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, Together, in_c, panel_products
+from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, JoinedRuns, in_c, panel_products
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.quant.grouped import GROUP, groups_of
-from h2o_flexgen.quant.plain import Plain
+from h2o_flexgen.quant.plain import PlainForm
 from h2o_flexgen.quant.tiled import Tiled
 
 
-def pair_product(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def pair_product(codec: PlainForm | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (outputs, inputs) or (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
     pair_products(codec, x, Meeting.of_all(x, data.contiguous(), bias), out)
     return out
 
 
-def pair_products(codec: Plain | Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def pair_products(codec: PlainForm | Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     bits = codec.bits if isinstance(codec, Tiled) else PLAIN_BITS
     assert x.values.dtype == torch.bfloat16 and (bits or all(meeting.data.dtype == torch.bfloat16 for meeting in meetings))
     panel_products("pair_product", x, paired, meetings, out, told=bits)
 
 
-def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def pair_product_twin(codec: PlainForm | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     values = data.float()
     if isinstance(codec, Tiled):
         decoded = torch.empty(outputs, x.values.shape[-1], dtype=torch.bfloat16)
@@ -45,7 +45,7 @@ def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: in
 def paired(values: Tensor, runs: Runs) -> Arranged:
     """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
-    (rows, own, places), pairs = Together.of(values, runs), groups_of(inputs) * GROUP // 2
+    (rows, own, places), pairs = JoinedRuns.of(values, runs), groups_of(inputs) * GROUP // 2
     out = torch.empty(len(rows), 2 * pairs, dtype=values.dtype)
     sizes = (*in_c(own), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
     native.arrange_row_pairs(pointer(rows), pointer(out), *sizes)

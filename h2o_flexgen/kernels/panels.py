@@ -20,7 +20,7 @@ from h2o_flexgen.quant.grouped import GROUP, groups_of
 PLAIN_BITS = 0  # of a matrix without codes
 
 
-class Together(NamedTuple):
+class JoinedRuns(NamedTuple):
     """The rows of some runs, one run behind the other. A kernel may get few of all rows: those of the others need no room."""
 
     rows: Tensor  # (rows, inputs)
@@ -28,7 +28,7 @@ class Together(NamedTuple):
     places: Mapping[int, int]  # where each run begins among all rows -> among these
 
     @classmethod
-    def of(cls, values: Tensor, runs: Runs) -> Together:
+    def of(cls, values: Tensor, runs: Runs) -> JoinedRuns:
         """Rows (..., inputs), copied only where others stand between them."""
         rows, firsts = values.reshape(-1, values.shape[-1]), [first for first, _ in runs]
         *begins, end = accumulate((count for _, count in runs), initial=0)
@@ -94,7 +94,7 @@ def in_c(runs: Runs) -> tuple[ctypes.Array[ctypes.c_long], ctypes.c_long]:
 def _arranged(values: Tensor, runs: Runs, bits: int) -> Arranged:
     """Rows (..., inputs) as float32, block by block, and for codes the sums of their groups behind them: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
-    rows, own, places = Together.of(values, runs)
+    rows, own, places = JoinedRuns.of(values, runs)
     columns = groups_of(inputs) * GROUP
     out = torch.empty(len(rows), columns + (columns // GROUP if bits else 0))
     sizes = (*in_c(own), ctypes.c_long(inputs), ctypes.c_int(KINDS[rows.dtype]), ctypes.c_int(bits))

@@ -6,16 +6,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.quant.plain import Plain
+from h2o_flexgen.quant.plain import PlainForm
 
 
-def plain_encode(codec: Plain, values: Tensor, out: Tensor) -> None:
+def plain_encode(codec: PlainForm, values: Tensor, out: Tensor) -> None:
     out.view(values.dtype).view(values.shape).copy_(values)
 
 
-def plain_decode(codec: Plain, data: Tensor, out: Tensor) -> None:
+def plain_decode(codec: PlainForm, data: Tensor, out: Tensor) -> None:
     out.copy_(data.view(out.dtype).view(out.shape))
 
 
-def plain_product(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def plain_product(codec: PlainForm, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     return functional.linear(x.values, data, bias)

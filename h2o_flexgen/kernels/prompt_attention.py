@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.column_sums import Near, column_sums, outcome_and_sums
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
-from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
 from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
 
 
@@ -42,7 +42,7 @@ def prompt_attention(
     threads, laid = prompt_threads(rows, kv_heads, torch.get_num_threads()), PromptRoom.of(keys, dim)
     room = torch.empty(threads, laid.end, dtype=torch.float32)
     given = _Prompt(
-        *(Places.of(x, KINDS[x.dtype]) for x in (q, k, v)),
+        *(ValuePlaces.of(x, KINDS[x.dtype]) for x in (q, k, v)),
         pointer(before),
         *(None if x is None else pointer(x) for x in (weights, out, got)),
         MoreKeys.of(more),
@@ -115,7 +115,7 @@ def _seen(is_held: Tensor, first: int, tokens: int) -> Tensor:
 
 class _Prompt(ctypes.Structure):
     _fields_ = (
-        *((name, Places) for name in ("q", "keys", "values")),
+        *((name, ValuePlaces) for name in ("q", "keys", "values")),
         *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "got")),
         ("more", MoreKeys),
         ("room", ctypes.c_void_p),

@@ -11,30 +11,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
 from h2o_flexgen.kernels.threads import threads_for
 
 
-class Turn(NamedTuple):
+class RotationAngles(NamedTuple):
     """Cosines and sines of the pairs of each token's heads, in the type of the values. (rows, tokens, 1, half)"""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotate(x: Tensor, turn: Turn) -> Tensor:
+def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     (rows, tokens, heads, dim), half = x.shape, turn.cos.shape[-1]
     x = x if x.stride(3) == 1 else x.contiguous()
     cos, sin = (each.contiguous() for each in turn)
     assert cos.dtype == sin.dtype == x.dtype and cos.shape == sin.shape == (rows, tokens, 1, half) and 2 * half <= dim
     out = torch.empty(x.shape, dtype=x.dtype)
-    places = Places.of(x.transpose(1, 2), KINDS[x.dtype])
+    places = ValuePlaces.of(x.transpose(1, 2), KINDS[x.dtype])
     given = _Rotation(places, *map(pointer, (cos, sin, out)), *(rows, heads, tokens, dim, half))
     native_library().rotate(ctypes.byref(given), ctypes.c_int(threads_for(x.numel())))
     return out
 
 
-def rotate_twin(x: Tensor, turn: Turn) -> Tensor:
+def rotate_twin(x: Tensor, turn: RotationAngles) -> Tensor:
     cos, sin = turn
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -47,7 +47,7 @@ def rotate_twin(x: Tensor, turn: Turn) -> Tensor:
 
 class _Rotation(ctypes.Structure):
     _fields_ = (
-        ("x", Places),
+        ("x", ValuePlaces),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "out")),
         *((name, ctypes.c_long) for name in ("rows", "heads", "tokens", "dim", "half")),
     )

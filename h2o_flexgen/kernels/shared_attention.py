@@ -9,13 +9,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept, kind_of
+from h2o_flexgen.kernels.decode_attention import KVSlots, kind_of
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
 from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom
 
 
-def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
+def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
     queries, heads, dim = q.shape
     kv_heads, length = keys.data.shape[:2]
     assert keys.codec == values.codec and keys.data.shape == values.data.shape and length
@@ -24,8 +24,8 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = No
     threads, laid = torch.get_num_threads(), PromptRoom.of_shared(dim)
     room = torch.empty(threads, laid.end, dtype=torch.float32)
     given = _Sharing(
-        Places.of(q.transpose(0, 1)[None], KINDS[q.dtype]),
-        *(Places.of(kept.data[None], kind_of(kept)) for kept in (keys, values)),
+        ValuePlaces.of(q.transpose(0, 1)[None], KINDS[q.dtype]),
+        *(ValuePlaces.of(kept.data[None], kind_of(kept)) for kept in (keys, values)),
         *(pointer(x) for x in (out, tops, totals, room)),
         *laid,
         *(queries, heads, kv_heads, length, dim),
@@ -36,7 +36,7 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = No
     return More(totals.log_().add_(tops), out)
 
 
-def shared_attention_twin(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
+def shared_attention_twin(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
     """At most SCORED_BYTES of scores are held at once."""
     queries, heads, dim = q.shape
     kv_heads, length = keys.data.shape[:2]
@@ -58,7 +58,7 @@ def shared_attention_twin(q: Tensor, keys: Kept, values: Kept, cap: float | None
 
 class _Sharing(ctypes.Structure):
     _fields_ = (
-        *((name, Places) for name in ("q", "keys", "values")),
+        *((name, ValuePlaces) for name in ("q", "keys", "values")),
         *((name, ctypes.c_void_p) for name in ("out", "tops", "totals", "room")),
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
         *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "length", "dim")),

@@ -18,7 +18,7 @@ DEVICE_TWIN_VALUES = 1 << 24  # on a device, where each part costs a dozen launc
 SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
 
 
-class Shared(NamedTuple):
+class Numbers(NamedTuple):
     """The numbers of sizes.h."""
 
     kernels_version: int
@@ -31,9 +31,9 @@ class Shared(NamedTuple):
 
 
 @cache
-def shared() -> Shared:
+def shared() -> Numbers:
     header = Path(__file__).with_suffix(".h").read_text(encoding="ascii")
-    return Shared(**{name.lower(): int(number) for name, number in re.findall(r"^#define (\w+) (\d+)", header, re.MULTILINE)})
+    return Numbers(**{name.lower(): int(number) for name, number in re.findall(r"^#define (\w+) (\d+)", header, re.MULTILINE)})
 
 
 def twin_values(device: str) -> int:

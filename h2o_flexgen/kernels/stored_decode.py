@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.kernels.stored_matrix import Stored, StoredMatrix, form_of, order_of
+from h2o_flexgen.kernels.stored_matrix import Stored, MatrixInC, form_of, order_of
 from h2o_flexgen.kernels.stored_parts import blocked_parts, fp8_parts, sectioned_parts
 from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.sectioned import Fp4, Fp8, Int4
@@ -17,7 +17,7 @@ from h2o_flexgen.quant.sectioned import Fp4, Fp8, Int4
 
 def stored_decode(codec: Stored, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row), or (1, bytes) of a form in sections, into out (rows, columns)."""
-    matrix, order = StoredMatrix.of(codec, data, *out.shape), order_of(codec, data, *out.shape)
+    matrix, order = MatrixInC.of(codec, data, *out.shape), order_of(codec, data, *out.shape)
     places = (ctypes.byref(matrix), None if order is None else pointer(order), pointer(out, writes=True))
     numbers = map(ctypes.c_int, (form_of(codec), KINDS[out.dtype], torch.get_num_threads()))
     native_library().stored_decode(*places, *numbers)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.panels import Arranged, Together
+from h2o_flexgen.kernels.panels import Arranged, JoinedRuns
 from h2o_flexgen.kernels.stored_matrix import Stored
 from h2o_flexgen.kernels.stored_product import products_of_stored
 from h2o_flexgen.quant.sectioned import Fp4, Int4
@@ -35,7 +35,7 @@ def stored_dot_products(codec: Stored, x: Factor, meetings: Sequence[Meeting], o
 
 def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:
     """Rows (..., inputs) as float32, filled up. `in_pairs`: of each 32 inputs even ones come first, as their codes do."""
-    rows, _, places = Together.of(values, runs)
+    rows, _, places = JoinedRuns.of(values, runs)
     columns = -(-rows.shape[1] // PIECE) * PIECE
     out = torch.empty(len(rows), columns)
     numbers = map(ctypes.c_int, (KINDS[rows.dtype], in_pairs, torch.get_num_threads()))

@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.int8_rows import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.kernels.stored_matrix import StoredMatrix, form_of, order_of
+from h2o_flexgen.kernels.stored_matrix import MatrixInC, form_of, order_of
 from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts
 from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.grouped import GROUP
@@ -34,7 +34,7 @@ def stored_int8_product(codec: Whole, x: Factor, data: Tensor, outputs: int, bia
 def stored_int8_products(codec: Whole, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     sizes, form, parts = (out.shape[-1], x.values.shape[-1]), form_of(codec), int8_parts(part_of(codec))
-    asked, kept, of_all = list[_Product](), list[FactorRows](), None
+    asked, kept, of_all = list[_StoredInt8Product](), list[FactorRows](), None
     for first, rows, data, bias in meetings:
         order = order_of(codec, data, *sizes)
         if order is None:
@@ -44,8 +44,10 @@ def stored_int8_products(codec: Whole, x: Factor, meetings: Sequence[Meeting], o
             given = _told(parts(x.values.reshape(-1, sizes[1])[own, order]), out.view(-1, sizes[0])[own])
             kept.append(given)
             first = 0
-        asked.append(_Product(given.factors(first, rows, bias), given.sums(first), StoredMatrix.of(codec, data, *sizes), form))
-    call("stored_int8_product", (_Product * len(asked))(*asked))
+        asked.append(
+            _StoredInt8Product(given.factors(first, rows, bias), given.sums(first), MatrixInC.of(codec, data, *sizes), form)
+        )
+    call("stored_int8_product", (_StoredInt8Product * len(asked))(*asked))
 
 
 def _told(made: Int8Parts, out: Tensor) -> FactorRows:
@@ -105,5 +107,5 @@ def _by_part(matrix: IntegerParts, part: int, has_zeros: bool) -> tuple[Tensor, 
     return codes, wide_scales, wide_minima
 
 
-class _Product(ctypes.Structure):
-    _fields_ = (("of", Factors), ("wholes", ctypes.c_void_p), ("matrix", StoredMatrix), ("form", ctypes.c_int))
+class _StoredInt8Product(ctypes.Structure):
+    _fields_ = (("of", Factors), ("wholes", ctypes.c_void_p), ("matrix", MatrixInC), ("form", ctypes.c_int))

@@ -20,7 +20,7 @@ Stored = Blocked | Fp8 | Fp4 | Int4
 FORMS = (*(codec.name for codec in BLOCKED), Fp8, Fp4, Int4)  # as C numbers them
 
 
-class StoredMatrix(ctypes.Structure):
+class MatrixInC(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
         *((name, ctypes.c_long) for name in ("code_row", "scale_row", "zero_row", "scale_rows")),
@@ -29,7 +29,7 @@ class StoredMatrix(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, codec: Stored, data: Tensor, outputs: int, inputs: int) -> StoredMatrix:
+    def of(cls, codec: Stored, data: Tensor, outputs: int, inputs: int) -> MatrixInC:
         """data (rows, bytes of a row), or (1, bytes) of sections"""
         nbytes, scales, zeros, sizes = _shape(codec, outputs, inputs)
         assert data.numel() == nbytes and data.is_contiguous(), (codec, data.shape, outputs, inputs)

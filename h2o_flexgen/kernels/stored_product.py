@@ -13,7 +13,7 @@ from torch.nn import functional
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Product, call, products
 from h2o_flexgen.kernels.stored_decode import stored_decode_twin
-from h2o_flexgen.kernels.stored_matrix import Stored, StoredMatrix, form_of, order_of
+from h2o_flexgen.kernels.stored_matrix import Stored, MatrixInC, form_of, order_of
 
 
 def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -56,11 +56,9 @@ def products_of_stored(
 def _products(function: str, codec: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> None:
     asked, _kept = products(x, arrange, meetings, out)
     sizes = out.shape[-1], x.values.shape[-1]
-    given = [
-        _ProductOfStored(product, StoredMatrix.of(codec, meeting.data, *sizes)) for product, meeting in zip(asked, meetings)
-    ]
+    given = [_ProductOfStored(product, MatrixInC.of(codec, meeting.data, *sizes)) for product, meeting in zip(asked, meetings)]
     call(function, (_ProductOfStored * len(given))(*given), form_of(codec))
 
 
 class _ProductOfStored(ctypes.Structure):
-    _fields_ = (("given", Product), ("matrix", StoredMatrix))
+    _fields_ = (("given", Product), ("matrix", MatrixInC))

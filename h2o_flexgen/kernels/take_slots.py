@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import Places, native_library, pointer
+from h2o_flexgen.kernels.native import ValuePlaces, native_library, pointer
 
 
 def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
@@ -20,7 +20,9 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
     assert index.dtype == torch.int64 and index.shape in ((rows, heads, count), (rows, 1, count))
     strides = (index.stride(0), index.stride(1) if index.shape[1] > 1 else 0)
     given = _Taking(
-        *(Places.of(source), Places.of(out, writes=True), pointer(index)), *strides, *(rows, heads, count, width * out.itemsize)
+        *(ValuePlaces.of(source), ValuePlaces.of(out, writes=True), pointer(index)),
+        *strides,
+        *(rows, heads, count, width * out.itemsize),
     )
     native_library().take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
 
@@ -31,7 +33,7 @@ def take_slots_twin(source: Tensor, index: Tensor, out: Tensor) -> None:
 
 class _Taking(ctypes.Structure):
     _fields_ = (
-        *((name, Places) for name in ("source", "out")),
+        *((name, ValuePlaces) for name in ("source", "out")),
         ("index", ctypes.c_void_p),
         *((name, ctypes.c_long) for name in ("index_row", "index_head", "rows", "heads", "count", "width")),
     )

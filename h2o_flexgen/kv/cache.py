@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.echo import attend_with_echo
 from h2o_flexgen.kv.judges.judge import Held, Judge, Written
-from h2o_flexgen.kv.reading import Reading
+from h2o_flexgen.kv.reading import PromptReading
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.attention import NewTokens, Rotation
 from h2o_flexgen.quant.codec import PLAIN
 
 
-class Asked(NamedTuple):
+class AttentionInput(NamedTuple):
     """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; what
     the queries attend besides the keys of their rows; and the worth of the tokens, (rows, kv_heads) in fp32."""
 
@@ -81,7 +81,7 @@ class KVCache:
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
         self._living: tuple[int, Living] | None = None  # of this many rows
-        self._reading: Reading | None = None  # a prompt that is computed in pieces, until its last piece
+        self._reading: PromptReading | None = None  # a prompt that is computed in pieces, until its last piece
 
     def attend(self, now: KVStep, tokens: NewTokens) -> Tensor:
         """Appends the new keys and values, and attends to them and to all tokens held. One prompt may come in pieces, with a
@@ -137,14 +137,14 @@ class KVCache:
         scores = self.living(1).scores
         if self._reading is None or self._reading.now is not now:  # the one before was interrupted
             seen_by_judge = x if self._judge is not None and self._judge.reads_input else None
-            self._reading = Reading.of(now, k, self._rolls and rotation is not None, seen_by_judge)
+            self._reading = PromptReading.of(now, k, self._rolls and rotation is not None, seen_by_judge)
             if (old := self._old(now, scores)) is not None:
                 self._reading.begin_behind(self._turned(now, old.k, rotation), old.v)
         reading = self._reading
         reading.note(k, x)
         if rotation is not None:
             turn, piece = now.turn(rotation, q.dtype, self._rolls), reading.next(q.shape[1])
-            turn = Turn(turn.cos[:, piece], turn.sin[:, piece])
+            turn = RotationAngles(turn.cos[:, piece], turn.sin[:, piece])
             q, k = rotate(q, turn), rotate(k, turn)
         more = self._more(now, q, tokens.sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
@@ -251,7 +251,7 @@ class KVCache:
 
     def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
         (keys, values), codec = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.codec
-        more = shared_attention(q.flatten(0, 1), Kept(keys, codec), Kept(values, codec), self._cap)
+        more = shared_attention(q.flatten(0, 1), KVSlots(keys, codec), KVSlots(values, codec), self._cap)
         return more.each(lambda x: x.view(*q.shape[:3], *x.shape[3:]))
 
     def _copied(self, now: KVStep) -> tuple[Tensor, Tensor]:
@@ -275,15 +275,15 @@ class KVCache:
         """The worth of the newest tokens. (rows, kv_heads), fp32"""
         return None if self._judge is None else self._judge.newest(Written(tokens.x, tokens.k, tokens.v, now.slots.new))
 
-    def asked(self, now: KVStep, tokens: NewTokens) -> Asked:
+    def asked(self, now: KVStep, tokens: NewTokens) -> AttentionInput:
         """What a decode step asks of a cache in other memory: all that needs no slots is computed here."""
         q, k, rotation = tokens.q, tokens.k, tokens.rotation
         if rotation is not None:
             q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
             k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
-        return Asked(q, k, tokens.v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
+        return AttentionInput(q, k, tokens.v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
 
-    def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
+    def answer(self, now: KVStep, asked: AttentionInput, rotation: Rotation | None) -> Tensor:
         """The same step in the memory with the slots: appends, attends and evicts. (rows, 1, heads * head_dim)"""
         self._append(now, asked.q, asked.k, asked.v, None, asked.worth)
         return self._attended(now, asked.q, asked.more, rotation)
@@ -295,11 +295,11 @@ class KVCache:
         kv_heads = keys.shape[1]
         if scores is not None and self._rolls and rotation is not None:
             order = now.before[:, :, None] + scores.order(now)
-            attended = Kept(_rolled(self._coding.decode(keys), order, rotation))
+            attended = KVSlots(_rolled(self._coding.decode(keys), order, rotation))
         else:
-            attended = Kept(keys, self._coding.codec)
+            attended = KVSlots(keys, self._coding.codec)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        kept = Kept(values, self._coding.codec)
+        kept = KVSlots(values, self._coding.codec)
         gathers = None if scores is None or scores.scores is None else scores.policy.gathers
         out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:

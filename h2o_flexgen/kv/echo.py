@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.kv.step import EchoPart, KVStep
 
 
-class _Given(NamedTuple):
+class _EchoedTokens(NamedTuple):
     """Tokens, followed by their echo."""
 
     q: Tensor  # (rows, heads, 2 * tokens, dim)
@@ -34,7 +34,7 @@ def attend_with_echo(
     """Attention of prompts and of the echo after them, with the keys and values of the tokens held before both: q (rows, heads,
     2 * tokens, dim), k and v (rows, kv_heads, held + 2 * tokens, dim) -> (rows, 2 * tokens, heads * dim), and the highest share
     of attention that a token of the echo gave to each held and new token, (rows, kv_heads, held + tokens) in fp32."""
-    given, (rows, heads, both, dim) = _Given(q, k, v, more, window, cap), q.shape
+    given, (rows, heads, both, dim) = _EchoedTokens(q, k, v, more, window, cap), q.shape
     tokens, places = both // 2, k.shape[2] - both // 2
     out = q.new_empty(rows, both, heads * dim)
     prompt, seen = slice(tokens), slice(places)
@@ -49,7 +49,7 @@ def attend_with_echo(
     return out, got.gather(-1, now.turn_of_place.expand(got.shape)) if now.has_gaps else got
 
 
-def _attended(now: KVStep, given: _Given, part: EchoPart, queries: slice, places: int) -> tuple[Tensor, Tensor]:
+def _attended(now: KVStep, given: _EchoedTokens, part: EchoPart, queries: slice, places: int) -> tuple[Tensor, Tensor]:
     """The outcome for the tokens of a part, and the attention that all tokens before them get, in the order of the text."""
     q, k, v = (x if part.rows is None else x[part.rows] for x in given[:3])
     behind = slice(places + part.places.start, places + part.places.stop)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.cache import Asked, KVCache
+from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.models.attention import NewTokens, Rotation, by_kv_head, picked
 from h2o_flexgen.policies.levels import Level
@@ -76,7 +76,7 @@ class LayerCache:
 
     # -- attention on the host -------------------------------------------------------------------------------------------
 
-    def asked(self, now: Steps, tokens: NewTokens) -> Asked:
+    def asked(self, now: Steps, tokens: NewTokens) -> AttentionInput:
         """What a decode step asks of a cache in other memory, of all heads in their order."""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
@@ -95,9 +95,9 @@ class LayerCache:
             if own.worth is not None:
                 worth = own.worth.new_zeros(len(q), kv_heads) if worth is None else worth
                 worth.index_copy_(1, heads, own.worth)
-        return Asked(all_q, all_k, tokens.v, more, worth)
+        return AttentionInput(all_q, all_k, tokens.v, more, worth)
 
-    def answer(self, now: Steps, asked: Asked, rotation: Rotation | None) -> Tensor:
+    def answer(self, now: Steps, asked: AttentionInput, rotation: Rotation | None) -> Tensor:
         """The same step in the memory with the slots. (rows, 1, heads * head_dim)"""
         if len(self._caches) == 1:
             ((level, _),) = self._heads
@@ -108,7 +108,7 @@ class LayerCache:
             own_more = more and more.each(partial(picked, heads=heads, kv_heads=kv_heads))
             own_worth = None if worth is None else worth.index_select(1, heads)
             own_q, own_k, own_v = (picked(each, heads, kv_heads) for each in (q, k, v))
-            own = Asked(own_q, own_k, own_v, own_more, own_worth)
+            own = AttentionInput(own_q, own_k, own_v, own_more, own_worth)
             _put(out, heads, cache.answer(now[level], own, rotation))
         return out.flatten(2)
 

@@ -18,7 +18,7 @@ from h2o_flexgen.kv.step import KVStep
 
 
 @dataclass
-class Reading:
+class PromptReading:
     now: KVStep  # of one row
     keys: Tensor  # (1, kv_heads, places, head_dim), as attended: held tokens, new tokens, and room for a part of an echo
     values: Tensor  # alike
@@ -28,7 +28,7 @@ class Reading:
     done: int = 0  # tokens that were computed
 
     @classmethod
-    def of(cls, now: KVStep, k: Tensor, is_kept_unrotated: bool, x: Tensor | None) -> Reading:
+    def of(cls, now: KVStep, k: Tensor, is_kept_unrotated: bool, x: Tensor | None) -> PromptReading:
         """`k` (1, tokens, kv_heads, head_dim) and `x` are those of any piece."""
         (heads, dim), new = k.shape[2:], now.slots.new[0]
         echo = max((part.places.stop - part.places.start for part in now.echo), default=0)

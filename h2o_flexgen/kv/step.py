@@ -16,7 +16,7 @@ from torch import Tensor
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.workload import ECHO_TOKENS, evenly
 from h2o_flexgen.kernels.newest import Leaving, Newest
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.models.attention import Rotation
 from h2o_flexgen.policies.occupancy import StepSlots
 
@@ -158,7 +158,7 @@ class KVStep:
         echo = seen + new + torch.arange(self.positions.shape[1], device=part.device) % part
         return torch.cat((self.positions, echo), dim=1) + self.before
 
-    def turn(self, rotation: Rotation, dtype: torch.dtype, rolls: bool = False) -> Turn:
+    def turn(self, rotation: Rotation, dtype: torch.dtype, rolls: bool = False) -> RotationAngles:
         """How far the new tokens are turned: to their positions in their texts or, if positions roll, to their order among the
         tokens held."""
         kind = rotation, dtype, rolls
@@ -167,7 +167,7 @@ class KVStep:
         return self._turns[kind]
 
     @cached_property
-    def _turns(self) -> dict[tuple[Rotation, torch.dtype, bool], Turn]:
+    def _turns(self) -> dict[tuple[Rotation, torch.dtype, bool], RotationAngles]:
         return {}
 
     @cached_property

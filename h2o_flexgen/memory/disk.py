@@ -3,7 +3,7 @@
 It serves checkpoint files, which are read in place (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
 range of whole pages, or one that shares its memory pages with no other data, is read straight to its place if its alignment
 there is that in its file. Any other range (of another dtype, or at an odd address) goes through a buffer of the reading thread.
-The pool's threads live as long as the `Files` object and do nothing but reads, writes and the copies that belong to them.
+The pool's threads live as long as the `DiskFiles` object and do nothing but reads, writes and the copies that belong to them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A range of a file and the values in memory that it becomes."""
 
     file: Path
@@ -66,13 +66,13 @@ class Piece:
         """True if the bytes can be read straight to their place: same dtype, and place and offset agree in alignment."""
         return self.out.dtype == self.dtype and (self.out.data_ptr() - self.offset) % ALIGNMENT == 0
 
-    def alone_in(self, pages: Tensor) -> Piece:
+    def alone_in(self, pages: Tensor) -> FilePiece:
         """The same piece, with these pages, which hold no other data."""
         assert self.is_direct and self.check is None and self.dtype == torch.uint8
         assert pages.data_ptr() == self.out.data_ptr() - self.offset % ALIGNMENT and len(pages) % ALIGNMENT == 0
         return replace(self, pages=pages)
 
-    def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
+    def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[FilePiece]:
         if self.pages is not None:
             return list(self._cut_by_pages(self.pages, chunk_bytes))
         values = chunk_bytes // self.dtype.itemsize
@@ -83,7 +83,7 @@ class Piece:
             for start in range(0, self.out.numel(), values)
         ]
 
-    def _cut_by_pages(self, pages: Tensor, chunk_bytes: int) -> Iterator[Piece]:
+    def _cut_by_pages(self, pages: Tensor, chunk_bytes: int) -> Iterator[FilePiece]:
         begin, end = self.offset // ALIGNMENT * ALIGNMENT, self.offset + self.nbytes
         for at in range(0, len(pages), chunk_bytes):
             first, behind = max(self.offset, begin + at), min(end, begin + at + chunk_bytes)
@@ -91,7 +91,7 @@ class Piece:
             yield replace(self, offset=first, out=own, pages=pages[at : at + chunk_bytes])
 
 
-class Files:
+class DiskFiles:
     """Open files and the threads that read and write them."""
 
     def __init__(self, readers: int = READERS) -> None:
@@ -102,7 +102,7 @@ class Files:
         finalize(self, _close_all, self._open).atexit = False  # a process that ends closes them by itself
         self._buffers = threading.local()
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> DiskFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,7 +113,7 @@ class Files:
         with self._lock:
             _close_all(self._open)
 
-    def read(self, pieces: Iterable[Piece]) -> int:
+    def read(self, pieces: Iterable[FilePiece]) -> int:
         """Reads all pieces in parallel and returns the number of bytes."""
         chunks = [chunk for piece in pieces for chunk in piece.cut()]
         self.each(self._read_chunk, chunks)
@@ -149,7 +149,7 @@ class Files:
                 self._open[file] = open_direct(file, os.O_RDONLY)
             return self._open[file]
 
-    def _read_chunk(self, piece: Piece) -> None:
+    def _read_chunk(self, piece: FilePiece) -> None:
         pages = piece.pages
         if piece.is_direct and piece.offset % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
             pages = piece.out
@@ -161,12 +161,12 @@ class Files:
             source = source.clone()  # values at an odd address cannot be viewed as their dtype
         copy_here(source.view(piece.dtype), piece.out)
 
-    def _read_to_buffer(self, wanted: Piece | Checked) -> memoryview:
+    def _read_to_buffer(self, wanted: FilePiece | Checked) -> memoryview:
         """The bytes of the range, valid until the thread's next read."""
         skip = wanted.offset % ALIGNMENT
         return self._read_checked(wanted, self.buffer(aligned(skip + wanted.nbytes)))
 
-    def _read_checked(self, wanted: Piece | Checked, pages: memoryview) -> memoryview:
+    def _read_checked(self, wanted: FilePiece | Checked, pages: memoryview) -> memoryview:
         """The wanted bytes, in aligned memory that holds the pages they lie in."""
         skip, check = wanted.offset % ALIGNMENT, wanted.check
         try:
@@ -294,7 +294,7 @@ class DiskTier:
     """One file for everything that a run puts on disk. Its name is removed as soon as it is open, so that nothing is left,
     however the process ends. Its space is reserved at once, so that a full disk is noticed before the work begins."""
 
-    def __init__(self, files: Files, folder: Path) -> None:
+    def __init__(self, files: DiskFiles, folder: Path) -> None:
         self.meter = Meter()
         self.files = files
         self.folder = folder

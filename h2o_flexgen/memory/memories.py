@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from h2o_flexgen.memory.device import Device, DeviceTier
-from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder
+from h2o_flexgen.memory.disk import DiskTier, DiskFiles, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.shared import SharedTier, SharedWeights
 
@@ -39,7 +39,7 @@ class Memories:
         self.at_rest = own if shared is None else SharedTier(shared, locker)  # where weights in host memory stay
         self.finds_weights = shared is not None and not shared.reads  # another process reads those
         self.compute: HostTier | DeviceTier = device.memory(self.host)  # the memory that computation reads
-        self.files = Files()  # first: there may be no memory for its threads, and then nothing is left behind
+        self.files = DiskFiles()  # first: there may be no memory for its threads, and then nothing is left behind
         self._folder = self._opened(offload_folder)
         self.disk = DiskTier(self.files, offload_folder)
         self.of_devices = (self, *(self._beside(other) for other in others))

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class Entry:
+class PackEntry:
     offset: int  # of the first byte
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,16 +33,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    entries: dict[str, Entry]
+    entries: dict[str, PackEntry]
     nbytes: int
 
     @classmethod
-    def pack(cls, tensors: Mapping[str, Entry]) -> Layout:
+    def pack(cls, tensors: Mapping[str, PackEntry]) -> Layout:
         """A layout with one tensor after the other; the offsets in the entries are replaced."""
         return cls.placed(tensors, Arena.of(entry.nbytes for entry in tensors.values()))
 
     @classmethod
-    def placed(cls, tensors: Mapping[str, Entry], arena: Arena) -> Layout:
+    def placed(cls, tensors: Mapping[str, PackEntry], arena: Arena) -> Layout:
         """A layout with the tensors at the places of an arena."""
         placed = zip(tensors.items(), arena.starts, strict=True)
         return cls({name: replace(entry, offset=start) for (name, entry), start in placed}, arena.nbytes)

@@ -11,13 +11,13 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 
 
 class Rotation(Protocol):
     """How a model rotates queries and keys to their positions."""
 
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
         """How far tokens at these positions (rows, tokens) are turned, for values of this type."""
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Parameters
 from h2o_flexgen.models.llama import Traits, windows_by_kind
-from h2o_flexgen.models.mixture import Asked, Mixture, MixtureOfExperts
+from h2o_flexgen.models.mixture import ExpertGroup, Mixture, MixtureOfExperts
 
 ROUTER = "mlp.router"
 LIMIT, ALPHA = 7.0, 1.702  # of configs that are older than the keys
@@ -72,7 +72,7 @@ class GptOss(MixtureOfExperts):
         likeliest, experts = ops.linear(x, weights, ROUTER).topk(self._mixture.chosen, dim=-1)
         return functional.softmax(likeliest, dim=-1, dtype=torch.float32), experts
 
-    def gate_and_up(self, asked: Asked, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+    def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
         if self._are_apart:
             return super().gate_and_up(asked, x, weights)
         (both,) = ops.linears_of_each(x, asked.counts, weights, [_both(number) for number in asked.experts])

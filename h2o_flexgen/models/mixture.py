@@ -215,14 +215,14 @@ class MixtureOfExperts(Llama):
             add_weighted(state.total, made, shares[asked.places], tokens, asked.counts)
         return out
 
-    def made_by(self, asked: Asked, x: Tensor, weights: Weights) -> Tensor:
+    def made_by(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""
         gate, up = self.gate_and_up(asked, x, weights)
         inner = self.gated_by_expert(gate, up, asked.counts)
         (down,) = ops.linears_of_each(inner, asked.counts, weights, [self._names[number].down for number in asked.experts])
         return down
 
-    def gate_and_up(self, asked: Asked, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+    def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
         """Both ways into these experts, of their rows."""
         names = [self._names[number] for number in asked.experts]
         return ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
@@ -236,7 +236,7 @@ class MixtureOfExperts(Llama):
         return state.hidden + state.total.to(joined.dtype)
 
 
-class Asked(NamedTuple):
+class ExpertGroup(NamedTuple):
     """Experts that are computed at once."""
 
     experts: list[int]  # those that a token was given to
@@ -244,7 +244,7 @@ class Asked(NamedTuple):
     places: Tensor  # of these, expert by expert, in the table (tokens, chosen) of those that were chosen
 
 
-def _asked(experts: Tensor, own: range) -> Iterator[Asked]:
+def _asked(experts: Tensor, own: range) -> Iterator[ExpertGroup]:
     """Some of these experts after the other: as many as have hardly more tokens together than there are, or one of them."""
     table, most = experts.flatten(), MOST_TOGETHER * len(experts)
     places = ((table >= own.start) & (table < own.stop)).nonzero().squeeze(1)
@@ -254,9 +254,9 @@ def _asked(experts: Tensor, own: range) -> Iterator[Asked]:
     for number, count in zip(own, counts):
         if together and sum(together.values()) + count > most:
             here, places = places.tensor_split([sum(together.values())])
-            yield Asked([*together], [*together.values()], here)
+            yield ExpertGroup([*together], [*together.values()], here)
             together = {}
         if count:
             together[number] = count
     if together:
-        yield Asked([*together], [*together.values()], places)
+        yield ExpertGroup([*together], [*together.values()], places)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.kernels.operations import rotate
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.models.layout import Config
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -26,10 +26,10 @@ class Rotary:
         self._frequencies = {frequencies.device: frequencies}  # one copy per device: nothing is moved in the token loop
         self._stretch = stretch
 
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
         angles = positions[..., None, None].float() * self._on(positions.device)  # (rows, tokens, 1, half)
         cos, sin = (each if self._stretch == 1.0 else each.mul_(self._stretch) for each in (angles.cos(), angles.sin()))
-        return Turn(cos.to(dtype), sin.to(dtype))
+        return RotationAngles(cos.to(dtype), sin.to(dtype))
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate(x, self.turn(positions, x.dtype))

@@ -14,7 +14,7 @@ from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
-from h2o_flexgen.planning.search import THROUGHPUT, Problem
+from h2o_flexgen.planning.search import THROUGHPUT, SearchProblem
 
 
 def refuse_to_search_pipelines(plan: Plan) -> None:
@@ -24,7 +24,7 @@ def refuse_to_search_pipelines(plan: Plan) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequirements:
     """The requirements of a plan, whatever the model, the prompts and the machine."""
 
     plan: Plan  # everything that is not searched: schedule, KV policy and its budget, buffers, codecs
@@ -55,7 +55,7 @@ class Asked:
         gen_len: int,
         budgets: Budgets,
         site: Site,
-    ) -> Problem:
+    ) -> SearchProblem:
         """The problem to search. What is visibly wrong without a search is refused here."""
         plan = self.plan.at(site)
         spec = self._checked(plan, model)
@@ -67,7 +67,7 @@ class Asked:
         else:
             for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
                 check_positions(spec, plan, row, length, gen_len)
-        return Problem(
+        return SearchProblem(
             model=model,
             workload=workload,
             prompt_len=prompt_len,

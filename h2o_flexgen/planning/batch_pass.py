@@ -50,14 +50,14 @@ class Prompts(NamedTuple):
         return (own + of_echo) / 2
 
 
-class Shared(NamedTuple):
+class SharedTokens(NamedTuple):
     """Tokens of prefixes that rows share in decode."""
 
     tokens: int = 0  # of the prefixes, each of which is read once
     attended: int = 0  # by all rows together
 
 
-NOTHING_SHARED = Shared()
+NOTHING_SHARED = SharedTokens()
 
 
 class BatchPass(Protocol):
@@ -72,7 +72,7 @@ class BatchPass(Protocol):
         """Slots that these hold before."""
 
     @property
-    def shared(self) -> Shared:
+    def shared(self) -> SharedTokens:
         """The tokens of shared prefixes that these rows attend as well."""
 
     @property
@@ -150,7 +150,7 @@ class StepOfBatch:
         return self.rows and self.rows * self.occupancy.held(self.step)
 
     @property
-    def shared(self) -> Shared:
+    def shared(self) -> SharedTokens:
         return NOTHING_SHARED
 
     @cached_property

@@ -199,7 +199,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Answer:
+class BestShares:
     """Shares in whole per cent that fit, and the least seconds that a block takes with them."""
 
     case: Case
@@ -218,13 +218,13 @@ def _extended(one: Sequence[Bounds], others: Sequence[tuple[Sequence[Bounds], in
     return extended
 
 
-def solve_thoroughly(cases: Sequence[Case]) -> list[Answer]:
+def solve_thoroughly(cases: Sequence[Case]) -> list[BestShares]:
     """Solves each case with every choice of kinds of data that stay on the fastest tier, because no linear function says
     whether buffers are there. It takes eight times as long."""
     choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
     staying = [(_staying(case, stays), number) for number, case in enumerate(cases) for stays in choices]
     numbers = {id(case): number for case, number in staying}
-    best: dict[int, Answer] = {}
+    best: dict[int, BestShares] = {}
     for answer in solve([case for case, _ in staying]):
         number = numbers[id(answer.case)]
         if number not in best or order(answer) < order(best[number]):
@@ -246,9 +246,9 @@ def with_slots(case: Case, slots: int) -> Case:
     return other
 
 
-def solve(cases: Sequence[Case]) -> list[Answer]:
+def solve(cases: Sequence[Case]) -> list[BestShares]:
     """The best answer for each case that has one."""
-    best: dict[int, Answer] = {}
+    best: dict[int, BestShares] = {}
     anchors = [_first_anchor(case) for case in cases]
     for _ in range(ROUNDS):
         plans = _solve_once(cases, anchors)
@@ -256,7 +256,7 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
             needed = case.footprint(plan)
             anchors[number] = case.anchored(plan, needed)
             if case.budgets.first_exceeded(needed) is None:
-                answer = Answer(case, plan, seconds_at(case, plan))
+                answer = BestShares(case, plan, seconds_at(case, plan))
                 if number not in best or order(answer) < order(best[number]):
                     best[number] = answer
     for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
@@ -264,11 +264,11 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
         if case.budgets.first_exceeded(case.whole) is None and (
             number not in best or seconds_at(case, plan) <= best[number].seconds
         ):
-            best[number] = Answer(case, plan, seconds_at(case, plan))
+            best[number] = BestShares(case, plan, seconds_at(case, plan))
     return [best[number] for number in sorted(best)]
 
 
-def order(answer: Answer) -> tuple[float, float]:
+def order(answer: BestShares) -> tuple[float, float]:
     """The fastest answer is the best, and of equal ones the one that offloads least: simulated, fewer transfers wait less."""
     shares = (getattr(answer.plan, kind) for kind in KINDS)
     return answer.seconds, sum(place * one.of(tier) for one in shares for place, tier in enumerate(answer.case.tiers))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.planning.block_plan import BlockPlan
 
 LOOKED_AT = 64  # rows at the head of another batch's queue among which one that fits is looked for
@@ -24,8 +24,10 @@ class Queues:
         self._sizes = [batch.size for batch in planned.block.batches]
         self._capacity = [*zip(*([one.capacity for one in level] for level in planned.kv.occupancies))]  # of each level
         self._queues = [deque(seats.queue) for seats in self._seats]
-        self._slots: dict[Need, tuple[int, ...]] = {}  # at each level
-        self.needs: dict[int, Need] = {place: need for seats in self._seats for place, need in zip(seats.queue, seats.needs)}
+        self._slots: dict[SeatNeed, tuple[int, ...]] = {}  # at each level
+        self.needs: dict[int, SeatNeed] = {
+            place: need for seats in self._seats for place, need in zip(seats.queue, seats.needs)
+        }
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
@@ -56,7 +58,7 @@ class Queues:
         """The first row that fits, of those at the head of a queue."""
         return next((place for place in islice(queue, LOOKED_AT) if self._fits(batch, self.needs[place], held)), None)
 
-    def _fits(self, batch: int, need: Need, held: _Held) -> bool:
+    def _fits(self, batch: int, need: SeatNeed, held: _Held) -> bool:
         slots = self._slots.get(need.alone)
         if slots is None:
             slots = self._slots[need.alone] = tuple(policy.alone(need).capacity for policy in self._policies)

@@ -23,7 +23,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.budgets import Budgets
-from h2o_flexgen.planning.linear import Answer, Case, order, seconds_at, solve, solve_thoroughly, with_slots
+from h2o_flexgen.planning.linear import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_slots
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
@@ -49,7 +49,7 @@ NEAR = 0.05  # plans this near to each other are equal: then the one that ends i
 
 
 @dataclass(frozen=True)
-class Problem:
+class SearchProblem:
     """The question to a search. `plan` has what is not searched: schedule, KV policy and its budget, buffers, codecs."""
 
     model: Callable[[Plan], ModelSpec]  # its sizes under a plan: codecs, and layers apart or together, change them
@@ -125,7 +125,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     best: Candidate
     runners_up: tuple[Candidate, ...]
     front: tuple[Candidate, ...]  # fastest block first: none has both more tokens per second and less latency than another
@@ -141,7 +141,7 @@ class NoPlan(DoesNotFit):
     """No plan fits, or none is fast enough."""
 
 
-def search(problem: Problem) -> Found:
+def search(problem: SearchProblem) -> SearchResult:
     with _uncollected():
         return _search(problem)
 
@@ -158,7 +158,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _search(problem: Problem) -> Found:
+def _search(problem: SearchProblem) -> SearchResult:
     _refuse_what_nothing_reaches(problem)
     answers, cases = _answers(problem)
     if not answers:
@@ -169,7 +169,7 @@ def _search(problem: Problem) -> Found:
     near = _near_the_best(problem, in_time)
     best = _chosen_of_equals(problem, near)
     refined = _with_more_slots(problem, _in_larger_parts(problem, best))
-    return Found(
+    return SearchResult(
         best=refined,
         runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
         front=_front([*everything, refined]),
@@ -178,7 +178,7 @@ def _search(problem: Problem) -> Found:
     )
 
 
-def _refuse_what_nothing_reaches(problem: Problem) -> None:
+def _refuse_what_nothing_reaches(problem: SearchProblem) -> None:
     """Refuses a latency that no plan can have, before any is searched."""
     if problem.latency_limit is None:
         return
@@ -190,20 +190,20 @@ def _refuse_what_nothing_reaches(problem: Problem) -> None:
         )
 
 
-def _soonest_seconds(problem: Problem, base: Plan) -> float:
+def _soonest_seconds(problem: SearchProblem, base: Plan) -> float:
     """Seconds of a block of one row that moves nothing, whether it fits or not: hardly any block can end sooner."""
     plan = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ALL_DEVICE, kv=ALL_DEVICE, hidden=ALL_DEVICE)
     plan = plan.at(problem.site)
     return predict(problem.largest(plan), problem.machine).block_seconds
 
 
-def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candidate], list[Candidate]]:
+def _simulated(problem: SearchProblem, answers: Sequence[BestShares]) -> tuple[list[Candidate], list[Candidate]]:
     """The most promising plans and those of the front, simulated. A simulation takes longer than the program says: if none of
     them ends in time, plans that promise to end sooner are next."""
     ranked = sorted(answers, key=lambda answer: _rank(problem, answer))
     limit, known = problem.latency_limit, dict[Plan, Candidate]()
 
-    def simulated(answer: Answer) -> Candidate:
+    def simulated(answer: BestShares) -> Candidate:
         if answer.plan not in known:
             known[answer.plan] = Candidate(answer.plan, problem.predict(answer.plan))
         return known[answer.plan]
@@ -232,7 +232,7 @@ def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candid
 # -- what is tried ---------------------------------------------------------------------------------------------------------
 
 
-def _answers(problem: Problem) -> tuple[list[Answer], int]:
+def _answers(problem: SearchProblem) -> tuple[list[BestShares], int]:
     """The program's answers for a grid of sizes, then for all sizes near the best of these; and the number of cases."""
     cases = list(_cases(problem))
     grid = [case for case in cases if problem.batch_sizes or _is_on_grid(case)]
@@ -247,18 +247,18 @@ def _answers(problem: Problem) -> tuple[list[Answer], int]:
     return [_faster(answer, better.get(id(answer.case), answer)) for answer in answers], asked
 
 
-def _faster(one: Answer, other: Answer) -> Answer:
+def _faster(one: BestShares, other: BestShares) -> BestShares:
     return other if order(other) < order(one) else one
 
 
-def _cases(problem: Problem) -> Iterator[Case]:
+def _cases(problem: SearchProblem) -> Iterator[Case]:
     for base in _bases(problem):
         spec = problem.model(base)
         for size, batches in _blocks(problem, base):
             yield _case(problem, spec, replace(base, gpu_batch_size=size, num_gpu_batches=batches))
 
 
-def _case(problem: Problem, spec: ModelSpec, plan: Plan) -> Case:
+def _case(problem: SearchProblem, spec: ModelSpec, plan: Plan) -> Case:
     block = problem.measured(plan).blocks(plan.gpu_batch_size, plan.num_gpu_batches)[0]
     return Case(spec, plan, block, problem.machine, problem.budgets, problem.site)
 
@@ -278,7 +278,7 @@ def _is_near(case: Case, other: Case) -> bool:
     return all(its < 2 * mine and mine < 2 * its for mine, its in pairs)
 
 
-def _bases(problem: Problem) -> Iterator[Plan]:
+def _bases(problem: SearchProblem) -> Iterator[Plan]:
     codecs = dict.fromkeys(((problem.plan.weight_codec, problem.plan.kv_codec), *problem.codecs))
     computes = dict.fromkeys((problem.plan.compute, *problem.computes))  # of equally fast ones the plan's own wins
     attended = problem.attend_on if problem.accelerator else (DEVICE,)
@@ -287,7 +287,7 @@ def _bases(problem: Problem) -> Iterator[Plan]:
             yield replace(problem.plan, weight_codec=weights, kv_codec=kv, compute=compute, attend_on=attend_on)
 
 
-def _blocks(problem: Problem, base: Plan) -> Iterator[tuple[int, int]]:
+def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:
     """Sizes that fit with as much as possible on the slowest tier: with more on faster tiers nothing more fits."""
     prompts = problem.workload.num_prompts if problem.workload else None
     offloaded = replace(base, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
@@ -321,25 +321,25 @@ def _offloaded(plan: Plan) -> Iterator[Plan]:
 # -- which is best ---------------------------------------------------------------------------------------------------------
 
 
-def _rank(problem: Problem, answer: Answer) -> tuple[float, float]:
+def _rank(problem: SearchProblem, answer: BestShares) -> tuple[float, float]:
     """The order of candidates; less is better."""
     for_a_row = answer.seconds / answer.case.rows
     return (answer.seconds, for_a_row) if problem.prefer == LATENCY else (for_a_row, answer.seconds)
 
 
-def _order(problem: Problem, candidate: Candidate) -> tuple[float, float]:
+def _order(problem: SearchProblem, candidate: Candidate) -> tuple[float, float]:
     rate, latency = -candidate.tokens_per_second, candidate.block_seconds
     return (latency, rate) if problem.prefer == LATENCY else (rate, latency)
 
 
-def _promise(problem: Problem, answer: Answer) -> float:
+def _promise(problem: SearchProblem, answer: BestShares) -> float:
     """The program's promise, in the terms that candidates are ordered by."""
     if problem.prefer == LATENCY:
         return answer.seconds
     return -answer.case.tokens / answer.seconds
 
 
-def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
+def _promising(problem: SearchProblem, ranked: Sequence[BestShares]) -> list[BestShares]:
     """The first, and those with the shortest blocks among all that are near it: simulations may differ where bounds do not."""
     first = _rank(problem, ranked[0])[0]
     near = {answer.plan: answer for answer in ranked if _rank(problem, answer)[0] <= (1 + 2 * NEAR) * first}
@@ -348,25 +348,25 @@ def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
     return [*best, *others[: SIMULATED - len(best)]]
 
 
-def rule_of(problem: Problem) -> str:
+def rule_of(problem: SearchProblem) -> str:
     """The rule by which the plan is chosen, in words: what `_near_the_best` and `_chosen_of_equals` do."""
     if problem.prefer == LATENCY:
         return f"of plans with a latency within {NEAR:.0%} of the lowest, which count as equal, the one with most tokens/s"
     return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one with the lowest latency"
 
 
-def _near_the_best(problem: Problem, ordered: Sequence[Candidate]) -> list[Candidate]:
+def _near_the_best(problem: SearchProblem, ordered: Sequence[Candidate]) -> list[Candidate]:
     first = _order(problem, ordered[0])[0]
     return [one for one in ordered if abs(_order(problem, one)[0] - first) <= NEAR * abs(first)]
 
 
-def _chosen_of_equals(problem: Problem, near: Sequence[Candidate]) -> Candidate:
+def _chosen_of_equals(problem: SearchProblem, near: Sequence[Candidate]) -> Candidate:
     if problem.prefer == LATENCY:  # among plans that end about as soon, the one that does most meanwhile
         return max(near, key=lambda one: one.tokens_per_second)
     return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))
 
 
-def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
+def _in_larger_parts(problem: SearchProblem, best: Candidate) -> Candidate:
     """The same plan, with so many tokens of prompts computed at once that an expert of a mixture meets as many of them as other
     matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nothing waits for a
     part, since a prompt's layer is over when all its parts are; and a size other than the usual one stays."""
@@ -380,7 +380,7 @@ def _in_larger_parts(problem: Problem, best: Candidate) -> Candidate:
     return min(best, other, key=partial(_order, problem))
 
 
-def _with_more_slots(problem: Problem, best: Candidate) -> Candidate:
+def _with_more_slots(problem: SearchProblem, best: Candidate) -> Candidate:
     """The same block with more visits under way at once, where that is worth it: a disk that has read the few experts of a
     slice may otherwise wait for an attention to end. Slots take memory, so shares are found anew. The program does not model
     waiting: what it promises is the most that slots can bring, and where little is missing of that, none are tried."""
@@ -402,10 +402,10 @@ def _with_more_slots(problem: Problem, best: Candidate) -> Candidate:
     return best
 
 
-def _front_answers(problem: Problem, answers: Sequence[Answer], known: Sequence[Answer]) -> list[Answer]:
+def _front_answers(problem: SearchProblem, answers: Sequence[BestShares], known: Sequence[BestShares]) -> list[BestShares]:
     """More plans of the program's own front, from fast to large, that were not simulated yet."""
     by_latency = sorted(answers, key=lambda answer: answer.seconds)
-    front: list[Answer] = []
+    front: list[BestShares] = []
     for answer in by_latency:
         rate = answer.case.rows / answer.seconds
         if not front or rate > front[-1].case.rows / front[-1].seconds:
@@ -428,19 +428,19 @@ def _front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 # -- where nothing fits ----------------------------------------------------------------------------------------------------
 
 
-def refuse_what_never_fits(problem: Problem) -> None:
+def refuse_what_never_fits(problem: SearchProblem) -> None:
     """Refuses a problem for which even the smallest plan does not fit. Bytes alone decide; no rate of the machine is needed."""
     if not any(map(problem.fits, _smallest(problem))):
         raise NoPlan(nearest_miss(problem))
 
 
-def _smallest(problem: Problem) -> Iterator[Plan]:
+def _smallest(problem: SearchProblem) -> Iterator[Plan]:
     """One row, with everything on the slowest tier."""
     for base in _bases(problem):
         yield from _offloaded(replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK))
 
 
-def nearest_miss(problem: Problem) -> str:
+def nearest_miss(problem: SearchProblem) -> str:
     """What the smallest of all plans lacks."""
     misses = []
     for plan in _smallest(problem):

@@ -13,8 +13,8 @@ from statistics import fmean
 import numpy
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
-from h2o_flexgen.planning.batch_pass import NOTHING_SHARED, Prompts, Shared, tokens_of
+from h2o_flexgen.core.seats import SeatNeed
+from h2o_flexgen.planning.batch_pass import NOTHING_SHARED, Prompts, SharedTokens, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.queues import Queues, read_together
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -27,13 +27,13 @@ class Stay:
     def __init__(self, seats: int, journals: Iterable[int], echoes: bool) -> None:
         self.seats = seats
         self.echoes = echoes  # prompts are read twice, one copy after the other
-        self.needs: list[Need] = []
+        self.needs: list[SeatNeed] = []
         self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for new rows
         self.first: list[int] = []  # the pass in which each row's prompt is read
         self.last: list[int] = []  # the pass in which its last token is picked
         self.levels = [StayAtLevel(self, journal) for journal in journals]
 
-    def add(self, need: Need, alone: Sequence[Occupancy], number: int) -> int:
+    def add(self, need: SeatNeed, alone: Sequence[Occupancy], number: int) -> int:
         """Adds a row, the prompt of which is read in this pass, and returns its last pass. `alone`: its slots at each level."""
         self.needs.append(need)
         for level, slots in zip(self.levels, alone, strict=True):
@@ -109,7 +109,7 @@ class PassOfSeats:
 
     rows: int = 0
     slots: int = 0
-    shared: Shared = NOTHING_SHARED
+    shared: SharedTokens = NOTHING_SHARED
     prompts: Mapping[Prompts, int] = field(default_factory=dict)
     joining: int = 0
     evicts: bool = False
@@ -152,18 +152,18 @@ class PassOfSeats:
         )
 
 
-def _shared(needs: Sequence[Need]) -> Shared:
+def _shared(needs: Sequence[SeatNeed]) -> SharedTokens:
     own = [need.prefix for need in needs if need.prefix is not None and not need.copies]
-    return Shared(sum(prefix.tokens for prefix in set(own)), sum(prefix.tokens for prefix in own))
+    return SharedTokens(sum(prefix.tokens for prefix in set(own)), sum(prefix.tokens for prefix in own))
 
 
-def _prompts(needs: Sequence[Need], prefixes: Sequence[int], tokens: int, echoes: bool) -> Mapping[Prompts, int]:
+def _prompts(needs: Sequence[SeatNeed], prefixes: Sequence[int], tokens: int, echoes: bool) -> Mapping[Prompts, int]:
     parts = [needs[part] for part in read_together([need.read for need in needs], tokens, echoes)]
     found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part), echoes, tokens) for part in parts)
     return found + Counter(Prompts(1, length, at_once=tokens) for length in prefixes)
 
 
-def _mean_prefix(needs: Sequence[Need]) -> int:
+def _mean_prefix(needs: Sequence[SeatNeed]) -> int:
     return round(fmean(0 if need.prefix is None else need.prefix.tokens for need in needs))
 
 
@@ -240,8 +240,8 @@ class _Arrivals:
 
     def __init__(self, batch: int, stay: Stay, queues: Queues, prefixes: _Prefixes, policies: Sequence[KVPolicy]) -> None:
         self._batch, self._stay, self._queues, self._prefixes, self._policies = batch, stay, queues, prefixes, policies
-        self._alone: dict[Need, tuple[Occupancy, ...]] = {}
-        self._leaving: dict[int, list[Need]] = {}  # by the pass before which they go
+        self._alone: dict[SeatNeed, tuple[Occupancy, ...]] = {}
+        self._leaving: dict[int, list[SeatNeed]] = {}  # by the pass before which they go
         self._seated = 0
         self._shared: Counter[SharedPrefix] = Counter()
 
@@ -256,7 +256,7 @@ class _Arrivals:
             self._seat(self._queues.needs[place], number)
         return self._seated
 
-    def _seat(self, need: Need, number: int) -> None:
+    def _seat(self, need: SeatNeed, number: int) -> None:
         if need not in self._alone:
             self._alone[need] = tuple(policy.alone(need) for policy in self._policies)
         last = self._stay.add(need, self._alone[need], number)

@@ -18,7 +18,7 @@ from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMP
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
-from h2o_flexgen.policies.occupancy import Budget, Occupancy
+from h2o_flexgen.policies.occupancy import RowBudget, Occupancy
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
@@ -36,7 +36,7 @@ GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an 
 DEVICE_LIBRARIES = 128 << 20
 
 
-class Heads(NamedTuple):
+class LevelHeads(NamedTuple):
     """KV heads of one level, which attend at once."""
 
     spec: ModelSpec  # of a model with these alone
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
     occupancy: Occupancy
 
     @classmethod
-    def of(cls, kv: HeldKV, batch: int) -> list[Heads]:
+    def of(cls, kv: HeldKV, batch: int) -> list[LevelHeads]:
         """The levels of a batch, each as in the layer where it has most heads."""
         levels = enumerate(kv.levels)
         counted = [(level.policy, kv.occupancies[at][batch], kv.most_heads(at)) for at, level in levels]
@@ -61,7 +61,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     }  # most batches are alike
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
     if site.accelerator and plan.may_capture:
-        most += max(_decode_bytes(spec, plan, Heads.of(planned.kv, at), site) for at in kinds.values())
+        most += max(_decode_bytes(spec, plan, LevelHeads.of(planned.kv, at), site) for at in kinds.values())
         most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.slots)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
@@ -79,7 +79,7 @@ def _values_at_once(site: Site) -> int:
 
 def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0, moves_hidden: bool = True) -> int:
     """Bytes for one batch, most where its hidden states move."""
-    spec, batch, levels = kv.spec, kv.block.batches[number], Heads.of(kv, number)
+    spec, batch, levels = kv.spec, kv.block.batches[number], LevelHeads.of(kv, number)
     prefill = max(_prefill_bytes(spec, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
     decode = _decode_bytes(spec, plan, levels, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
@@ -94,21 +94,21 @@ def picking_bytes(spec: ModelSpec, rows: int) -> int:
     return logits * made + min(logits, max(spec.vocab, PICKED_VALUES)) * PICKING_BYTES
 
 
-def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[Heads], site: Site) -> int:
+def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], site: Site) -> int:
     """Bytes for a decode step, of the level that needs most. Graphs have as much of their own, which no other work gets."""
     rows = levels[0].occupancy.batch.size
     attending = max(_decode_attention_bytes(at, plan, site) for at in levels)
     return attending + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
 
 
-def _decode_attention_bytes(at: Heads, plan: Plan, site: Site) -> int:
+def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     (spec, policy, occupancy), batch = at, at.occupancy.batch
     scored = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(at)
     decoded = batch.size * occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site)
     return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
 
 
-def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site, at_once: int) -> int:
+def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at_once: int) -> int:
     """Bytes for prompts that are read together, with so many of their tokens computed at once: what the layer has of all heads,
     the space of the level that needs most, and what all have of a prompt in pieces."""
     batch = levels[0].occupancy.batch
@@ -123,7 +123,7 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site, at_once
     return most + (_pieces_bytes(spec, levels, total) if total > tokens else 0)
 
 
-def _pieces_bytes(spec: ModelSpec, levels: Sequence[Heads], tokens: int) -> int:
+def _pieces_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], tokens: int) -> int:
     """Bytes that stay while a prompt is computed piece by piece: its keys and values, what each token got, and the turns of all
     positions, which are made in fp32. Each level has one rotation, since its layers are of one kind, and a step of its own
     that keeps the turns: so there is one turn for each level."""
@@ -134,7 +134,7 @@ def _pieces_bytes(spec: ModelSpec, levels: Sequence[Heads], tokens: int) -> int:
     return total + (tokens * spec.width * spec.itemsize if any(at.policy.judge == PROBE for at in levels) else 0)
 
 
-def _prompt_attention_bytes(at: Heads, site: Site, at_once: int) -> int:
+def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
     (spec, _, occupancy), batch = at, at.occupancy.batch
     total = batch.size * batch.prompt_len * batch.readings
     tokens, threads = min(total, at_once), site.threads_of(PROMPT_ATTENTION, spec.dtype)
@@ -149,7 +149,7 @@ def _prompt_attention_bytes(at: Heads, site: Site, at_once: int) -> int:
     return room
 
 
-def _picking_bytes(spec: ModelSpec, levels: Sequence[Heads]) -> int:
+def _picking_bytes(spec: ModelSpec, levels: Sequence[LevelHeads]) -> int:
     """Bytes for one token: where heads are of several levels, those of one are picked from the layer's, and the outcome is put
     together."""
     return 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize if len(levels) > 1 else 0
@@ -170,7 +170,7 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 
 
-def _scored_bytes(at: Heads, at_once: int, site: Site) -> int:
+def _scored_bytes(at: LevelHeads, at_once: int, site: Site) -> int:
     """Bytes for torch to score so many tokens, or to add up what keys receive of them."""
     spec, policy, occupancy = at
     batch, keys = occupancy.batch, _attended(occupancy)
@@ -204,17 +204,17 @@ def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
     return FLOAT_BYTES * room.end * prompt_threads(occupancy.batch.size, spec.kv_heads, threads)
 
 
-def _parts(plan: Plan, batch: Batch, levels: Sequence[Heads]) -> Iterator[list[Heads]]:
+def _parts(plan: Plan, batch: Batch, levels: Sequence[LevelHeads]) -> Iterator[list[LevelHeads]]:
     """The prompts of a batch that are read together; and the longest prefix that rows share, which is computed by itself and
     is kept as a whole, and may begin with a copy of another. Where rows take copies of it, it stands before their prompts."""
     longest = batch.longest_prefix
     for known in (0, 1) if longest > 1 else (0,) if longest else ():
-        whole = Occupancy(Batch((0,), (longest - known,), (known,)), (Budget(longest),), 1)
+        whole = Occupancy(Batch((0,), (longest - known,), (known,)), (RowBudget(longest),), 1)
         yield [at._replace(occupancy=whole) for at in levels]
     for part in batch.kinds_of_parts(plan.prefill_tokens):
         if longest and plan.copies_prefixes:
             behind = Batch(part.rows, part.lengths, (longest,) * part.size)
-            copied = Occupancy(behind, (Budget(longest + part.prompt_len),) * part.size, 1)
+            copied = Occupancy(behind, (RowBudget(longest + part.prompt_len),) * part.size, 1)
             yield [at._replace(occupancy=copied) for at in levels]
         else:
             yield [at._replace(occupancy=at.policy.occupancy(part, at.occupancy.gen_len)) for at in levels]
@@ -233,7 +233,7 @@ def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> in
     return each + 4 * min(SCORED_BYTES, scored) + 2 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
 
 
-def _choosing_bytes(at: Heads, threads: int) -> int:
+def _choosing_bytes(at: LevelHeads, threads: int) -> int:
     """Bytes for ranking the tokens of prompts, sorting them, and moving those that stay."""
     spec, policy, occupancy = at
     if policy.keeps_all:
@@ -245,7 +245,7 @@ def _choosing_bytes(at: Heads, threads: int) -> int:
     return spec.kv_heads * keys * (occupancy.batch.size * (SORTED_BYTES + weighed + moved) + compared)
 
 
-def _extending_bytes(at: Heads, threads: int) -> int:
+def _extending_bytes(at: LevelHeads, threads: int) -> int:
     """Bytes for new tokens after held ones: all of them side by side, as held, as stored and as attended."""
     spec, policy, occupancy = at
     if occupancy.held(0) == 0:
@@ -283,7 +283,7 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 
-def _evicting_bytes(at: Heads) -> int:
+def _evicting_bytes(at: LevelHeads) -> int:
     spec, policy, occupancy = at
     if policy.keeps_all:
         return 0

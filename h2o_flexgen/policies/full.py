@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.occupancy import RowBudget
 from h2o_flexgen.policies.policy import NONE, KVPolicy
 
 
@@ -13,5 +13,5 @@ class Full(KVPolicy):
     ranks_by: ClassVar[str] = NONE
     accepts: ClassVar[tuple[str, ...]] = ()
 
-    def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        return Budget(prompt_len + gen_len)
+    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
+        return RowBudget(prompt_len + gen_len)

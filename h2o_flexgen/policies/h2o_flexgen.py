@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.occupancy import RowBudget
 from h2o_flexgen.policies.options import KVOptions, row_of
 from h2o_flexgen.policies.policy import KVPolicy
 
@@ -18,7 +18,7 @@ class H2OFlexGen(KVPolicy):
         """The slots include the newest token's place."""
         return KVOptions(heavy=(slots + 1) - (slots + 1) // 2, recent=(slots + 1) // 2)
 
-    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         """One of the recent slots is the place in which the newest token is attended."""
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
         if heavy < 1 or recent < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.occupancy import RowBudget
 from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROBE, PROTECTION, WORTH, KVPolicy
 
 
@@ -15,6 +15,6 @@ class KVzap(KVPolicy):
     judged_by: ClassVar[str | None] = PROBE
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
 
-    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
         return self._protecting(heavy + recent, recent)

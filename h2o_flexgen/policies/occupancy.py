@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Budget:
+class RowBudget:
     """The slots that one row holds between passes, and which tokens in them cannot be evicted."""
 
     slots: int
@@ -42,7 +42,7 @@ class StepSlots:
     new: tuple[int, ...]  # new tokens of each row
     counts: tuple[int, ...]  # slots in use before
     after: tuple[int, ...]  # slots in use afterwards
-    budgets: tuple[Budget, ...]
+    budgets: tuple[RowBudget, ...]
     stores_singly: bool = False  # in decode one slot of each row changes, and these do not lie side by side
     copies: bool = False  # what was seen lies elsewhere, in a prefix that rows share, and comes into their own slots now
 
@@ -102,7 +102,7 @@ class StepSlots:
 @dataclass(frozen=True)
 class Occupancy:
     batch: Batch
-    budgets: tuple[Budget, ...]  # row by row
+    budgets: tuple[RowBudget, ...]  # row by row
     gen_len: int
     prompt_only: bool = False  # only prompt tokens are evicted
 

@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from h2o_flexgen.core.seats import Need, Seats
+from h2o_flexgen.core.seats import SeatNeed, Seats
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.gathering import SUM
-from h2o_flexgen.policies.occupancy import Budget, Occupancy, StepSlots
+from h2o_flexgen.policies.occupancy import RowBudget, Occupancy, StepSlots
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
 NONE, ATTENTION, AGE, CHANCE, WORTH = "none", "attention", "age", "chance", "worth"  # what tokens are ranked by
@@ -46,7 +46,7 @@ class KVPolicy(ABC):
         self.options.refuse_all_but(self.accepts, self.name)
 
     @abstractmethod
-    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         """The budget of a row with a prompt of this length."""
 
     @classmethod
@@ -105,7 +105,7 @@ class KVPolicy(ABC):
         """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to. Where
         rows come and go, each has a budget of its own, and a seat has the slots of the row that needs most."""
         if batch.seats is not None:
-            return Occupancy(batch, (Budget(self._slots_of(batch.seats)),) * batch.size, gen_len)
+            return Occupancy(batch, (RowBudget(self._slots_of(batch.seats)),) * batch.size, gen_len)
         if batch.context is not None:
             return Occupancy(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)
         budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}
@@ -115,11 +115,11 @@ class KVPolicy(ABC):
     def _slots_of(self, seats: Seats) -> int:
         return max(self.alone(need).capacity for need in seats.largest)
 
-    def alone(self, need: Need) -> Occupancy:
+    def alone(self, need: SeatNeed) -> Occupancy:
         """The slots of one row by itself."""
         return self.occupancy(Batch((0,), (need.prompt_len,)), max(1, need.gen_len))
 
-    def suits(self, need: Need) -> bool:
+    def suits(self, need: SeatNeed) -> bool:
         """Whether a row has the budget that it must have: a share of its few tokens outside of a prefix may be none."""
         try:
             self.alone(need)
@@ -130,10 +130,10 @@ class KVPolicy(ABC):
     def whole(self, tokens: int) -> StepSlots:
         """The pass over a prefix that rows share: all of it is kept, whatever they keep of it. A policy that counts the last
         queries of a prompt counts none of these."""
-        budget = Budget(tokens, queries=None if self.last_queries is None else 0)
+        budget = RowBudget(tokens, queries=None if self.last_queries is None else 0)
         return StepSlots(True, (0,), (tokens,), (0,), (tokens,), (budget,))
 
-    def _checked(self, prompt_len: int, gen_len: int) -> Budget:
+    def _checked(self, prompt_len: int, gen_len: int) -> RowBudget:
         try:
             return self._valid(self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len))
         except ValueError as error:
@@ -141,7 +141,7 @@ class KVPolicy(ABC):
                 raise
             raise ValueError(f"by head budgets some heads keep {self.options.kv_budget or 0:.3g} of a text: {error}") from error
 
-    def _valid(self, budget: Budget, row: str) -> Budget:
+    def _valid(self, budget: RowBudget, row: str) -> RowBudget:
         budget = replace(budget, slots=max(budget.slots, self.least_slots))
         if budget.slots < 1:
             raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
@@ -153,7 +153,7 @@ class KVPolicy(ABC):
             )
         return budget
 
-    def _protecting(self, slots: int, window: int, prompt_window: int | None = None, queries: int | None = None) -> Budget:
+    def _protecting(self, slots: int, window: int, prompt_window: int | None = None, queries: int | None = None) -> RowBudget:
         """A budget that also protects the options' tokens, beside the policy's own window."""
         grace, before = self.options.grace or 0, window if prompt_window is None else prompt_window
-        return Budget(slots, self.sinks, max(window, grace), max(before, grace), queries)
+        return RowBudget(slots, self.sinks, max(window, grace), max(before, grace), queries)

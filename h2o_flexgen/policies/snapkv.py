@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.occupancy import RowBudget
 from h2o_flexgen.policies.options import row_of
 from h2o_flexgen.policies.policy import KVPolicy
 
@@ -15,7 +15,7 @@ class SnapKV(KVPolicy):
     neighbours: ClassVar[int] = 5
     last_queries: ClassVar[int | None] = 32  # the window in SnapKV's own runs
 
-    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
         if recent < 1:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.occupancy import RowBudget
 from h2o_flexgen.policies.options import KVOptions, row_of
 from h2o_flexgen.policies.policy import AGE, COMMON, SHARES, SINKS, KVPolicy
 
@@ -19,7 +19,7 @@ class Streaming(KVPolicy):
     def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
         return KVOptions(recent=max(0, slots - (SINKS if sinks is None else sinks)))
 
-    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         """Sinks come on top of recent slots, but count among those of a ratio."""
         options, sinks = self.options, self.sinks
         total = options.total(prompt_len, gen_len)
@@ -30,4 +30,4 @@ class Streaming(KVPolicy):
                 f"kv_policy {self.name!r} has a budget of {total} slots {row_of(prompt_len, gen_len)}, "
                 f"of which {sinks} are sinks; give it recent ones as well"
             )
-        return Budget(total, sinks)
+        return RowBudget(total, sinks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.occupancy import RowBudget
 from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROTECTION, KVPolicy
 
 
@@ -17,5 +17,5 @@ class Tova(KVPolicy):
     def decay(self) -> float:
         return 0.0
 
-    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         return self._protecting(self.options.total(prompt_len, gen_len), window=0, queries=self.last_queries)

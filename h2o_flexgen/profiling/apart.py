@@ -24,7 +24,7 @@ from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.profiling.machine import profile
-from h2o_flexgen.profiling.sizes import Sizes
+from h2o_flexgen.profiling.sizes import ProfileSizes
 from h2o_flexgen.profiling.subject import OnSubject
 
 START = """\
@@ -45,7 +45,7 @@ def profile_apart(
     offload_folder: Path,
     name: str,
     dtype: str | None,
-    sizes: Sizes,
+    sizes: ProfileSizes,
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
 ) -> Machine:
@@ -103,7 +103,7 @@ def answer(
     place = None if partial is None else Path(partial)
     try:
         with raised_again():
-            machine = profile(open_device(device), Path(folder), name, dtype, Sizes(**given), _telling(out), place)
+            machine = profile(open_device(device), Path(folder), name, dtype, ProfileSizes(**given), _telling(out), place)
         _tell_the_last(out, "machine", machine.as_plain())
         return 0
     except (KeyboardInterrupt, BrokenPipeError):

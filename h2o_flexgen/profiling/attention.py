@@ -24,7 +24,7 @@ from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.profiling.sizes import Sizes
+from h2o_flexgen.profiling.sizes import ProfileSizes
 from h2o_flexgen.profiling.subject import Bench, Figures, OfRounds, Subject
 from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
 
@@ -39,15 +39,15 @@ STEP = 1
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSizes:
     queries: int
     keys: int
     dim: int
 
 
-def decode_reading(benches: Mapping[str, Bench], dtype: str, sizes: Sizes) -> list[Subject]:
+def decode_reading(benches: Mapping[str, Bench], dtype: str, sizes: ProfileSizes) -> list[Subject]:
     """One query per key, to read as many bytes as possible for what is computed, on each tier where KV is attended to."""
-    heads = Heads(sizes.heads, sizes.heads, sizes.head_dim)
+    heads = HeadSizes(sizes.heads, sizes.heads, sizes.head_dim)
     coding = Coding(PLAIN, DTYPES[dtype], heads.dim)
 
     def measure(tier: str, rows: int) -> Figures:
@@ -57,12 +57,14 @@ def decode_reading(benches: Mapping[str, Bench], dtype: str, sizes: Sizes) -> li
     return [_of_rows(f"decode attention, {tier}", partial(measure, tier), sizes, max) for tier in benches]
 
 
-def _of_rows(title: str, measure: Callable[[int], Figures], sizes: Sizes, of_rounds: OfRounds = statistics.median) -> Subject:
+def _of_rows(
+    title: str, measure: Callable[[int], Figures], sizes: ProfileSizes, of_rounds: OfRounds = statistics.median
+) -> Subject:
     """Few rows first, then as many as a cache cannot hold."""
     return Subject(title, measure, (max(1, sizes.kv_rows // FEWER), sizes.kv_rows), weight=WEIGHT, of_rounds=of_rounds)
 
 
-def decode_computing(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> list[Subject]:
+def decode_computing(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: ProfileSizes) -> list[Subject]:
     """Several queries per key, to compute as much as possible for what is read. `dtypes` are those of plain KV."""
 
     def measure(name: str, rows: int) -> Figures:
@@ -73,7 +75,7 @@ def decode_computing(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Siz
     return [*plain, *(_packed_computing(bench, codec, dtype, sizes) for codec in ROW_FORMS)]
 
 
-def _packed_computing(bench: Bench, codec: str, dtype: str, sizes: Sizes) -> Subject:
+def _packed_computing(bench: Bench, codec: str, dtype: str, sizes: ProfileSizes) -> Subject:
     """Compares one query per key with several: as many values to unpack, but fewer flops."""
 
     def measure(rows: int) -> Figures:
@@ -88,17 +90,17 @@ def _packed_computing(bench: Bench, codec: str, dtype: str, sizes: Sizes) -> Sub
     return _of_rows(f"decode attention, {codec}, grouped", measure, sizes)
 
 
-def _grouped(bench: Bench, codec: str, dtype: str, queries_per_key: int, rows: int, sizes: Sizes) -> tuple[Step, float]:
+def _grouped(bench: Bench, codec: str, dtype: str, queries_per_key: int, rows: int, sizes: ProfileSizes) -> tuple[Step, float]:
     """A decode step and its flops."""
     keys = max(1, sizes.heads // sizes.queries_per_key)
-    heads = Heads(keys * queries_per_key, keys, sizes.head_dim)
+    heads = HeadSizes(keys * queries_per_key, keys, sizes.head_dim)
     step = Step.of(bench, heads, Coding(codec, DTYPES[dtype], heads.dim), rows, sizes.slots)
     return step, 4.0 * heads.queries * heads.dim * sizes.slots * rows
 
 
-def decode_of_short_texts(bench: Bench, dtype: str, sizes: Sizes) -> Subject:
+def decode_of_short_texts(bench: Bench, dtype: str, sizes: ProfileSizes) -> Subject:
     """Compares many rows of few slots with few rows of many: as many bytes, but fewer heads."""
-    heads, coding = Heads(sizes.heads, sizes.heads, sizes.head_dim), Coding(PLAIN, DTYPES[dtype], sizes.head_dim)
+    heads, coding = HeadSizes(sizes.heads, sizes.heads, sizes.head_dim), Coding(PLAIN, DTYPES[dtype], sizes.head_dim)
 
     def measure(rows: int) -> Figures:
         many = Step.of(bench, heads, coding, SHORTER * rows, max(2, sizes.slots // SHORTER))
@@ -118,7 +120,7 @@ class Step:
     given: NewTokens
 
     @classmethod
-    def of(cls, bench: Bench, heads: Heads, coding: Coding, rows: int, slots: int) -> Step:
+    def of(cls, bench: Bench, heads: HeadSizes, coding: Coding, rows: int, slots: int) -> Step:
         device = bench.device
         held = Plan().policy.occupancy(Batch(tuple(range(rows)), (slots - 1,) * rows), STEP + 1)
         assert held.capacity >= slots
@@ -128,13 +130,13 @@ class Step:
         return self.cache.attend(self.now, self.given)
 
 
-def prompts(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
+def prompts(bench: Bench, dtype: str, sizes: ProfileSizes) -> list[Subject]:
     """Part of a batch's prompts, with a policy that keeps everything, and with one that keeps the most attended tokens."""
     scored = Plan.create(kv_policy="h2o", kv_budget=BUDGET)
     return [_prompts(bench, kind, plan, dtype, sizes) for kind, plan in ((PLAIN_SCORES, Plan()), (WITH_SCORES, scored))]
 
 
-def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> Subject:
+def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: ProfileSizes) -> Subject:
     """Few heads first, then as many as a model has."""
     rows, length = max(1, sizes.prompt_tokens // sizes.prompt_len), sizes.prompt_len
     coding, occupancy = (
@@ -143,7 +145,7 @@ def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> S
     )
 
     def measure(number: int) -> Figures:
-        heads, device = Heads(number, number, sizes.head_dim), bench.device
+        heads, device = HeadSizes(number, number, sizes.head_dim), bench.device
         cache, now = _cache(bench, heads, coding, occupancy, plan), _step(device, occupancy, 0)
         given = _new(device, heads, coding, rows, length)
         flops = 4.0 * heads.queries * heads.dim * rows * length * (length + 1) / 2
@@ -153,7 +155,7 @@ def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> S
     return Subject(f"attention of prompts, {kind}", measure, sizes_of_heads, weight=WEIGHT, of_rounds=max)
 
 
-def _cache(bench: Bench, heads: Heads, coding: Coding, occupancy: Occupancy, plan: Plan | None) -> KVCache:
+def _cache(bench: Bench, heads: HeadSizes, coding: Coding, occupancy: Occupancy, plan: Plan | None) -> KVCache:
     """A cache that is full, of whatever values, with scores if the plan's policy needs them."""
     shape = (occupancy.batch.size, heads.keys, occupancy.capacity)
     image = image_over(bench.pool.data, shape, coding, bench.device.accelerator)
@@ -168,7 +170,7 @@ def _step(device: Device, occupancy: Occupancy, step: int) -> KVStep:
     return KVStep.of(occupancy.at(step), occupancy.capacity, device.torch_device)
 
 
-def _new(device: Device, heads: Heads, coding: Coding, rows: int, tokens: int) -> NewTokens:
+def _new(device: Device, heads: HeadSizes, coding: Coding, rows: int, tokens: int) -> NewTokens:
     def drawn(count: int) -> torch.Tensor:
         return torch.randn(rows, tokens, count, heads.dim, device=device.torch_device).to(coding.dtype)
 

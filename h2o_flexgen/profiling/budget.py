@@ -32,7 +32,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Budget:
+class TimeLimit:
     seconds: float
     now: Now = NOW
     _begun: float = field(init=False)

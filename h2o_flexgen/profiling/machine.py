@@ -21,11 +21,11 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention, moving, products, visits
-from h2o_flexgen.profiling.budget import NOW, Budget, Now, Stopwatch
-from h2o_flexgen.profiling.pool import Pool
-from h2o_flexgen.profiling.rounds import Taken, measured, missing
-from h2o_flexgen.profiling.sizes import FULL, Sizes
-from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, Subject, Watch
+from h2o_flexgen.profiling.budget import NOW, TimeLimit, Now, Stopwatch
+from h2o_flexgen.profiling.pool import BytePool
+from h2o_flexgen.profiling.rounds import RoundsTaken, measured, missing
+from h2o_flexgen.profiling.sizes import FULL, ProfileSizes
+from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, Subject, ProfileWatch
 from h2o_flexgen.quant.codec import ROW_FORMS
 
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
@@ -39,7 +39,7 @@ def profile(
     offload_folder: Path,
     name: str,
     dtype: str | None = None,
-    sizes: Sizes = FULL,
+    sizes: ProfileSizes = FULL,
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
     now: Now = NOW,
@@ -47,14 +47,14 @@ def profile(
     """Measures everything for one type of values, in the seconds that the sizes allow. Nothing stays in the folder. The file
     `partial` holds measurements until the end: if the profile is stopped, the next call continues from there."""
     stopwatch = Stopwatch(now)
-    budget = Budget(sizes.budget_seconds, stopwatch)
+    budget = TimeLimit(sizes.budget_seconds, stopwatch)
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
     if device_bytes:
         sizes = sizes.within(device_bytes // SHARE_OF_DEVICE)
     dtype = dtype or site_of(device.kind, device.accelerator).usual_dtype()
-    watch = Watch(on_subject)
-    taken = Taken() if partial is None else Taken.kept_in(partial, f"{dtype} {sizes}")
+    watch = ProfileWatch(on_subject)
+    taken = RoundsTaken() if partial is None else RoundsTaken.kept_in(partial, f"{dtype} {sizes}")
     try:
         with closing(Memories(device, offload_folder)) as memories, ExitStack() as opened, torch.inference_mode():
             disk_bytes = shutil.disk_usage(offload_folder).free
@@ -75,7 +75,7 @@ def profile(
 
 
 def _subjects(
-    memories: Memories, dtype: str, sizes: Sizes, stopwatch: Stopwatch, budget: Budget, watch: Watch
+    memories: Memories, dtype: str, sizes: ProfileSizes, stopwatch: Stopwatch, budget: TimeLimit, watch: ProfileWatch
 ) -> Iterator[Subject]:
     """Products come last, since those of many rows take what is left of the time."""
     device, folder = memories.device, memories.disk.folder
@@ -93,15 +93,17 @@ def _subjects(
     yield from products.curves(bench, dtypes, dtype, sizes)
 
 
-def _benches(device: Device, sizes: Sizes, stopwatch: Stopwatch, budget: Budget) -> tuple[Bench, Bench]:
+def _benches(device: Device, sizes: ProfileSizes, stopwatch: Stopwatch, budget: TimeLimit) -> tuple[Bench, Bench]:
     """Those of the device that computes and of the CPU, which may be the same."""
     host = _bench(Device(), HostTier(), sizes, stopwatch, budget)
     return (_bench(device, device.memory(HostTier()), sizes, stopwatch, budget) if device.accelerator else host), host
 
 
-def _bench(device: Device, memory: HostTier | DeviceTier, sizes: Sizes, stopwatch: Stopwatch, budget: Budget) -> Bench:
-    filling = Budget(budget.left * SHARE_TO_FILL, stopwatch)
-    return Bench(Clock(device, sizes.seconds, stopwatch), Pool.filled(memory, sizes.pool_bytes, filling))
+def _bench(
+    device: Device, memory: HostTier | DeviceTier, sizes: ProfileSizes, stopwatch: Stopwatch, budget: TimeLimit
+) -> Bench:
+    filling = TimeLimit(budget.left * SHARE_TO_FILL, stopwatch)
+    return Bench(Clock(device, sizes.seconds, stopwatch), BytePool.filled(memory, sizes.pool_bytes, filling))
 
 
 def measured_dtypes(dtype: str, site: Site) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.table import PRODUCT, choose
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder, Piece
+from h2o_flexgen.memory.disk import DiskTier, DiskFiles, OffloadFolder, FilePiece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.budgets import Budgets
@@ -117,12 +117,12 @@ def disk_read_rate(files: Sequence[Path], repetitions: int = 1, seconds: float =
     if not starts:
         return inf  # no file fills a page, so reading costs no time worth a bound
     buffer = HostTier().alloc(READ_BYTES_AT_ONCE)
-    with Files() as disk:
+    with DiskFiles() as disk:
 
         def read(place: int) -> int:
             file, start = starts[place % len(starts)]
             nbytes = min(READ_BYTES_AT_ONCE, _whole_pages(file) - start)
-            return disk.read([Piece(file, start, buffer[:nbytes], torch.uint8)])
+            return disk.read([FilePiece(file, start, buffer[:nbytes], torch.uint8)])
 
         read(0)  # opens the file and starts the threads
         return max(_per_second(read, seconds) for _ in range(repetitions))
@@ -133,7 +133,7 @@ def offload_rates(folder: Path, nbytes: int, repetitions: int = 1, seconds: floa
     chunks = max(1, nbytes // CHUNK_BYTES)
     chunk = min(CHUNK_BYTES, max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT))
     source = HostTier().alloc(chunk).random_(256)
-    with closing(OffloadFolder(folder)), Files() as files, closing(DiskTier(files, folder)) as disk:
+    with closing(OffloadFolder(folder)), DiskFiles() as files, closing(DiskTier(files, folder)) as disk:
         region = disk.alloc(chunks * chunk)
 
         def all_with(action: Callable[[int], None]) -> Callable[[int], int]:

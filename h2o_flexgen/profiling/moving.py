@@ -19,8 +19,8 @@ from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.profiling.budget import NOW, Now
-from h2o_flexgen.profiling.sizes import Sizes
-from h2o_flexgen.profiling.subject import Bench, Figures, Subject, Watch
+from h2o_flexgen.profiling.sizes import ProfileSizes
+from h2o_flexgen.profiling.subject import Bench, Figures, Subject, ProfileWatch
 from h2o_flexgen.schedule import ops
 
 SHARE_OF_DISK = 4  # at most a quarter of the free space is written
@@ -39,10 +39,10 @@ LINKS = {  # page-locked host memory: rate to the device, and back
 
 
 @contextmanager
-def disk(memories: Memories, sizes: Sizes, now: Now = NOW, watch: Watch | None = None) -> Iterator[Subject]:
+def disk(memories: Memories, sizes: ProfileSizes, now: Now = NOW, watch: ProfileWatch | None = None) -> Iterator[Subject]:
     """Uses a temporary file that is written first, so that there is something to read."""
     most = _file_bytes(memories.disk.folder, sizes)
-    trial = DiskTrial(memories, sizes.disk_seconds / most, now, watch or Watch())
+    trial = DiskTrial(memories, sizes.disk_seconds / most, now, watch or ProfileWatch())
     try:
         steps = tuple(max(1, most // part) for part in PARTS_OF_FILE)
         yield Subject("disk", trial.rates, steps, enough=inf, weight=WEIGHT_OF_DISK)
@@ -50,7 +50,7 @@ def disk(memories: Memories, sizes: Sizes, now: Now = NOW, watch: Watch | None =
         trial.close()
 
 
-def _file_bytes(folder: Path, sizes: Sizes) -> int:
+def _file_bytes(folder: Path, sizes: ProfileSizes) -> int:
     free = shutil.disk_usage(folder).free
     least = min(LEAST_DISK_BYTES, sizes.disk_bytes)
     if free // SHARE_OF_DISK < least:
@@ -64,7 +64,7 @@ def _file_bytes(folder: Path, sizes: Sizes) -> int:
 class DiskTrial:
     """Reads and writes of a file; its size decides how long each is measured."""
 
-    def __init__(self, memories: Memories, seconds_per_byte: float, now: Now, watch: Watch) -> None:
+    def __init__(self, memories: Memories, seconds_per_byte: float, now: Now, watch: ProfileWatch) -> None:
         self._files, self._disk = memories.files, memories.disk
         self._seconds_per_byte, self._now, self._watch = seconds_per_byte, now, watch
         self._next: Counter[tuple[str, int]] = Counter()  # chunk that each worker of a lane is at, in its part of the file
@@ -140,7 +140,7 @@ class DiskTrial:
 # -- copies --------------------------------------------------------------------------------------------------------------
 
 
-def copies(bench: Bench, host: Bench, sizes: Sizes, page_locked: HostTier) -> list[Subject]:
+def copies(bench: Bench, host: Bench, sizes: ProfileSizes, page_locked: HostTier) -> list[Subject]:
     """Copies and reads of host memory, and an accelerator's links. `host` is the bench of the CPU."""
     source, target = host.pool.halves()
     values = source.view(torch.float32)
@@ -151,7 +151,7 @@ def copies(bench: Bench, host: Bench, sizes: Sizes, page_locked: HostTier) -> li
     return subjects + (links(bench, host, sizes, page_locked) if bench.device.accelerator else [])
 
 
-def links(bench: Bench, host: Bench, sizes: Sizes, page_locked: HostTier) -> list[Subject]:
+def links(bench: Bench, host: Bench, sizes: ProfileSizes, page_locked: HostTier) -> list[Subject]:
     """The links between host and device, with page-locked and with pageable host memory."""
     nbytes = min(sizes.copied_bytes, bench.pool.nbytes, host.pool.nbytes)
     there, clock = bench.pool.data[:nbytes], bench.clock

@@ -15,18 +15,18 @@ from torch import Tensor
 from h2o_flexgen.core.layout import ALIGNMENT
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.profiling.budget import Budget
+from h2o_flexgen.profiling.budget import TimeLimit
 
 LEAST_BYTES = 1 << 20
 SMALLEST, LARGEST = 0.02, 0.5  # of the values: far from what a type with few bits takes for zero or for infinity
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class BytePool:
     data: Tensor  # (bytes,)
 
     @classmethod
-    def filled(cls, memory: HostTier | DeviceTier, nbytes: int, budget: Budget) -> Pool:
+    def filled(cls, memory: HostTier | DeviceTier, nbytes: int, budget: TimeLimit) -> BytePool:
         """As many bytes as can be filled in the budget, `nbytes` at most."""
         data, done = memory.alloc(nbytes)[:nbytes], min(nbytes, LEAST_BYTES)
         data[:done].copy_(sound_bytes(done))

@@ -20,7 +20,7 @@ from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Model, computed
 from h2o_flexgen.profiling.multiplied import in_units, multiplied
-from h2o_flexgen.profiling.sizes import Sizes
+from h2o_flexgen.profiling.sizes import ProfileSizes
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Figures, Subject
 from h2o_flexgen.quant.blocked import LARGE
@@ -50,7 +50,7 @@ class Curve:
     def kernel(self, bench: Bench, rows: int) -> Kernel | None:
         return choose(self.op, self.form, self.dtype, processor(bench.device.torch_device.type).runs, rows)
 
-    def points(self, bench: Bench, sizes: Sizes) -> list[Subject]:
+    def points(self, bench: Bench, sizes: ProfileSizes) -> list[Subject]:
         """The subjects in order, each after the one before it if that has the same price."""
         found, last = list[Subject](), dict[str, str]()
         for rows in self.rows(bench, wanted_rows(self.form, sizes)):
@@ -84,17 +84,17 @@ class Curve:
         return {figure: 2.0 * rows * side * side / seconds}
 
 
-def wanted_rows(form: str, sizes: Sizes) -> tuple[int, ...]:
+def wanted_rows(form: str, sizes: ProfileSizes) -> tuple[int, ...]:
     """The numbers of rows that a form is measured with: fewer of forms of checkpoints, of which there are more."""
     return sizes.rows[::2] if CODECS[form] in STORED else sizes.rows
 
 
-def side_of(form: str, sizes: Sizes) -> int:
+def side_of(form: str, sizes: ProfileSizes) -> int:
     """The side of a matrix: a whole block of a checkpoint's form at least."""
     return max(sizes.side, LARGE) if CODECS[form] in STORED else sizes.side
 
 
-def curves(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> list[Subject]:
+def curves(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: ProfileSizes) -> list[Subject]:
     """Products with plain weights of these types, and with packed ones if a kernel takes them as they are. Few rows come first,
     so that what is left of the time is for the many."""
     plain = [Curve(PRODUCT, PLAIN, each) for each in dtypes]
@@ -104,7 +104,7 @@ def curves(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> lis
     return sorted(subjects, key=lambda subject: subject.sizes)
 
 
-def decoding(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
+def decoding(bench: Bench, dtype: str, sizes: ProfileSizes) -> list[Subject]:
     """Decoding of every form of matrices."""
     forms = measured_forms()
     return [
@@ -113,7 +113,7 @@ def decoding(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
     ]
 
 
-def _sides(form: str, sizes: Sizes) -> tuple[int, ...]:
+def _sides(form: str, sizes: ProfileSizes) -> tuple[int, ...]:
     """The side that is tried first, and the whole one."""
     whole = side_of(form, sizes)
     first = max(LARGE if CODECS[form] in STORED else 1, whole // 8)
@@ -140,7 +140,7 @@ class Done:
         return self.out.view(*x.values.shape[:-1], -1)
 
 
-def values(bench: Bench, dtype: str, sizes: Sizes) -> Subject:
+def values(bench: Bench, dtype: str, sizes: ProfileSizes) -> Subject:
     """Layers of each kind: the values in and out of their products, divided by the seconds of everything else."""
 
     def measure(rows: int) -> Figures:
@@ -151,7 +151,7 @@ def values(bench: Bench, dtype: str, sizes: Sizes) -> Subject:
     return Subject("norms and activations", measure, tokens, of_rounds=max)
 
 
-def _models(dtype: str, sizes: Sizes) -> tuple[Model, Model]:
+def _models(dtype: str, sizes: ProfileSizes) -> tuple[Model, Model]:
     return small_opt(dtype, sizes.width), small_llama(dtype, sizes.width)
 
 

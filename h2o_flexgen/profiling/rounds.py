@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from h2o_flexgen.profiling.budget import Budget
-from h2o_flexgen.profiling.subject import Figures, Subject, Watch
+from h2o_flexgen.profiling.budget import TimeLimit
+from h2o_flexgen.profiling.subject import Figures, Subject, ProfileWatch
 
 FIRST = 0  # the round that finds the sizes
 SLOW = 0.04  # the share of the whole time above which a measurement is not repeated
@@ -27,7 +27,7 @@ class Measurement:
 
 
 @dataclass
-class Taken:
+class RoundsTaken:
     """Measurements by round and subject, including those of a stopped profile if there is a file. Each is written at once, so
     that only the measurement under way is lost however the process ends."""
 
@@ -36,7 +36,7 @@ class Taken:
     known: dict[Mark, Measurement] = field(default_factory=dict)
 
     @classmethod
-    def kept_in(cls, file: Path, asked: str) -> Taken:
+    def kept_in(cls, file: Path, asked: str) -> RoundsTaken:
         return cls(file, asked, dict(_read(file, asked)))
 
     def add(self, number: int, title: str, measurement: Measurement) -> None:
@@ -87,22 +87,24 @@ def _read(file: Path, asked: str) -> Iterator[tuple[Mark, Measurement]]:
 def measured(
     subjects: Sequence[Subject],
     rounds: int,
-    budget: Budget | None = None,
-    watch: Watch | None = None,
-    taken: Taken | None = None,
+    budget: TimeLimit | None = None,
+    watch: ProfileWatch | None = None,
+    taken: RoundsTaken | None = None,
 ) -> dict[str, float]:
     """Measures all subjects in turns, as often as the budget allows, and so many rounds at most. Measurements in `taken` are
     not repeated. Points of curves for which there was no time are missing."""
-    return Rounds(subjects, rounds, budget or Budget(float("inf")), watch or Watch(), taken or Taken()).measured()
+    return Rounds(
+        subjects, rounds, budget or TimeLimit(float("inf")), watch or ProfileWatch(), taken or RoundsTaken()
+    ).measured()
 
 
 @dataclass(eq=False)
 class Rounds:
     subjects: Sequence[Subject]
     rounds: int
-    budget: Budget
-    watch: Watch
-    taken: Taken
+    budget: TimeLimit
+    watch: ProfileWatch
+    taken: RoundsTaken
     _warm: set[str] = field(default_factory=set)  # titles of what this process has measured
     _last: dict[str, Measurement] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ SHRINKS = 6  # at most, each halving the sizes, if memory is short
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProfileSizes:
     budget_seconds: float = 110.0  # for everything, with what has to be made ready
     rounds: int = 9  # everything is measured once in each, since a machine changes from minute to minute
     seconds: float = 0.05  # per measurement, or longer if a single call takes longer
@@ -45,7 +45,7 @@ class Sizes:
         kv = 4 * 2 * 4 * self.kv_rows * self.slots // 2 * self.width
         return self.pool_bytes + max(rows, prompts, values, kv) + self.copied_bytes + min(self.disk_bytes, 64 * MIB)
 
-    def within(self, nbytes: int) -> Sizes:
+    def within(self, nbytes: int) -> ProfileSizes:
         """Smaller sizes, if there is little memory."""
         sizes = self
         for _ in range(SHRINKS):
@@ -63,7 +63,7 @@ class Sizes:
             f"a profile needs {format_bytes(sizes.memory_bytes)} of memory, but {format_bytes(nbytes)} may be taken; free some"
         )
 
-    def in_pool(self, nbytes: int, itemsize: int) -> Sizes:
+    def in_pool(self, nbytes: int, itemsize: int) -> ProfileSizes:
         """Sizes of matrices and of KV for which a pool of so many bytes is large enough."""
         side, rows = self.side, self.kv_rows
         while side > 64 and 2 * itemsize * side**2 > nbytes:
@@ -73,5 +73,5 @@ class Sizes:
         return replace(self, side=side, kv_rows=rows)
 
 
-FULL = Sizes()
-QUICK = Sizes(25.0, rounds=2, seconds=0.03, disk_seconds=0.2, disk_bytes=256 * MIB, rows=(1, 4, 16, 64, 256, 1024))
+FULL = ProfileSizes()
+QUICK = ProfileSizes(25.0, rounds=2, seconds=0.03, disk_seconds=0.2, disk_bytes=256 * MIB, rows=(1, 4, 16, 64, 256, 1024))

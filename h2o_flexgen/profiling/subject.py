@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.profiling.budget import Stopwatch
-from h2o_flexgen.profiling.pool import Pool
+from h2o_flexgen.profiling.pool import BytePool
 
 CALLS_AT_ONCE = 8  # given to an accelerator before it is awaited
 ENOUGH = 0.5  # seconds of a measurement that does not have to be longer
@@ -36,7 +36,7 @@ class Subject:
 
 
 @dataclass
-class Watch:
+class ProfileWatch:
     """Reports how far a profile is; a long subject also reports progress inside it."""
 
     on_subject: OnSubject | None = None
@@ -92,7 +92,7 @@ class Bench:
     """A place to measure at: a device, with a clock for it, and memory there."""
 
     clock: Clock
-    pool: Pool
+    pool: BytePool
 
     @property
     def device(self) -> Device:

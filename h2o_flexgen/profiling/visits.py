@@ -26,9 +26,9 @@ from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.profiling.sizes import Sizes
+from h2o_flexgen.profiling.sizes import ProfileSizes
 from h2o_flexgen.profiling.small_models import HEAD_DIM, small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Clock, Figures, Subject, Watch
+from h2o_flexgen.profiling.subject import Bench, Clock, Figures, Subject, ProfileWatch
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op
@@ -47,11 +47,13 @@ DISPLACING_BYTES = 64 << 20  # more than a cache holds
 WEIGHT, WEIGHT_OF_KV = 3.0, 6.0
 
 
-def visits(bench: Bench, host: Bench, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
+def visits(
+    bench: Bench, host: Bench, folder: Path, dtype: str, sizes: ProfileSizes, watch: ProfileWatch | None = None
+) -> list[Subject]:
     """Runs to measure, each on its own. That of KV takes long on a slow disk, so it reports its visits; in the others,
     reporting would be measured as well. `host` is the bench of the CPU."""
     displacing = host.pool.view((min(DISPLACING_BYTES, host.pool.nbytes) // 4,), torch.float32)
-    trials = Trials(bench.clock, folder, dtype, displacing, sizes, watch or Watch())
+    trials = Trials(bench.clock, folder, dtype, displacing, sizes, watch or ProfileWatch())
     steps, tokens = (min(FEW_STEPS, sizes.steps), sizes.steps), max(1, sizes.kv_rows * sizes.slots // 2)
     of_kv = tuple(dict.fromkeys(max(1, tokens // shrink**2) for shrink in SHRINKS))
     return [
@@ -69,8 +71,8 @@ class Trials:
     folder: Path
     dtype: str
     displacing: Tensor  # more values than caches hold
-    sizes: Sizes
-    watch: Watch
+    sizes: ProfileSizes
+    watch: ProfileWatch
 
     @property
     def device(self) -> Device:

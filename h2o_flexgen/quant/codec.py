@@ -11,7 +11,7 @@ from typing import Protocol
 
 from h2o_flexgen.quant.blocked import BLOCKED
 from h2o_flexgen.quant.grouped import Grouped
-from h2o_flexgen.quant.plain import Plain
+from h2o_flexgen.quant.plain import PlainForm
 from h2o_flexgen.quant.sectioned import FP4, FP8, INT4, WHOLE, Sectioned
 from h2o_flexgen.quant.tiled import Tiled
 
@@ -34,9 +34,9 @@ class Codec(Protocol):
 GROUPED, TILED = (Grouped(4), Grouped(8)), (Tiled(4), Tiled(8))
 SECTIONED: tuple[Sectioned, ...] = (*FP8, *FP4, *INT4)
 STORED: tuple[Codec, ...] = (*BLOCKED, *SECTIONED)  # forms of checkpoints
-CHOSEN: tuple[Codec, ...] = (Plain(), *GROUPED, *TILED)  # forms that people choose, and what becomes of them in matrices
+CHOSEN: tuple[Codec, ...] = (PlainForm(), *GROUPED, *TILED)  # forms that people choose, and what becomes of them in matrices
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (*CHOSEN, *STORED)}
-PLAIN = Plain().name  # its bytes are the values, and are computed with where they lie
+PLAIN = PlainForm().name  # its bytes are the values, and are computed with where they lie
 ROW_FORMS, MATRIX_FORMS = (tuple(codec.name for codec in codecs) for codecs in (GROUPED, TILED))
 BY_BITS = {codec.bits: codec.name for codec in GROUPED}  # the codecs that people choose by their bits
 OF_MATRICES = {codec.as_rows.name: codec.name for codec in TILED}  # the form that a matrix has, where it is not that of a row

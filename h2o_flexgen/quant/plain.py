@@ -7,7 +7,7 @@ from math import prod
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainForm:
     name: str = "plain"
     rows_together: int = 1
 

@@ -23,7 +23,7 @@ HOME_AGO = {Data.KV: (1, 0), Data.HIDDEN: (0, 1)}  # steps and layers since the 
 Rings = tuple[tuple[str, ...], tuple[str, ...]]  # those that data passes through, and those that it is computed with in
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """A task of a chain."""
 
     op: Op
@@ -37,10 +37,10 @@ class Link(NamedTuple):
 class Chains(NamedTuple):
     """The links of a visit, in the order in which they are issued."""
 
-    fetches: Mapping[Data, list[Link]]
-    computes: list[Link]
-    attends: list[Link]
-    stores: list[Link]
+    fetches: Mapping[Data, list[ChainLink]]
+    computes: list[ChainLink]
+    attends: list[ChainLink]
+    stores: list[ChainLink]
 
 
 @cache
@@ -54,7 +54,7 @@ def chains(transfers: tuple[Op, ...], rings: tuple[Rings, ...], begins_pass: boo
     return Chains(fetches, computes, attends, [link for data in reversed(MOVED) for link in links[data] if link.op.stores])
 
 
-def _chain(data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: bool, stored_before: bool) -> Iterator[Link]:
+def _chain(data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: bool, stored_before: bool) -> Iterator[ChainLink]:
     moved, (passed, computed_in) = [op for op in transfers if op.data is data], rings
     fetches = [op for op in moved if op.fetches]
     ops = [*fetches, Op.COMPUTE, *(op for op in moved if op is Op.ATTEND), *(op for op in moved if op.stores)]
@@ -68,7 +68,7 @@ def _chain(data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: boo
             source, ago = _source_of_attending(fetches, stored_before)
         takes = [ring for ring in used[at] if not held and ring not in chain(*used[:at])]
         leaves = [ring for ring in used[at] if ring not in chain(*used[at + 1 :])]
-        yield Link(op, data, source, ago, takes, leaves)
+        yield ChainLink(op, data, source, ago, takes, leaves)
 
 
 def _source_of_attending(fetches: list[Op], stored_before: bool) -> tuple[Op | None, tuple[int, int]]:

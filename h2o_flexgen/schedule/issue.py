@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from h2o_flexgen.schedule.chains import Chains, Link, chains
+from h2o_flexgen.schedule.chains import Chains, ChainLink, chains
 from h2o_flexgen.schedule.ops import MOVED, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Key, Task, Visit
@@ -54,7 +54,7 @@ class Issuer:
         for link in self._chains(visit).stores:
             yield self._moved(link, visit)
 
-    def _moved(self, link: Link, visit: Visit, part: int = 0) -> Task:
+    def _moved(self, link: ChainLink, visit: Visit, part: int = 0) -> Task:
         op, (step, layer, batch) = link.op, visit
         source: tuple[Key, ...] = ()
         if link.source is not None and step >= link.ago[0]:  # data from before the first step was stored long ago
@@ -77,17 +77,17 @@ class Issuer:
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
-    def _freed(self, link: Link, visit: Visit) -> tuple[Key, ...]:
+    def _freed(self, link: ChainLink, visit: Visit) -> tuple[Key, ...]:
         freed: tuple[Key, ...] = ()
         for ring in link.takes:
             freed += self._freed_by.get(self._buffer(ring, link, visit), ())
         return freed
 
-    def _leave(self, link: Link, visit: Visit) -> None:
+    def _leave(self, link: ChainLink, visit: Visit) -> None:
         for ring in link.leaves:
             self._freed_by[self._buffer(ring, link, visit)] = self._schedule.keys(link.op, visit)
 
-    def _buffer(self, ring: str, link: Link, visit: Visit) -> tuple[str, int, int]:
+    def _buffer(self, ring: str, link: ChainLink, visit: Visit) -> tuple[str, int, int]:
         """A buffer of a ring. Every device has rings of its own."""
         number = self._schedule.weight_buffer(visit) if link.data is Data.WEIGHTS else self._schedule.buffer(visit)
         return ring, self._traffic.lanes.device(visit.layer), number

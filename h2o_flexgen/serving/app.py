@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
 from h2o_flexgen.serving.batches.routes import BatchRoutes, routes_without_folder
 from h2o_flexgen.serving.bodies import says_json, where_it_ends_is_unclear
-from h2o_flexgen.serving.counts import MEDIA_TYPE, Counts, batches_text
+from h2o_flexgen.serving.counts import MEDIA_TYPE, ServerCounts, batches_text
 from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.page import page
 from h2o_flexgen.serving.problems import (
-    Problem,
+    ApiProblem,
     Refused,
     broken,
     ending,
@@ -45,7 +45,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
-    service: Service, counts: Counts, keys: Keys, hosts: Hosts, facts: Facts, batches: BatchRoutes | None = None
+    service: Service, counts: ServerCounts, keys: Keys, hosts: Hosts, facts: Facts, batches: BatchRoutes | None = None
 ) -> ASGIApp:
     """`batches`: None where nothing is kept."""
     routes = [
@@ -60,7 +60,7 @@ def make_app(
     return Door(app, counts, keys, hosts)  # outside of all that answers, of errors too
 
 
-def _page_routes(service: Service, counts: Counts, facts: Facts) -> list[Route]:
+def _page_routes(service: Service, counts: ServerCounts, facts: Facts) -> list[Route]:
     shown = page()
 
     async def root(request: Request) -> Response:
@@ -73,7 +73,7 @@ def _page_routes(service: Service, counts: Counts, facts: Facts) -> list[Route]:
     return [Route("/", root), Route(STATUS, state)]
 
 
-def _state_routes(service: Service, counts: Counts, batches: BatchRoutes | None) -> list[Route]:
+def _state_routes(service: Service, counts: ServerCounts, batches: BatchRoutes | None) -> list[Route]:
     async def health(request: Request) -> Response:
         return _told(ending()) if service.desk.is_closed else JSONResponse({"status": "ok"})
 
@@ -113,7 +113,7 @@ class Door:
     """Lets in requests that name this server and have a key, and counts answers."""
 
     app: ASGIApp
-    counts: Counts
+    counts: ServerCounts
     keys: Keys
     hosts: Hosts
 
@@ -147,7 +147,7 @@ def _other_site(headers: Headers) -> str | None:
     return None if origin is None or origin.partition("://")[2] == headers.get("host") else origin
 
 
-def _told(problem: Problem) -> Response:
+def _told(problem: ApiProblem) -> Response:
     return JSONResponse(problem.body, problem.status, dict(problem.headers))
 
 

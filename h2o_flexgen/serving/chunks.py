@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from h2o_flexgen.jobs.answers import Answers, Said, usage
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.sampling.output import Completion
-from h2o_flexgen.serving.exchange import Piece, Whole
-from h2o_flexgen.serving.fields import Asked
+from h2o_flexgen.serving.exchange import TokenPiece, WholeAnswer
+from h2o_flexgen.serving.fields import CompletionsRequest
 
 END = b"data: [DONE]\n\n"
 
@@ -21,13 +21,13 @@ def as_event(said: Said) -> bytes:
 
 
 @dataclass
-class Chunks:
+class AnswerChunks:
     """The chunks of one answer. Where the prompt is echoed with log-probabilities, each completion comes as one chunk."""
 
     answers: Answers
     name: str
     created: int
-    asked: Asked
+    asked: CompletionsRequest
     prompts: Sequence[str]  # as they are echoed
     _offsets: Counter[int] = field(default_factory=Counter)  # characters of each completion, for its log-probabilities
 
@@ -40,9 +40,9 @@ class Chunks:
             elif line.options.echo and not self._comes_whole(line):
                 yield self._chunk(index, {"text": prompt})
 
-    def of(self, told: Piece | Whole) -> Iterator[Said]:
+    def of(self, told: TokenPiece | WholeAnswer) -> Iterator[Said]:
         line = self.asked.lines[told.place]
-        if isinstance(told, Piece):
+        if isinstance(told, TokenPiece):
             yield from () if self._comes_whole(line) else self._of_piece(line, told)
         elif self._comes_whole(line):
             for output in told.completion.outputs:
@@ -55,7 +55,7 @@ class Chunks:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _of_piece(self, line: Line, piece: Piece) -> Iterator[Said]:
+    def _of_piece(self, line: Line, piece: TokenPiece) -> Iterator[Said]:
         index, ids = self._index(piece.place, piece.number), {}
         if self.answers.shows_ids(line):
             ids = {"token_ids": [piece.token]}
@@ -66,7 +66,7 @@ class Chunks:
             nothing: Said = {"delta": {}} if line.is_chat else {"text": ""}
             yield self._chunk(index, nothing, piece.finish_reason, piece.stop_reason)
 
-    def _logprobs(self, line: Line, index: int, piece: Piece) -> Said | None:
+    def _logprobs(self, line: Line, index: int, piece: TokenPiece) -> Said | None:
         if piece.logprobs is None:
             return None
         if line.is_chat:

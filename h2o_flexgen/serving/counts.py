@@ -43,7 +43,7 @@ class Metric:
         yield from (f"{name}{labels} {value:.17g}" for labels, value in self.values.items())
 
 
-class Counts:
+class ServerCounts:
     """Everything since the server began. The thread that computes and the one that answers both count here."""
 
     def __init__(self) -> None:

@@ -17,20 +17,20 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import one_params
 from h2o_flexgen.sampling.sampler import NoTokenLeft
-from h2o_flexgen.serving.counts import Counts, Now
-from h2o_flexgen.serving.problems import Problem, Refused, broken, broken_by_itself, ending, queue_full, too_many
+from h2o_flexgen.serving.counts import ServerCounts, Now
+from h2o_flexgen.serving.problems import ApiProblem, Refused, broken, broken_by_itself, ending, queue_full, too_many
 
 RETRY_SECONDS = 2  # when a client may retry that a full queue has refused
 LOST = "error"  # why completions of a failed block end
 
 
 @dataclass(frozen=True)
-class Listener:
+class RequestListener:
     """The callbacks of a client that waits for a request. They are called in the thread that computes."""
 
     on_piece: OnPiece | None  # None: only whole completions are wanted
     over: Callable[[Completion], object]
-    fail: Callable[[Problem, BaseException | None], object]  # why, and what the computation has raised
+    fail: Callable[[ApiProblem, BaseException | None], object]  # why, and what the computation has raised
 
 
 Prepared: TypeAlias = "tuple[Arrival, Listener]"
@@ -51,7 +51,7 @@ class Desk:
         llm: LLM,
         arrivals: Arrivals,
         terms: Terms,
-        counts: Counts,
+        counts: ServerCounts,
         on_broken: Callable[[Exception], str],
         on_shrink: OnShrink | None = None,
         in_turn: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -60,7 +60,7 @@ class Desk:
         self._llm, self._arrivals, self._terms, self._counts = llm, arrivals, terms, counts
         self._on_broken, self._on_shrink, self._in_turn = on_broken, on_shrink, in_turn
         self._lock = Lock()
-        self._listeners: dict[Arrival, Listener] = {}
+        self._listeners: dict[Arrival, RequestListener] = {}
         self._is_closed = False
         self._hear_of_end: list[Callable[[], object]] = []
 
@@ -71,14 +71,14 @@ class Desk:
         """Whether no request is admitted any more."""
         return self._is_closed
 
-    def offer(self, requests: Sequence[tuple[Request, Listener]]) -> list[Arrival]:
+    def offer(self, requests: Sequence[tuple[Request, RequestListener]]) -> list[Arrival]:
         """Hands in the requests of a body: all of them, or none."""
         if self._is_closed:
             raise Refused(ending())
         self._refuse_too_many(sum(one_params(request.params).n for request, _ in requests))
         return self.admit([self.prepare(*each) for each in requests])
 
-    def prepare(self, request: Request, listener: Listener) -> Prepared:
+    def prepare(self, request: Request, listener: RequestListener) -> Prepared:
         """A request that may be admitted. One that has no room in a seat is refused."""
         return self._arrivals.prepare(request, listener.on_piece), listener
 
@@ -174,13 +174,13 @@ class Desk:
         else:
             self._tell(self._arrivals.break_off(), broken(said), error)
 
-    def _tell(self, lost: Sequence[Arrival], problem: Problem, error: BaseException | None) -> None:
+    def _tell(self, lost: Sequence[Arrival], problem: ApiProblem, error: BaseException | None) -> None:
         listening = [(arrival, self._taken(arrival)) for arrival in lost]  # a client that hears of one gives up its others
         for arrival, listener in listening:
             if listener is not None:
                 self._counts.ended([LOST] * len(arrival.rows))
                 listener.fail(problem, error)
 
-    def _taken(self, arrival: Arrival) -> Listener | None:
+    def _taken(self, arrival: Arrival) -> RequestListener | None:
         with self._lock:
             return self._listeners.pop(arrival, None)

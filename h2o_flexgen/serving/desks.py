@@ -21,14 +21,14 @@ from types import TracebackType
 from typing import NamedTuple
 
 from h2o_flexgen.engine.arrivals import Arrivals, Closed
-from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.engine.job import Request, RequestSize
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.threads import starting
 from h2o_flexgen.sampling.output import Completion
-from h2o_flexgen.serving.counts import Counts
-from h2o_flexgen.serving.desk import Desk, Listener, Terms
-from h2o_flexgen.serving.problems import Problem, Refused
+from h2o_flexgen.serving.counts import ServerCounts
+from h2o_flexgen.serving.desk import Desk, RequestListener, Terms
+from h2o_flexgen.serving.problems import ApiProblem, Refused
 
 SECONDS = 0.1  # that a block waits for others behind its first request, until all its seats are taken
 THREAD = "computing"
@@ -86,10 +86,10 @@ class _Asked:
     future: Future[Completion] = field(default_factory=Future)
 
     @property
-    def listener(self) -> Listener:
-        return Listener(None, self.future.set_result, self._fail)
+    def listener(self) -> RequestListener:
+        return RequestListener(None, self.future.set_result, self._fail)
 
-    def _fail(self, problem: Problem, error: BaseException | None) -> None:
+    def _fail(self, problem: ApiProblem, error: BaseException | None) -> None:
         self.future.set_exception(Refused(problem) if error is None else error)
 
 
@@ -104,13 +104,13 @@ class Desks:
         rows: int | None = None,
         least: Lengths | None = None,
         turns: Turns | None = None,
-        counts: Counts | None = None,
+        counts: ServerCounts | None = None,
     ) -> None:
         """`seconds`: how long a block waits to be filled. `rows`: how many have a seat at once, if a plan is to be found for
         them. `least`: what seats are planned for, if no request needs more. `turns` are shared by models that do not fit
         together."""
         self._llm, self._terms, self._at_once = llm, Terms(seconds, most_waiting=0, seed=None), rows
-        self._least, self._turns, self._counts = least or Lengths(), turns or Turns(), counts or Counts()
+        self._least, self._turns, self._counts = least or Lengths(), turns or Turns(), counts or ServerCounts()
         self._changed = Condition()
         self._waiting: deque[_Asked] = deque()  # for a desk that has room for them
         self._desk: Desk | None = None
@@ -120,7 +120,7 @@ class Desks:
 
     # -- for callers, in any thread ----------------------------------------------------------------------------------------
 
-    def size(self, request: Request) -> Size:
+    def size(self, request: Request) -> RequestSize:
         """The size of a request whose prompt is read. What this model cannot do is refused."""
         return RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size(request.index or 0, request)
 

@@ -9,12 +9,12 @@ from functools import partial
 
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.sampling.output import Completion, StepLogprobs
-from h2o_flexgen.serving.desk import Listener
-from h2o_flexgen.serving.problems import Problem
+from h2o_flexgen.serving.desk import RequestListener
+from h2o_flexgen.serving.problems import ApiProblem
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """A token of a completion, and the text that has become certain with it."""
 
     place: int  # of its prompt in the body
@@ -27,27 +27,27 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeAnswer:
     """All completions of a prompt, which have ended."""
 
     place: int
     completion: Completion
 
 
-Told = Piece | Whole | Problem
+Told = TokenPiece | WholeAnswer | ApiProblem
 
 
-class Exchange:
+class RequestExchange:
     """Made in the client's loop; told things in any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._told: asyncio.Queue[Told] = asyncio.Queue()
 
-    def listener(self, place: int, is_streamed: bool) -> Listener:
+    def listener(self, place: int, is_streamed: bool) -> RequestListener:
         on_piece = partial(self._piece, place) if is_streamed else None
-        return Listener(
-            on_piece, lambda completion: self._put(Whole(place, completion)), lambda problem, error: self._put(problem)
+        return RequestListener(
+            on_piece, lambda completion: self._put(WholeAnswer(place, completion)), lambda problem, error: self._put(problem)
         )
 
     async def some(self) -> list[Told]:
@@ -59,7 +59,7 @@ class Exchange:
 
     def _piece(self, place: int, row: RowState, token: int, text: str | None) -> None:
         logprobs = row.logprobs[-1] if row.logprobs else None
-        self._put(Piece(place, row.number, token, text or "", logprobs, row.finish_reason, row.stop_reason))
+        self._put(TokenPiece(place, row.number, token, text or "", logprobs, row.finish_reason, row.stop_reason))
 
     def _put(self, told: Told) -> None:
         with suppress(RuntimeError):  # the loop has ended, so no client waits

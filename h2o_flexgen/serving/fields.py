@@ -18,7 +18,7 @@ MOST_COMPLETIONS, MOST_ROWS, MOST_LIKELIEST = 128, 2048, 20  # n; completions of
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionsRequest:
     """What a body asks for: a completion or several behind each of its prompts."""
 
     lines: tuple[Line, ...]
@@ -36,7 +36,7 @@ class Asked:
         return self.lines[0].options.params.n
 
 
-def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> Asked:
+def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> CompletionsRequest:
     """Reads a body for the model of this name."""
     try:
         given = read_json(data)
@@ -62,12 +62,12 @@ def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options
     return list(asked.lines)
 
 
-def _asked(given: Mapping[str, object], is_chat: bool, defaults: Options) -> Asked:
+def _asked(given: Mapping[str, object], is_chat: bool, defaults: Options) -> CompletionsRequest:
     is_streamed = _truth(STREAM, given.get(STREAM))
     of_all = {name: value for name, value in given.items() if name not in (STREAM, STREAM_OPTIONS)}
     lines = read_body(of_all, is_chat, defaults)
     names = frozenset(name for name, value in given.items() if value is not None)
-    asked = Asked(tuple(lines), is_streamed, _with_usage(given.get(STREAM_OPTIONS), is_streamed), names)
+    asked = CompletionsRequest(tuple(lines), is_streamed, _with_usage(given.get(STREAM_OPTIONS), is_streamed), names)
     _refuse_too_many(asked)
     return asked
 
@@ -90,7 +90,7 @@ def _with_usage(given: object, is_streamed: bool) -> bool:
     return _truth(f"{STREAM_OPTIONS}.{USAGE}", given.get(USAGE))
 
 
-def _refuse_too_many(asked: Asked) -> None:
+def _refuse_too_many(asked: CompletionsRequest) -> None:
     params = asked.lines[0].options.params
     if params.n > MOST_COMPLETIONS:
         raise ValueError(f"n is {params.n}; allowed is {MOST_COMPLETIONS} at most")

@@ -25,7 +25,7 @@ MOST_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerAddress:
     """The address of the server."""
 
     host: str
@@ -37,7 +37,7 @@ class Place:
 
 
 @contextmanager
-def bound(place: Place) -> Iterator[socket.socket]:
+def bound(place: ServerAddress) -> Iterator[socket.socket]:
     """A context with a socket at this place, which does not listen yet."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
@@ -54,12 +54,12 @@ def bound(place: Place) -> Iterator[socket.socket]:
         yield opened
 
 
-def place_of(opened: socket.socket) -> Place:
+def place_of(opened: socket.socket) -> ServerAddress:
     host, port = opened.getsockname()[:2]
-    return Place(host, port)
+    return ServerAddress(host, port)
 
 
-def is_loopback(place: Place) -> bool:
+def is_loopback(place: ServerAddress) -> bool:
     return ip_address(place.host.partition("%")[0]).is_loopback
 
 
@@ -135,11 +135,11 @@ def _forget_who_does_not_read(opened: socket.socket, seconds: float) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
 
-def _no_address(place: Place, why: str) -> ValueError:
+def _no_address(place: ServerAddress, why: str) -> ValueError:
     return ValueError(f"--host {place.host} is no address of this machine ({why}); give one that is, like {LOOPBACK}")
 
 
-def _unusable(place: Place, error: Exception) -> ValueError:
+def _unusable(place: ServerAddress, error: Exception) -> ValueError:
     why = reason(error) if isinstance(error, OSError) else str(error)
     if isinstance(error, OSError) and error.errno == EADDRNOTAVAIL:
         return _no_address(place, why)

@@ -19,15 +19,15 @@ from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
 from h2o_flexgen.engine.job import Request, prompt_of, without_number
 from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.jobs.fields import Options, as_given
-from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.jobs.job import LineReading
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.serving.bodies import Limits, read_body
-from h2o_flexgen.serving.chunks import END, Chunks, as_event
-from h2o_flexgen.serving.desk import Desk, Listener
-from h2o_flexgen.serving.exchange import Exchange, Whole
-from h2o_flexgen.serving.fields import Asked, blamed, read_asked
-from h2o_flexgen.serving.problems import TOO_LONG, Problem, Refused, bad_request, ending
+from h2o_flexgen.serving.chunks import END, AnswerChunks, as_event
+from h2o_flexgen.serving.desk import Desk, RequestListener
+from h2o_flexgen.serving.exchange import RequestExchange, WholeAnswer
+from h2o_flexgen.serving.fields import CompletionsRequest, blamed, read_asked
+from h2o_flexgen.serving.problems import TOO_LONG, ApiProblem, Refused, bad_request, ending
 
 CLIENT_HAS_GONE = 499  # as other servers log it; no client reads it
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that chunks pass proxies as they come
@@ -37,7 +37,7 @@ UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that
 class Order:
     """A body with its requests, which were handed in."""
 
-    asked: Asked
+    asked: CompletionsRequest
     prompts: Sequence[str]  # as they are echoed
     arrivals: Sequence[Arrival]
     name: str
@@ -47,7 +47,7 @@ class Order:
 @dataclass(frozen=True)
 class Service:
     desk: Desk
-    reading: Reading
+    reading: LineReading
     answers: Answers
     of_prompts: Options  # what requests leave open
     of_chats: Options
@@ -58,7 +58,7 @@ class Service:
 
     async def answer(self, request: HttpRequest, is_chat: bool) -> Response:
         data = await read_body(request, self.limits)
-        exchange = Exchange()
+        exchange = RequestExchange()
         order = await asyncio.get_running_loop().run_in_executor(self.readers, self._order, data, is_chat, exchange)
         if order.asked.is_streamed:
             return EventStream(self._events(order, exchange), lambda: self.desk.give_up(order.arrivals))
@@ -66,7 +66,7 @@ class Service:
 
     # -- handing in ------------------------------------------------------------------------------------------------------
 
-    def _order(self, data: bytes, is_chat: bool, exchange: Exchange) -> Order:
+    def _order(self, data: bytes, is_chat: bool, exchange: RequestExchange) -> Order:
         """Reads a body and hands its requests in."""
         asked = read_asked(data, is_chat, self.of_chats if is_chat else self.of_prompts, self.answers.model)
         requests = [self._request(place, line, asked) for place, line in enumerate(asked.lines)]
@@ -75,13 +75,13 @@ class Service:
         prompts = [self._echo(line, request) for line, request in zip(asked.lines, requests)]
         return Order(asked, prompts, arrivals, uuid.uuid4().hex, int(time.time()))
 
-    def _request(self, place: int, line: Line, asked: Asked) -> Request:
+    def _request(self, place: int, line: Line, asked: CompletionsRequest) -> Request:
         """A request with its tokens. One with a seed of its own draws by its place in the body, whatever came before."""
         number = next(self._numbers) if line.options.params.seed is None else place
         with _refusing(asked, number):
             return self.reading.request(number, line)
 
-    def _handed_in(self, requests: Sequence[tuple[Request, Listener]], asked: Asked) -> list[Arrival]:
+    def _handed_in(self, requests: Sequence[tuple[Request, RequestListener]], asked: CompletionsRequest) -> list[Arrival]:
         with _refusing(asked, *(request.index or 0 for request, _ in requests)):
             return self.desk.offer(requests)
 
@@ -91,7 +91,7 @@ class Service:
 
     # -- answering -------------------------------------------------------------------------------------------------------
 
-    async def _whole(self, request: HttpRequest, order: Order, exchange: Exchange) -> Response:
+    async def _whole(self, request: HttpRequest, order: Order, exchange: RequestExchange) -> Response:
         collecting = asyncio.create_task(_collected(order, exchange))
         gone = asyncio.create_task(_gone(request))
         try:
@@ -105,16 +105,16 @@ class Service:
             gone.cancel()
             self.desk.give_up(order.arrivals)
 
-    async def _events(self, order: Order, exchange: Exchange) -> AsyncIterator[bytes]:
-        chunks, ended = Chunks(self.answers, order.name, order.created, order.asked, order.prompts), list[Completion]()
+    async def _events(self, order: Order, exchange: RequestExchange) -> AsyncIterator[bytes]:
+        chunks, ended = AnswerChunks(self.answers, order.name, order.created, order.asked, order.prompts), list[Completion]()
         yield b"".join(map(as_event, chunks.begin()))
         while len(ended) < len(order.arrivals):
             for told in await exchange.some():
-                if isinstance(told, Problem):
+                if isinstance(told, ApiProblem):
                     yield as_event(told.body)
                     return
                 yield b"".join(map(as_event, chunks.of(told)))
-                ended += [told.completion] if isinstance(told, Whole) else []
+                ended += [told.completion] if isinstance(told, WholeAnswer) else []
         yield b"".join(map(as_event, chunks.end(ended))) + END
 
 
@@ -134,14 +134,14 @@ class EventStream(StreamingResponse):
             self._give_up()
 
 
-async def _collected(order: Order, exchange: Exchange) -> list[Completion]:
+async def _collected(order: Order, exchange: RequestExchange) -> list[Completion]:
     """The completions of all prompts, in the order of the prompts."""
     found: dict[int, Completion] = {}
     while len(found) < len(order.arrivals):
         for told in await exchange.some():
-            if isinstance(told, Problem):
+            if isinstance(told, ApiProblem):
                 raise Refused(told)
-            if isinstance(told, Whole):
+            if isinstance(told, WholeAnswer):
                 found[told.place] = told.completion
     return [found[place] for place in range(len(found))]
 
@@ -153,7 +153,7 @@ async def _gone(request: HttpRequest) -> None:
 
 
 @contextmanager
-def _refusing(asked: Asked, *numbers: int) -> Iterator[None]:
+def _refusing(asked: CompletionsRequest, *numbers: int) -> Iterator[None]:
     """A context in which what cannot be run becomes a refusal. `numbers`: of requests, which clients know as their prompts."""
     try:
         yield

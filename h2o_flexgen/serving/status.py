@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from h2o_flexgen.serving.counts import Counts, Now
+from h2o_flexgen.serving.counts import ServerCounts, Now
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Facts:
     tiers: tuple[Tier, ...]
 
 
-def status(facts: Facts, is_ending: bool, now: Now, counts: Counts) -> dict[str, object]:
+def status(facts: Facts, is_ending: bool, now: Now, counts: ServerCounts) -> dict[str, object]:
     return {
         **asdict(facts),
         "is_ending": is_ending,

@@ -37,7 +37,7 @@ class Style(ABC):
         """The text of a whole chat, up to where the answer begins."""
 
 
-class Plain(Style):
+class PlainStyle(Style):
     """Continues what is typed, for models that were never taught to chat."""
 
     def turn(self, text: str, before: Completion | None) -> list[int]:
@@ -113,7 +113,7 @@ def _not_in(text: str) -> str:
     return mark
 
 
-STYLES: Mapping[str, type[Style]] = {"template": Template, "script": Script, "plain": Plain}
+STYLES: Mapping[str, type[Style]] = {"template": Template, "script": Script, "plain": PlainStyle}
 
 
 def choose_style(name: str, tokenizer: Tokenizer, system: str = "") -> Style:

@@ -50,7 +50,7 @@ def token_ids(what: str, given: object) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _GivenPrompt:
     """A dict's tokens, as text or as ids, and for ids perhaps the text that they come from."""
 
     tokens: object
@@ -77,22 +77,22 @@ def _prompt(what: str, given: object, tokenizer: Tokenizer) -> Prompt:
         if len(found) != 1:
             raise ValueError(f"{what} is a batch of {len(found)}; give it by itself, and not in a list")
         given = found[0]
-    one = given if isinstance(given, _Given) else _Given(given)
+    one = given if isinstance(given, _GivenPrompt) else _GivenPrompt(given)
     if isinstance(one.tokens, str):  # an empty text is no prompt, even if the tokenizer adds a start token
         return Prompt(one.tokens, tuple(tokenizer.encode(one.tokens)) if one.tokens else ())
     return Prompt(one.text if isinstance(one.text, str) else None, token_ids(what, one.tokens))
 
 
-def _of_mapping(what: str, given: Mapping[str, object]) -> Iterator[_Given]:
+def _of_mapping(what: str, given: Mapping[str, object]) -> Iterator[_GivenPrompt]:
     """A dict as vLLM takes it is one prompt; one that a tokenizer of transformers returned may hold several."""
     if unread := next((key for key in NOT_READ if given.get(key) is not None), None):
         raise ValueError(f"{what} has {unread}, but this engine reads texts alone; leave it out")
     if given.get("prompt_token_ids") is not None:
-        yield _Given(given["prompt_token_ids"], given.get("prompt"))
+        yield _GivenPrompt(given["prompt_token_ids"], given.get("prompt"))
     elif given.get("prompt") is not None:
-        yield _Given(given["prompt"])
+        yield _GivenPrompt(given["prompt"])
     elif given.get("input_ids") is not None:
-        yield from map(_Given, _without_padding(given["input_ids"], given.get("attention_mask")))
+        yield from map(_GivenPrompt, _without_padding(given["input_ids"], given.get("attention_mask")))
     elif "role" in given:
         raise ValueError(f"{what} is a message of a chat; write llm.chat(messages)")
     else:

@@ -18,8 +18,8 @@ from torch import Tensor
 from h2o_flexgen.apps import made_up_tables
 from h2o_flexgen.apps.data_wrangling.__main__ import main
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
-from h2o_flexgen.apps.data_wrangling.made_up import MadeUp
-from h2o_flexgen.jobs.output import Output
+from h2o_flexgen.apps.data_wrangling.made_up import MadeUpDataSet
+from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.commands import Result, called
@@ -42,7 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables")
     for name in ("Beer", "Restaurant", "Hospital"):
-        MadeUp(DATA_SETS[name], ROWS).write(folder)
+        MadeUpDataSet(DATA_SETS[name], ROWS).write(folder)
     return folder
 
 
@@ -197,9 +197,9 @@ def test_files_that_are_others_stay(command: Any, out: Path) -> None:
 
 
 def test_a_run_goes_on_where_it_ended(command: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Output.add
+    add = JobOutput.add
 
-    def failing(self: Output, place: int, line: bytes, failed: bool) -> None:
+    def failing(self: JobOutput, place: int, line: bytes, failed: bool) -> None:
         if self.finished.num_done >= 3:
             raise KeyboardInterrupt
         add(self, place, line, failed)
@@ -208,7 +208,7 @@ def test_a_run_goes_on_where_it_ended(command: Any, out: Path, monkeypatch: pyte
     texts = result_of(out)["answers"]
     out.unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(Output, "add", failing)
+        patched.setattr(JobOutput, "add", failing)
         assert command(*BEER, "-k", 2, "--resume").status == 130
     assert "is there already; --resume goes on with it" in command(*BEER, "-k", 2).error
     ran = command(*BEER, "-k", 2, "--resume").json
@@ -235,7 +235,7 @@ def test_more_rows_may_be_asked_for_and_nothing_else_changed(command: Any, out: 
 
 
 def test_tables_that_have_changed_are_refused(command: Any, out: Path, tmp_path: Path) -> None:
-    own = MadeUp(DATA_SETS["Beer"], ROWS).write(tmp_path)
+    own = MadeUpDataSet(DATA_SETS["Beer"], ROWS).write(tmp_path)
     flags = (*BEER, "--data-dir", own, "-k", 0)
     assert command(*flags).status == 0
     table = own / "tableA.csv"

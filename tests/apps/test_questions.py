@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DETECT, IMPUTE, MATCH, SPLITS, TASKS
 from h2o_flexgen.apps.data_wrangling.folder import Folder
-from h2o_flexgen.apps.data_wrangling.made_up import MadeUp
+from h2o_flexgen.apps.data_wrangling.made_up import MadeUpDataSet
 from h2o_flexgen.apps.data_wrangling.questions import Question, Questions, Serialising
 
 GOODS = "id,title,manufacturer,price\n"
@@ -46,7 +46,7 @@ def test_rows_are_written_as_a_person_wants_them(tmp_path: Path) -> None:
 
 
 def test_columns_are_dropped_and_renamed_as_in_the_benchmark(tmp_path: Path) -> None:
-    MadeUp(DATA_SETS["Beer"], 4).write(tmp_path)
+    MadeUpDataSet(DATA_SETS["Beer"], 4).write(tmp_path)
     folder = Folder.of(TASKS[MATCH], str(tmp_path), "Beer")
     for one in Questions.of(folder, Serialising()).split("test"):
         assert one.text.startswith("Product A is name: ") and ". factory: " in one.text and "ABV" not in one.text
@@ -129,13 +129,13 @@ def tmp_path_of_restaurant(folder: Path) -> Path:
 @pytest.mark.parametrize("name", list(DATA_SETS))
 def test_every_data_set_is_found_by_name_and_in_its_own_folder(tmp_path: Path, name: str) -> None:
     task = DATA_SETS[name].task
-    own = MadeUp(DATA_SETS[name], 6, seed=3).write(tmp_path / "datasets")
+    own = MadeUpDataSet(DATA_SETS[name], 6, seed=3).write(tmp_path / "datasets")
     assert own == tmp_path / "datasets" / task.folder / name
     for given, said in ((tmp_path, name), (tmp_path / "datasets", name), (own, name), (own, None)):
         found = Questions.of(Folder.of(task, str(given), said), Serialising())
         assert [len(found.split(split)) for split in SPLITS] == [6, 6, 6]
-    again = MadeUp(DATA_SETS[name], 6, seed=3).write(tmp_path / "again")
-    other = MadeUp(DATA_SETS[name], 6, seed=4).write(tmp_path / "other")
+    again = MadeUpDataSet(DATA_SETS[name], 6, seed=3).write(tmp_path / "again")
+    other = MadeUpDataSet(DATA_SETS[name], 6, seed=4).write(tmp_path / "other")
     texts = [{path.name: path.read_text() for path in folder.iterdir()} for folder in (own, again, other)]
     assert texts[0] == texts[1] != texts[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.memory.disk import Files
+from h2o_flexgen.memory.disk import DiskFiles
 from tests.scripts.loading import load_script
 
 kernels = load_script("kernels.py", "benchmarks")
@@ -40,7 +40,7 @@ def test_flops_of_a_prompt_are_those_of_its_products_and_of_causal_attention() -
 
 
 def test_the_file_is_read_whole_by_both_and_gone_afterwards(tmp_path: Path) -> None:
-    with kernels.file_on_disk(str(tmp_path), 3 << 20) as file, Files() as files:
+    with kernels.file_on_disk(str(tmp_path), 3 << 20) as file, DiskFiles() as files:
         assert file.stat().st_size == 3 << 20
         subject = kernels.reading(files, file)
         assert subject.work == subject.kernel() == 3 << 20

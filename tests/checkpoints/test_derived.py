@@ -20,7 +20,7 @@ from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.derived import FORMATS, MANIFEST, Copy, Damaged, model_name
 from h2o_flexgen.checkpoints.safetensors_format import raw_header
 from h2o_flexgen.checkpoints.stored import StoredTensor
-from h2o_flexgen.cli.watch import Opening
+from h2o_flexgen.cli.watch import OpeningReport
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.llm import LLM
@@ -344,7 +344,7 @@ def test_weights_of_the_user_are_not_checked(home: Home) -> None:
 @pytest.mark.parametrize(("stage", "why"), [(Stage.MENDING, "was damaged"), (Stage.RENEWING, "had an older layout")])
 def test_a_person_is_told_in_one_line(stage: Stage, why: str, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(0, "opening", late=True) as progress:
-        Opening(progress).stage(stage, 0, 0)
+        OpeningReport(progress).stage(stage, 0, 0)
     cache = home.folder / "cache" / "h2o_flexgen"
     assert capsys.readouterr().err == f"a copy of the weights in {cache} {why}: it is made again from the checkpoint\n"
 

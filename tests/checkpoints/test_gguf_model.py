@@ -22,7 +22,7 @@ from h2o_flexgen.core import layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 from h2o_flexgen.evaluation.model_identity import folder_digest
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.memory.disk import Files, Piece
+from h2o_flexgen.memory.disk import DiskFiles, FilePiece
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
@@ -100,15 +100,15 @@ def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
     """Whatever place that is; what small tensors share pages for goes through a buffer."""
     model = save_gguf("qwen3-moe", file := tmp_path / "tiny.gguf", "q4_0", decoder_sparse_step=1)
     monkeypatch.setattr(layout, "PAGE_ALIGNED_FROM", 256)
-    straight, whole, within = set[int](), Files._read_checked, set[int]()
+    straight, whole, within = set[int](), DiskFiles._read_checked, set[int]()
 
-    def watched(self: Files, wanted: Piece, pages: memoryview) -> memoryview:
-        if isinstance(wanted, Piece) and wanted.pages is not None:
+    def watched(self: DiskFiles, wanted: FilePiece, pages: memoryview) -> memoryview:
+        if isinstance(wanted, FilePiece) and wanted.pages is not None:
             straight.add(wanted.offset)
             within.add(wanted.out.data_ptr() % layout.ALIGNMENT)
         return whole(self, wanted, pages)
 
-    monkeypatch.setattr(Files, "_read_checked", watched)
+    monkeypatch.setattr(DiskFiles, "_read_checked", watched)
     made = generated(file, ON_DISK, tmp_path / "offload", slots=slots)
     matrices = [one for one in GGUFReader(file).tensors if one.tensor_type == gguf.GGMLQuantizationType.Q4_0]
     places = {

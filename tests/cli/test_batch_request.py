@@ -11,7 +11,7 @@ import pytest
 from h2o_flexgen.cli.batch_request import INSTEAD, BatchRequest, make_parser, parse, request_of
 from h2o_flexgen.cli.main import commands_with
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.refusals import one_line
@@ -31,7 +31,7 @@ def asked(tmp_path: Path) -> Any:
 
 def test_without_flags_the_model_of_the_package_runs_under_a_plan_that_is_found(asked: Any, tmp_path: Path) -> None:
     request = asked()
-    assert request.model.name == DEMO and isinstance(request.plan, Asked) and not request.ordered
+    assert request.model.name == DEMO and isinstance(request.plan, PlanRequirements) and not request.ordered
     assert request.defaults.params == SamplingParams() and request.seed is None
     assert len(request.checked.index) == 2 and request.begun is None and not request.resuming.asked
     assert request.files.manifest == tmp_path / "out.manifest.json"

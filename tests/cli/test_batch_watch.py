@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli.batch_watch import Figures, JobWatch, Metrics
-from h2o_flexgen.engine.job import Size
+from h2o_flexgen.cli.batch_watch import JobFigures, JobWatch, Metrics
+from h2o_flexgen.engine.job import RequestSize
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.jobs.job import Sizes
+from h2o_flexgen.jobs.job import RequestSizes
 from h2o_flexgen.jobs.recovery import DONE, FAILED, OPEN, Finished
 from h2o_flexgen.sampling.output import Completion
 
 TICK = Tick(9, 1, 3, 4, 60, 30, 100, 2.0, 1.0, {"compute": 2.0, "read": 9.0})
 
 
-def figures(share: float = 0.25, tick: Tick = TICK) -> Figures:
-    return Figures(8, 3, 1, 10.0, share, 4, tick)
+def figures(share: float = 0.25, tick: Tick = TICK) -> JobFigures:
+    return JobFigures(8, 3, 1, 10.0, share, 4, tick)
 
 
 def test_figures_of_a_tick() -> None:
@@ -39,8 +39,8 @@ def test_before_anything_is_known_nothing_is_foretold() -> None:
 
 
 def test_requests_that_end_early_bring_the_end_nearer() -> None:
-    sizes = Sizes()
-    for size in (Size(10, 90), Size(10, 40, 2)):
+    sizes = RequestSizes()
+    for size in (RequestSize(10, 90), RequestSize(10, 40, 2)):
         sizes.add(size)  # 200 tokens at most
     stream = io.StringIO()
     finished = Finished(bytearray([DONE, FAILED, OPEN, OPEN]))
@@ -59,9 +59,9 @@ def test_requests_that_end_early_bring_the_end_nearer() -> None:
 
 
 def test_what_requests_share_is_read_once() -> None:
-    sizes = Sizes()
+    sizes = RequestSizes()
     for _ in range(3):
-        sizes.add(Size(40, 10))
+        sizes.add(RequestSize(40, 10))
     with Progress(3, "batch", io.StringIO()) as progress:
         watch = JobWatch(progress, Metrics(None), sizes, Finished(bytearray(3)), shared_tokens=60)
         watch.tick(Tick(1, 0, 3, 3, 60, 15, 75, 1.0, 1.0, {}))

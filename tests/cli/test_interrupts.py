@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from h2o_flexgen.cli.errors import Ended
+from h2o_flexgen.cli.errors import EndedBySignal
 from h2o_flexgen.cli.interrupts import Interrupts
 
 
@@ -49,14 +49,14 @@ def test_the_first_signal_asks_and_the_second_ends() -> None:
 
 def test_a_job_that_is_terminated_ends_as_one() -> None:
     def handle(number: int, frame: object) -> None:
-        raise Ended(number)
+        raise EndedBySignal(number)
 
     signal.signal(signal.SIGTERM, handle)
     interrupts = Interrupts(lambda: None)
     with interrupts.heard():
         interrupts.listen()
         send(signal.SIGTERM)
-    with pytest.raises(Ended) as caught:
+    with pytest.raises(EndedBySignal) as caught:
         interrupts.end()
     assert caught.value.status == 143
 

@@ -11,10 +11,10 @@ import pytest
 
 from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.requests import plan_of
-from h2o_flexgen.cli.run_request import DEMO_PROMPTS, FEW_PROMPTS, MadeUp, RunRequest, parse, request_of
+from h2o_flexgen.cli.run_request import DEMO_PROMPTS, FEW_PROMPTS, MadeUpPrompts, RunRequest, parse, request_of
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.options import what_is_searched
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.search import SLOTS
 from h2o_flexgen.sampling.params import SamplingParams
@@ -37,7 +37,7 @@ def test_a_published_command_parses_with_flexgens_meaning() -> None:
 def test_the_published_abbreviation_of_cpu_cache_compute_is_still_one() -> None:
     plan, searched = asked("--model", "m", "--cpu", "--percent", "0", "100", "0", "100", "0", "100").plan, asked("--model", "m")
     assert isinstance(plan, Plan) and plan.attend_on == HOST
-    assert isinstance(searched.plan, Asked) and searched.plan.attend_on == (DEVICE, HOST)
+    assert isinstance(searched.plan, PlanRequirements) and searched.plan.attend_on == (DEVICE, HOST)
     assert asked("--model", "m", "--cpu-mem", "8GB").site.cpu_mem == "8GB"
 
 
@@ -74,14 +74,14 @@ def test_fewer_bits_are_asked_for_as_flexgen_does_or_by_number(words: tuple[str,
 )
 def test_products_of_8_bits_are_asked_for_whatever_the_weights(words: str, weights: str, computes: tuple[str, ...]) -> None:
     search = asked("--model", "m", *words.split()).plan
-    assert isinstance(search, Asked)
+    assert isinstance(search, PlanRequirements)
     assert (search.plan.weight_codec, search.computes) == (weights, computes)
     assert search.plan.compute == ("int8" if "--compute" in words else "exact")
 
 
 def test_a_model_is_opened_with_exact_products_where_a_search_may_pack_its_weights() -> None:
     request = asked("--model", "m", "--compute", "int8", "--allow-4bit")
-    assert isinstance(request.plan, Asked) and request.first_plan == replace(request.plan.plan, compute="exact")
+    assert isinstance(request.plan, PlanRequirements) and request.first_plan == replace(request.plan.plan, compute="exact")
     assert asked("--model", "m", "--compute", "int8").first_plan.compute == "int8"
 
 
@@ -108,19 +108,19 @@ def test_without_a_model_the_one_of_the_package_continues_texts_and_its_defaults
 def test_random_weights_without_a_model_are_those_of_a_small_opt() -> None:
     request = asked("--dummy-weights")
     assert (request.model.name, request.model.dummy_weights) == ("facebook/opt-125m", True)
-    assert request.prompts == MadeUp(None, 64)
+    assert request.prompts == MadeUpPrompts(None, 64)
 
 
 @pytest.mark.parametrize("words", ["--prompt Hello", "--prompt-len 9", "--num-prompts 3", "--prompt-file {file}"])
 def test_the_demo_has_no_texts_of_its_own_where_others_are_asked_for(words: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("Hello")
     prompts = asked(*words.format(file=tmp_path / "file").split()).prompts
-    assert prompts == ("Hello",) or isinstance(prompts, MadeUp)
+    assert prompts == ("Hello",) or isinstance(prompts, MadeUpPrompts)
 
 
 def test_a_model_without_prompts_and_sizes_runs_a_few_and_says_so() -> None:
     request = asked("--model", "m")
-    assert request.prompts == MadeUp(FEW_PROMPTS, 512)
+    assert request.prompts == MadeUpPrompts(FEW_PROMPTS, 512)
     [note] = request.notes
     assert note.startswith(f"no prompt is given: {FEW_PROMPTS} made-up ones are run; --prompt gives one")
     assert asked("--model", "m", "--prompt", "a").notes == ()
@@ -139,7 +139,7 @@ def test_a_model_without_prompts_and_sizes_runs_a_few_and_says_so() -> None:
 )
 def test_what_asks_for_sizes_still_runs_a_block_of_made_up_prompts(words: str) -> None:
     request = asked("--model", "m", *words.split())
-    assert request.prompts == MadeUp(None, 512) and request.notes == ()
+    assert request.prompts == MadeUpPrompts(None, 512) and request.notes == ()
 
 
 def test_a_path_without_a_model_is_no_demo() -> None:
@@ -201,14 +201,14 @@ def test_what_the_run_and_the_plan_command_both_ask_is_asked_in_the_same_words()
 
 def test_sizes_that_are_given_are_all_that_a_search_may_take() -> None:
     search = asked("--model", "m", "--gpu-batch-size", "5").plan
-    assert isinstance(search, Asked) and (search.batch_sizes, search.batches) == ((5,), ())
+    assert isinstance(search, PlanRequirements) and (search.batch_sizes, search.batches) == ((5,), ())
     assert (search.plan.gpu_batch_size, search.plan.num_gpu_batches) == (5, Plan.num_gpu_batches)
 
 
 @pytest.mark.parametrize(("words", "slots", "tried"), [("", 2, SLOTS), ("--slots 2", 2, ()), ("--slots 5", 5, ())])
 def test_slots_are_searched_unless_they_are_given(words: str, slots: int, tried: tuple[int, ...]) -> None:
     search = asked("--model", "m", *words.split()).plan
-    assert isinstance(search, Asked) and (search.plan.slots, search.slots) == (slots, tried)
+    assert isinstance(search, PlanRequirements) and (search.plan.slots, search.slots) == (slots, tried)
     options = {"slots": slots} if words else {}
     assert what_is_searched(Plan.create(**options), options).slots == tried
 

@@ -11,7 +11,7 @@ import pytest
 from h2o_flexgen.cli import serve_request
 from h2o_flexgen.cli.serve_request import KeepRequest, ServeRequest, parse, request_of, seconds
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
 from tests.refusals import one_line
 
@@ -22,7 +22,7 @@ def asked(*flags: object) -> ServeRequest:
 
 def test_without_flags_the_model_of_the_package_is_served_to_this_machine_alone() -> None:
     request = asked()
-    assert request.model.name == request.name == DEMO and isinstance(request.plan, Asked)
+    assert request.model.name == request.name == DEMO and isinstance(request.plan, PlanRequirements)
     assert (request.listen.host, request.listen.port, request.listen.key_file) == ("127.0.0.1", 8000, None)
     assert (request.gather_seconds, request.listen.most_body_bytes, request.keep) == (0.1, 4_000_000, None)
 

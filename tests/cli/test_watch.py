@@ -12,7 +12,7 @@ import torch
 from h2o_flexgen.cli import watch as watch_module
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.crowd import Crowd
-from h2o_flexgen.cli.watch import Watch, clock, say_threads
+from h2o_flexgen.cli.watch import RunWatch, clock, say_threads
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
@@ -44,7 +44,7 @@ def planned(spec: ModelSpec, schedule: str = "zigzag") -> BlockPlans:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) -> None:
     blocks, stream = planned(spec, schedule), io.StringIO()
-    watch = Watch(blocks, Progress(0, "run", stream))
+    watch = RunWatch(blocks, Progress(0, "run", stream))
     done = []
     watch._progress.update = lambda text, number, details: done.append(number)  # type: ignore[method-assign]
     for block in blocks:
@@ -87,7 +87,7 @@ def test_threads_that_share_work_out_need_not_be_fewer_in_a_crowd(
 
 
 def test_a_run_looks_for_a_crowd_at_the_end_of_each_visit(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, watch = list[bool](), Watch(planned(spec), Progress(0, "run", io.StringIO()))
+    looks, watch = list[bool](), RunWatch(planned(spec), Progress(0, "run", io.StringIO()))
     monkeypatch.setattr(Crowd, "look", lambda self: looks.append(True))
     visits = [task for task in planned(spec)[0].schedule.tasks() if task.op is Op.COMPUTE][:3]
     for task in visits:
@@ -104,7 +104,7 @@ def test_when_memory_runs_out_progress_goes_on_and_ends_at_its_total(spec: Model
     rest = BlockPlans.of(spec, smaller, Workload((9,), gen_len=3), Site())
     stream, done = io.StringIO(), list[int]()
     progress = Progress(blocks.visits, "run", stream)
-    watch = Watch(blocks, progress)
+    watch = RunWatch(blocks, progress)
     progress.update = lambda text, number, details: done.append(number)  # type: ignore[method-assign]
 
     def computed(block: BlockPlan, most: int | None = None) -> None:
@@ -127,7 +127,7 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
     seen: list[str] = []
     progress = Progress(0, "run", io.StringIO())
     progress.update = lambda text, done, details: seen.append(f"{' '.join(details)}, {text}")  # type: ignore[method-assign]
-    watch = Watch(blocks, progress)
+    watch = RunWatch(blocks, progress)
     watch.stage(Stage.LOADING)
     watch.stage(Stage.GENERATING)
     for task in blocks[0].schedule.tasks():
@@ -145,7 +145,7 @@ def test_slices_of_experts_are_named_beside_their_number() -> None:
     details: list[str] = []
     progress = Progress(0, "run", io.StringIO())
     progress.update = lambda text, done, seen: details.append(seen[2])  # type: ignore[method-assign]
-    watch = Watch(planned(of_experts), progress)
+    watch = RunWatch(planned(of_experts), progress)
     for task in planned(of_experts)[0].schedule.tasks():
         if task.op is Op.COMPUTE:
             watch.visit(task, tokens=0)

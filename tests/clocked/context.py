@@ -15,7 +15,7 @@ from h2o_flexgen.engine.executor import Executor, _Pending
 from h2o_flexgen.kernels import raw_memory
 from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.disk import Files
+from h2o_flexgen.memory.disk import DiskFiles
 from h2o_flexgen.schedule.task import Task
 from tests.clocked.checker import Checker, listening
 from tests.clocked.device import ClockedDevice
@@ -46,7 +46,7 @@ def checked() -> Iterator[Checker]:
         for owner, name, replacement in (
             (under_plan, "open_device", open_clocked),
             (raw_memory, "touched", checker.touched),
-            (Files, "each", _each(checker, Files.each)),
+            (DiskFiles, "each", _each(checker, DiskFiles.each)),
             (Executor, "_act", _act(checker, Executor._act)),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
@@ -58,7 +58,7 @@ def checked() -> Iterator[Checker]:
 def _each(checker: Checker, each: Callable[..., None]) -> Callable[..., None]:
     """Threads of the disk act for whoever gives them work, which waits until they are done."""
 
-    def in_turn(files: Files, action: Callable[..., object], items: Sequence[object]) -> None:
+    def in_turn(files: DiskFiles, action: Callable[..., object], items: Sequence[object]) -> None:
         before, task, stream, behind = checker.snapshot(), checker.task, checker.stream, list[Any]()
 
         def act(item: object) -> None:

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need, Seats, seats_of
+from h2o_flexgen.core.seats import SeatNeed, Seats, seats_of
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.policies.full import Full
 
 NEEDS = draw.lists(
-    draw.builds(Need, draw.integers(1, 40), draw.integers(0, 30), draw.none(), draw.just(False)), min_size=1, max_size=60
+    draw.builds(SeatNeed, draw.integers(1, 40), draw.integers(0, 30), draw.none(), draw.just(False)), min_size=1, max_size=60
 )
 
 
 @given(NEEDS, draw.integers(1, 6))
-def test_every_row_waits_in_one_queue_whose_seats_have_room_for_it(needs: list[Need], batches: int) -> None:
+def test_every_row_waits_in_one_queue_whose_seats_have_room_for_it(needs: list[SeatNeed], batches: int) -> None:
     found = seats_of(needs, range(len(needs)), batches)
     assert 1 <= len(found) <= batches
     assert sorted(row for seats in found for row in seats.queue) == list(range(len(needs)))
@@ -31,7 +31,7 @@ def test_every_row_waits_in_one_queue_whose_seats_have_room_for_it(needs: list[N
 
 
 @given(NEEDS, draw.integers(1, 6))
-def test_those_who_need_more_are_together_and_the_longest_begin(needs: list[Need], batches: int) -> None:
+def test_those_who_need_more_are_together_and_the_longest_begin(needs: list[SeatNeed], batches: int) -> None:
     found = seats_of(needs, range(len(needs)), batches)
     for larger, smaller in pairwise(found):
         assert min(needs[row].tokens for row in larger.queue) >= max(needs[row].tokens for row in smaller.queue)
@@ -41,7 +41,7 @@ def test_those_who_need_more_are_together_and_the_longest_begin(needs: list[Need
 
 
 def test_queues_are_of_equal_work_although_not_of_equal_length() -> None:
-    needs = [Need(10, 100)] * 10 + [Need(10, 10)] * 100
+    needs = [SeatNeed(10, 100)] * 10 + [SeatNeed(10, 10)] * 100
     long_ones, short_ones = seats_of(needs, range(len(needs)), 2)
     assert (len(long_ones.queue), len(short_ones.queue)) == (10, 100)
     assert Full().occupancy(batch_of(long_ones), 1).capacity == 109 and Full().occupancy(batch_of(short_ones), 1).capacity == 19
@@ -52,14 +52,14 @@ def batch_of(seats: Seats) -> Batch:
 
 
 def test_a_block_has_no_more_seats_and_batches_than_rows() -> None:
-    ((block, rows),) = Workload.running([Need(5, 7)] * 5).alike_blocks(3, 4)
+    ((block, rows),) = Workload.running([SeatNeed(5, 7)] * 5).alike_blocks(3, 4)
     assert [batch.size for batch in block.batches] == [3, 2] and len(rows) == 5 and block.is_running
-    ((block, _),) = Workload.running([Need(5, 7)] * 50).alike_blocks(3, 4)
+    ((block, _),) = Workload.running([SeatNeed(5, 7)] * 50).alike_blocks(3, 4)
     assert [batch.size for batch in block.batches] == [3, 3, 3, 3]
 
 
 @given(NEEDS)
-def test_passes_never_outlast_a_block(needs: list[Need]) -> None:
+def test_passes_never_outlast_a_block(needs: list[SeatNeed]) -> None:
     """Even if one row follows the other in a single seat."""
     ((block, _),) = Workload.running(needs).alike_blocks(1, 1)
     assert block.gen_len >= sum(max(1, need.gen_len) for need in needs)
@@ -70,11 +70,11 @@ SHARING = draw.lists(
 )  # own tokens, growth, group
 
 
-def sharing(rows: list[tuple[int, int, int]], copies: bool = False) -> list[Need]:
+def sharing(rows: list[tuple[int, int, int]], copies: bool = False) -> list[SeatNeed]:
     """Rows of four groups, each with a prefix of another length, and of none."""
     shared = [None, *(SharedPrefix(group, 10 * group) for group in range(1, 5))]
     return [
-        Need.behind(prefix := shared[group], own + (0 if prefix is None else prefix.tokens), grown, copies)
+        SeatNeed.behind(prefix := shared[group], own + (0 if prefix is None else prefix.tokens), grown, copies)
         for own, grown, group in rows
     ]
 
@@ -107,7 +107,7 @@ def test_a_prefix_takes_no_slots_unless_it_is_copied_and_is_read_by_nobody(
 
 def test_room_is_for_the_prefixes_of_neighbours() -> None:
     shared = [SharedPrefix(group, 16 * (group + 1)) for group in range(3)]
-    needs = [Need(20, 5, prefix) for prefix in shared for _ in range(4)]
+    needs = [SeatNeed(20, 5, prefix) for prefix in shared for _ in range(4)]
     (each,) = seats_of(needs, range(12), 1)
     alone, two, all_of_them = (each.for_batches_of(size) for size in (1, 4, 12))
     assert alone.prefixes == (48, 48, 96) and two.prefixes == (48, 80, 96) and all_of_them.prefixes == (48, 96, 96)

@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_flexgen.engine import engine
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.sampling.output import Completion
@@ -172,7 +172,7 @@ def test_slices_of_experts_overwrite_what_no_buffer_holds(
     """Memory is promised for one wide state of a batch that rests, in prompts that are read in several parts as well."""
     told, whole = set[tuple[bool, bool]](), Engine._computed
 
-    def watched(self: Engine, visit: Visit, part: Part, states: Tensor | None, *args: Any, **options: Any) -> Tensor:
+    def watched(self: Engine, visit: Visit, part: RowsPart, states: Tensor | None, *args: Any, **options: Any) -> Tensor:
         computed = whole(self, visit, part, states, *args, **options)
         told.add((self._spec.layers[visit.layer].overwrites, computed is states))
         return computed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
@@ -28,7 +28,7 @@ LAYERS = tiny_spec().kv_layers
 @contextmanager
 def opened(folder: Path, lengths: list[int], size: int, plan: Plan) -> Iterator[PrefixStore]:
     """A store for a block of so many seats, in which each prefix is one row's."""
-    needs = [Need(length + 1, 1) for length in lengths]
+    needs = [SeatNeed(length + 1, 1) for length in lengths]
     shared = [SharedPrefix(group, length) for group, length in enumerate(lengths)]
     ((block, _),) = Workload.running(needs, shared).alike_blocks(size, 1)
     memories = Memories(Device(), folder)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import BlockSize, Workload
 from h2o_flexgen.engine.row_state import RowState
@@ -20,7 +20,7 @@ from tests.planning.worlds import tiny_spec
 
 
 def waiting_for(
-    needs: Sequence[Need], batch_size: int, batches: int, prefixes: Sequence[SharedPrefix | None] = ()
+    needs: Sequence[SeatNeed], batch_size: int, batches: int, prefixes: Sequence[SharedPrefix | None] = ()
 ) -> tuple[WaitingJob, BlockPlan, list[int]]:
     made: list[int] = []
 
@@ -41,26 +41,34 @@ def places(rows: Sequence[RowState]) -> list[int]:
 
 
 def test_an_empty_batch_is_filled_and_rows_are_made_only_then() -> None:
-    waiting, _, made = waiting_for([Need(3, 9), Need(5, 8), Need(4, 7), Need(2, 6)], 3, 1)
+    waiting, _, made = waiting_for([SeatNeed(3, 9), SeatNeed(5, 8), SeatNeed(4, 7), SeatNeed(2, 6)], 3, 1)
     assert made == [] and len(waiting) == 4
     assert places(waiting.take(0, seated=[])) == [1, 2, 0], "the longest prompts first: neighbours have few pads"
     assert sorted(made) == [0, 1, 2] and len(waiting) == 1
 
 
 def test_newcomers_wait_until_some_seats_are_free_but_the_last_do_not() -> None:
-    waiting, _, _ = waiting_for([Need(3, 20 - place) for place in range(20)], 16, 1)
+    waiting, _, _ = waiting_for([SeatNeed(3, 20 - place) for place in range(20)], 16, 1)
     assert len(waiting.take(0, [])) == 16
     assert waiting.take(0, seated=[None] * 15) == [], "one seat in sixteen"
     assert places(waiting.take(0, seated=[None] * 14)) == [16, 17]
     assert waiting.take(0, seated=[None] * 15) == []
     assert places(waiting.take(0, seated=[None] * 14)) == [18, 19]
-    waiting, _, _ = waiting_for([Need(3, 20 - place) for place in range(17)], 16, 1)
+    waiting, _, _ = waiting_for([SeatNeed(3, 20 - place) for place in range(17)], 16, 1)
     waiting.take(0, [])
     assert places(waiting.take(0, seated=[None] * 15)) == [16], "nobody else will come"
 
 
 def test_a_batch_whose_own_queue_is_empty_takes_whoever_fits_from_others() -> None:
-    needs = [Need(10, 30), Need(10, 20), Need(10, 10), Need(10, 10), Need(10, 10), Need(10, 10), Need(10, 10)]
+    needs = [
+        SeatNeed(10, 30),
+        SeatNeed(10, 20),
+        SeatNeed(10, 10),
+        SeatNeed(10, 10),
+        SeatNeed(10, 10),
+        SeatNeed(10, 10),
+        SeatNeed(10, 10),
+    ]
     waiting, planned, _ = waiting_for(needs, 1, 2)
     assert [batch.seats and batch.seats.queue for batch in planned.block.batches] == [(0, 1), (2, 3, 4, 5, 6)]
     assert places(waiting.take(0, [])) == [0] and places(waiting.take(1, [])) == [2]
@@ -69,13 +77,13 @@ def test_a_batch_whose_own_queue_is_empty_takes_whoever_fits_from_others() -> No
 
 
 def test_seats_of_a_small_class_never_take_who_needs_more() -> None:
-    waiting, _, _ = waiting_for([Need(10, 30)] * 2 + [Need(10, 10)] * 6, 1, 2)
+    waiting, _, _ = waiting_for([SeatNeed(10, 30)] * 2 + [SeatNeed(10, 10)] * 6, 1, 2)
     assert [places(waiting.take(1, [])) for _ in range(6)] == [[2], [3], [4], [5], [6], [7]]
     assert len(waiting) == 2 and waiting.take(1, []) == []
 
 
 def test_all_who_have_not_ended_begin_anew_in_other_blocks() -> None:
-    waiting, planned, made = waiting_for([Need(3, 2)] * 5, 3, 1)
+    waiting, planned, made = waiting_for([SeatNeed(3, 2)] * 5, 3, 1)
     first, second, third = waiting.take(0, [])
     for row in (first, second, third):
         row.push(7)
@@ -83,7 +91,9 @@ def test_all_who_have_not_ended_begin_anew_in_other_blocks() -> None:
     waiting.end(first)
     assert list(waiting.left([planned])) == [1, 2, 3, 4]
     assert second.num_generated == third.num_generated == 0 and second.known == (7, None)
-    rest = BlockPlans.of(planned.spec, planned.plan, Workload.running([Need(3, 2)] * 5), Site(), BlockSize(3, 1), [1, 2, 3, 4])
+    rest = BlockPlans.of(
+        planned.spec, planned.plan, Workload.running([SeatNeed(3, 2)] * 5), Site(), BlockSize(3, 1), [1, 2, 3, 4]
+    )
     waiting.seat_in(rest.first)
     again = waiting.take(0, [])
     assert again[0] is second and again[1] is third and made == [0, 1, 2, 3], "the same rows, with the tokens that they had"
@@ -91,7 +101,7 @@ def test_all_who_have_not_ended_begin_anew_in_other_blocks() -> None:
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_row_that_finished_while_memory_ran_out_does_not_come_again(finished: bool) -> None:
-    waiting, planned, _ = waiting_for([Need(3, 1 if finished else 2)] * 2, 2, 1)
+    waiting, planned, _ = waiting_for([SeatNeed(3, 1 if finished else 2)] * 2, 2, 1)
     row, _ = waiting.take(0, [])
     row.push(7)
     assert list(waiting.left([planned])) == ([1] if finished else [0, 1])
@@ -99,7 +109,7 @@ def test_a_row_that_finished_while_memory_ran_out_does_not_come_again(finished: 
 
 def test_whoever_shares_a_prefix_waits_until_there_is_room_for_that() -> None:
     first, second = SharedPrefix(0, 32), SharedPrefix(1, 16)
-    waiting, planned, _ = waiting_for([Need(40, 9)] * 3, 3, 1, [first, first, None])
+    waiting, planned, _ = waiting_for([SeatNeed(40, 9)] * 3, 3, 1, [first, first, None])
     (batch,) = planned.block.batches
     assert batch.seats is not None and batch.seats.prefixes == (32, 32, 32)
     assert places(waiting.take(0, [second, None])) == [2], "neither of the others has room beside the second prefix"
@@ -108,7 +118,7 @@ def test_whoever_shares_a_prefix_waits_until_there_is_room_for_that() -> None:
 
 
 def test_nobody_is_lost_where_memory_runs_out_while_rows_are_made() -> None:
-    waiting, planned, made = waiting_for([Need(3, 2)] * 5, 3, 1)
+    waiting, planned, made = waiting_for([SeatNeed(3, 2)] * 5, 3, 1)
     make = waiting._make
 
     def make_two(place: int) -> RowState:

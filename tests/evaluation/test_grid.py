@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.evaluation.grid import Grid, Setting, Share, Size
+from h2o_flexgen.evaluation.grid import Grid, Setting, BudgetShare, BudgetSlots
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.table import POLICIES
@@ -35,18 +35,18 @@ def labels(grid: Grid) -> list[str]:
 
 
 def test_where_all_is_kept_the_full_cache_is_run_once_for_all_policies() -> None:
-    grid = Grid(("h2o", "full", "local"), (Share(20), Share(100), Share(50)))
+    grid = Grid(("h2o", "full", "local"), (BudgetShare(20), BudgetShare(100), BudgetShare(50)))
     assert labels(grid) == ["full 100 %", "h2o 20 %", "h2o 50 %", "local 20 %", "local 50 %"]
-    assert labels(Grid(("h2o",), (Size(8), Size(None)))) == ["full full", "h2o 8"]
+    assert labels(Grid(("h2o",), (BudgetSlots(8), BudgetSlots(None)))) == ["full full", "h2o 8"]
 
 
 def test_the_full_cache_is_not_run_where_nobody_asks_for_it() -> None:
-    assert labels(Grid(("h2o",), (Share(20),))) == ["h2o 20 %"]
-    assert labels(Grid(("full", "h2o"), (Share(20),))) == ["full 100 %", "h2o 20 %"]
+    assert labels(Grid(("h2o",), (BudgetShare(20),))) == ["h2o 20 %"]
+    assert labels(Grid(("full", "h2o"), (BudgetShare(20),))) == ["full 100 %", "h2o 20 %"]
 
 
 def test_every_number_of_bits_has_settings_of_its_own() -> None:
-    grid = Grid(("full", "h2o"), (Share(20),), kv_codecs=("plain", "group4"), weight_codecs=("plain", "group8"))
+    grid = Grid(("full", "h2o"), (BudgetShare(20),), kv_codecs=("plain", "group4"), weight_codecs=("plain", "group8"))
     assert labels(grid) == [
         "full 100 %",
         "h2o 20 %",
@@ -62,7 +62,7 @@ def test_every_number_of_bits_has_settings_of_its_own() -> None:
 
 
 def test_packed_weights_are_multiplied_in_every_way_and_others_exactly() -> None:
-    grid = Grid(("full",), (Share(100),), weight_codecs=("plain", "group4"), computes=("exact", "int8"))
+    grid = Grid(("full",), (BudgetShare(100),), weight_codecs=("plain", "group4"), computes=("exact", "int8"))
     assert labels(grid) == ["full 100 %", "full, weights 4 bits 100 %", "full, weights 4 bits, products int8 100 %"]
     exact, rounded = grid.settings(sized)[1:]
     assert rounded.plan(Plan()) == replace(exact.plan(Plan()), compute="int8")
@@ -72,7 +72,7 @@ def test_packed_weights_are_multiplied_in_every_way_and_others_exactly() -> None
 
 def test_weights_that_are_stored_packed_are_multiplied_in_every_way_as_they_are() -> None:
     """Others are compared with exact products of what is stored."""
-    settings = Grid(("full",), (Share(100),), computes=("exact", "int8")).settings(sized_packed)
+    settings = Grid(("full",), (BudgetShare(100),), computes=("exact", "int8")).settings(sized_packed)
     assert [(one.compute, one.is_reference) for one in settings] == [("exact", True), ("int8", False)]
 
 
@@ -80,30 +80,30 @@ def test_products_that_none_of_the_weights_allow_are_refused() -> None:
     with pytest.raises(
         ValueError, match="compute 'int8' is for weights that are packed into whole numbers, and those of tiny "
     ):
-        Grid(("full",), (Share(100),), computes=("exact", "int8")).settings(sized)
+        Grid(("full",), (BudgetShare(100),), computes=("exact", "int8")).settings(sized)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("slots", [8, 13])
 def test_a_size_is_what_the_policy_then_holds(policy: str, slots: int) -> None:
-    made = Setting(policy, Size(slots), probe=PROBES.get(policy)).plan(Plan()).policy
+    made = Setting(policy, BudgetSlots(slots), probe=PROBES.get(policy)).plan(Plan()).policy
     assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (slots,)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_share_is_one_of_prompt_and_generation(policy: str) -> None:
-    made = Setting(policy, Share(20), probe=PROBES.get(policy)).plan(Plan()).policy
+    made = Setting(policy, BudgetShare(20), probe=PROBES.get(policy)).plan(Plan()).policy
     place_of_the_newest = policy == "h2o-flexgen"
     assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (30 - place_of_the_newest,)
 
 
 def test_half_of_a_size_is_heavy_and_half_recent() -> None:
-    options = Setting("h2o", Size(64)).options
+    options = Setting("h2o", BudgetSlots(64)).options
     assert (options.heavy, options.recent) == (32, 32)
 
 
 def test_an_option_goes_to_the_policies_that_take_it_and_shows_in_their_rows() -> None:
-    grid = Grid(("full", "h2o", "local", "streaming"), (Size(12),), beside=(("sinks", 2), ("hh_prompt_only", True)))
+    grid = Grid(("full", "h2o", "local", "streaming"), (BudgetSlots(12),), beside=(("sinks", 2), ("hh_prompt_only", True)))
     settings = grid.settings(sized)
     assert [setting.label for setting in settings] == [
         "full",
@@ -116,7 +116,7 @@ def test_an_option_goes_to_the_policies_that_take_it_and_shows_in_their_rows() -
 
 
 def test_head_budgets_are_settings_of_their_own_beside_equal_ones() -> None:
-    grid = Grid(("full", "h2o"), (Share(20),), beside=(("sinks", 2),), heads=(None, HEADS))
+    grid = Grid(("full", "h2o"), (BudgetShare(20),), beside=(("sinks", 2),), heads=(None, HEADS))
     assert labels(grid) == ["full 100 %", "h2o, sinks 2 20 %", "h2o, head budgets, sinks 2 20 %"]
     full, equal, differing = grid.settings(sized)
     assert (full.plan(Plan()).head_budgets, equal.plan(Plan()).head_budgets) == (None, None)
@@ -126,19 +126,23 @@ def test_head_budgets_are_settings_of_their_own_beside_equal_ones() -> None:
 
 
 def test_every_level_of_heads_must_hold_what_is_protected() -> None:
-    Setting("h2o", Share(20), beside=(("sinks", 2),)).check(Plan(), tiny_spec(), [(40, 10)])
+    Setting("h2o", BudgetShare(20), beside=(("sinks", 2),)).check(Plan(), tiny_spec(), [(40, 10)])
     with pytest.raises(ValueError, match=r"protects .* \(this is h2o, head budgets, sinks 2 at 20 %"):
-        Setting("h2o", Share(20), beside=(("sinks", 2),), heads=HEADS).check(Plan(), tiny_spec(), [(40, 10)])
+        Setting("h2o", BudgetShare(20), beside=(("sinks", 2),), heads=HEADS).check(Plan(), tiny_spec(), [(40, 10)])
 
 
 def test_a_probe_of_another_model_is_refused_before_anything_is_measured() -> None:
-    Setting("kvzap", Share(20), probe=probe_for(tiny_spec())).check(Plan(), tiny_spec(), [(40, 10)])
+    Setting("kvzap", BudgetShare(20), probe=probe_for(tiny_spec())).check(Plan(), tiny_spec(), [(40, 10)])
     with pytest.raises(ValueError, match="the probe is of a made-up model, 1 layers of 1 KV heads over 1 values, but tiny"):
-        Setting("kvzap", Share(20), probe=OF_NO_MODEL).check(Plan(), tiny_spec(), [(40, 10)])
+        Setting("kvzap", BudgetShare(20), probe=OF_NO_MODEL).check(Plan(), tiny_spec(), [(40, 10)])
 
 
-@pytest.mark.parametrize(("policy", "amount"), [("streaming", Size(4)), ("snapkv", Size(1)), ("h2o", Share(1))])
-def test_what_a_policy_cannot_hold_is_refused_with_its_place_in_the_grid(policy: str, amount: Share | Size) -> None:
+@pytest.mark.parametrize(
+    ("policy", "amount"), [("streaming", BudgetSlots(4)), ("snapkv", BudgetSlots(1)), ("h2o", BudgetShare(1))]
+)
+def test_what_a_policy_cannot_hold_is_refused_with_its_place_in_the_grid(
+    policy: str, amount: BudgetShare | BudgetSlots
+) -> None:
     with pytest.raises(ValueError, match=f"this is {policy} at {amount.label}; leave one of them out"):
         Setting(policy, amount).check(Plan(), tiny_spec(), [(40, 10)])
 
@@ -146,9 +150,9 @@ def test_what_a_policy_cannot_hold_is_refused_with_its_place_in_the_grid(policy:
 @pytest.mark.parametrize("percent", [0, -5, 100.5, float("nan")])
 def test_a_share_is_above_nothing_and_at_most_all(percent: float) -> None:
     with pytest.raises(ValueError, match="give above 0 and at most 100"):
-        Share(percent)
+        BudgetShare(percent)
 
 
 def test_a_size_is_one_slot_or_more() -> None:
     with pytest.raises(ValueError, match="a KV size of 0 slots is not possible"):
-        Size(0)
+        BudgetSlots(0)

@@ -9,7 +9,7 @@ import pytest
 
 from h2o_flexgen.evaluation.cells import Cell
 from h2o_flexgen.evaluation.figures import Figure, mean
-from h2o_flexgen.evaluation.grid import Grid, Share
+from h2o_flexgen.evaluation.grid import Grid, BudgetShare
 from h2o_flexgen.evaluation.picture import _scale, draw_quality, panel_title, panels_of, style
 from h2o_flexgen.evaluation.table import Results, details, tables
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
@@ -18,7 +18,7 @@ from h2o_flexgen.evaluation.tasks.task import Shown
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.evaluation.test_grid import sized
 
-GRID = Grid(("full", "h2o", "local"), (Share(100), Share(5), Share(20)))
+GRID = Grid(("full", "h2o", "local"), (BudgetShare(100), BudgetShare(5), BudgetShare(20)))
 BOUND = BoundPerplexity(((1, 2, 3, 4),), 1, 9, ByteTokenizer(300))
 KINDS = ("visible questions", "hidden questions")
 
@@ -58,7 +58,7 @@ def test_a_table_has_a_row_per_policy_a_column_per_budget_and_relations_to_the_f
 
 
 def test_fewer_bits_are_compared_with_kv_as_it_is_in_whatever_order_they_were_asked_for() -> None:
-    settings = Grid(("full",), (Share(100),), kv_codecs=("group4", "plain")).settings(sized)
+    settings = Grid(("full",), (BudgetShare(100),), kv_codecs=("group4", "plain")).settings(sized)
     cells = {
         one: Cell({}, (Figure("perplexity", 2.0, None, 1, examples=(loss,)),), 1.0) for one, loss in zip(settings, (0.5, 0.25))
     }

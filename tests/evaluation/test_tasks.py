@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from h2o_flexgen.evaluation.cells import Cells
 from h2o_flexgen.evaluation.figures import Figure
-from h2o_flexgen.evaluation.grid import Setting, Share
+from h2o_flexgen.evaluation.grid import Setting, BudgetShare
 from h2o_flexgen.evaluation.recall import RECALL_TASKS
 from h2o_flexgen.evaluation.run import Evaluation
 from h2o_flexgen.evaluation.tasks.agreement import Agreement
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import BoundRecall, RecallTask
-from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Asked, Bound, Task
+from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, TaskOptions, Bound, EvaluationTask
 from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
 from h2o_flexgen.evaluation.texts import Text, start_tokens, windows
 from h2o_flexgen.llm import LLM
@@ -74,7 +74,7 @@ def figures(bound: Bound, model: Path, folder: Path, *settings: Setting, **optio
 
 
 def bound_perplexity(llm: LLM, text: Text) -> BoundPerplexity:
-    return Perplexity.of(Asked(texts=(text,), window=WINDOW, examples=4)).bind(llm)
+    return Perplexity.of(TaskOptions(texts=(text,), window=WINDOW, examples=4)).bind(llm)
 
 
 def hf_losses(hf_model: Any, bound: BoundPerplexity) -> list[float]:
@@ -91,7 +91,7 @@ def test_the_perplexity_of_the_full_cache_is_that_of_transformers(
 ) -> None:
     bound = bound_perplexity(llm, text)
     losses = hf_losses(hf_model, bound)
-    (found,) = figures(bound, tiny_llama, tmp_path, Setting("full", Share(100)))
+    (found,) = figures(bound, tiny_llama, tmp_path, Setting("full", BudgetShare(100)))
     figure = found["perplexity"]
     assert list(figure.examples) == pytest.approx(losses, abs=1e-4)
     assert math.log(figure.value) == pytest.approx(sum(losses) / 4, abs=1e-4)
@@ -106,14 +106,14 @@ def test_the_perplexity_of_the_full_cache_is_that_of_transformers(
 def test_what_is_evicted_is_missing_and_a_budget_of_all_evicts_nothing(
     llm: LLM, text: Text, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    settings = Setting("full", Share(100)), Setting("h2o", Share(100)), Setting("local", Share(10))
+    settings = Setting("full", BudgetShare(100)), Setting("h2o", BudgetShare(100)), Setting("local", BudgetShare(10))
     full, all_kept, local = figures(bound_perplexity(llm, text), tiny_llama, tmp_path, *settings)
     assert all_kept["perplexity"].examples == full["perplexity"].examples
     assert local["perplexity"].examples != full["perplexity"].examples
 
 
 def test_figures_do_not_depend_on_the_plan(llm: LLM, text: Text, tiny_llama: Path, tmp_path: Path) -> None:
-    bound, setting = bound_perplexity(llm, text), Setting("h2o", Share(20))
+    bound, setting = bound_perplexity(llm, text), Setting("h2o", BudgetShare(20))
     (here,) = figures(bound, tiny_llama, tmp_path, setting)
     on_disk = Plan().with_percent((0, 0, 0, 0, 0, 0))
     (there,) = figures(
@@ -151,19 +151,19 @@ def test_windows_are_whole_evenly_spread_and_begin_as_texts_do(llm: LLM, text: T
     ],
 )
 def test_what_the_model_or_the_text_is_too_short_for_is_refused(
-    llm: LLM, text: Text, task: type[Task], prose: str | None, asked: dict[str, Any], message: str
+    llm: LLM, text: Text, task: type[EvaluationTask], prose: str | None, asked: dict[str, Any], message: str
 ) -> None:
     texts = (text, text) if prose is None else (Text("a", prose),)
     with pytest.raises(ValueError, match=message):
-        task.of(Asked(texts=texts, **asked)).bind(llm)
+        task.of(TaskOptions(texts=texts, **asked)).bind(llm)
 
 
 # -- agreement -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_full_cache_agrees_with_itself(llm: LLM, text: Text, tiny_llama: Path, offload: Path) -> None:
-    bound = Agreement.of(Asked(texts=(text,), window=WINDOW, examples=4, gen_len=9)).bind(llm)
-    (found,) = figures(bound, tiny_llama, offload, Setting("full", Share(100)))
+    bound = Agreement.of(TaskOptions(texts=(text,), window=WINDOW, examples=4, gen_len=9)).bind(llm)
+    (found,) = figures(bound, tiny_llama, offload, Setting("full", BudgetShare(100)))
     assert (found["equal"].value, found["until_first"].value) == (1.0, 1.0)
     assert found["kl"].value == 0.0
 
@@ -171,8 +171,8 @@ def test_the_full_cache_agrees_with_itself(llm: LLM, text: Text, tiny_llama: Pat
 def test_agreement_is_what_transformers_says_of_the_tokens_of_the_full_cache(
     llm: LLM, hf_model: Any, text: Text, tiny_llama: Path, offload: Path
 ) -> None:
-    bound = Agreement.of(Asked(texts=(text,), window=WINDOW, examples=3, gen_len=9)).bind(llm)
-    h2o = Setting("h2o", Share(20))
+    bound = Agreement.of(TaskOptions(texts=(text,), window=WINDOW, examples=3, gen_len=9)).bind(llm)
+    h2o = Setting("h2o", BudgetShare(20))
     (found,) = figures(bound, tiny_llama, offload, h2o)
     equal, lost, until_first = [], [], []
     with LLM(str(tiny_llama), plan=h2o.plan(Plan()), dtype="float32", device="cpu") as other:
@@ -197,8 +197,8 @@ def test_agreement_is_what_transformers_says_of_the_tokens_of_the_full_cache(
 
 
 def test_fewer_bits_are_compared_with_the_model_as_it_is(llm: LLM, text: Text, tiny_llama: Path, offload: Path) -> None:
-    bound = Agreement.of(Asked(texts=(text,), window=WINDOW, examples=2, gen_len=5)).bind(llm)
-    (found,) = figures(bound, tiny_llama, offload, Setting("full", Share(100), kv_codec="group4"))
+    bound = Agreement.of(TaskOptions(texts=(text,), window=WINDOW, examples=2, gen_len=5)).bind(llm)
+    (found,) = figures(bound, tiny_llama, offload, Setting("full", BudgetShare(100), kv_codec="group4"))
     assert found["kl"].value > 0
 
 
@@ -206,7 +206,7 @@ def test_fewer_bits_are_compared_with_the_model_as_it_is(llm: LLM, text: Text, t
 
 
 def bound_recall(llm: LLM, text: Text, **asked: Any) -> BoundRecall:
-    return RecallTask.of(Asked(texts=(text,), examples=1, lengths=(700,), depths=(0.0, 1.0), **asked)).bind(llm)
+    return RecallTask.of(TaskOptions(texts=(text,), examples=1, lengths=(700,), depths=(0.0, 1.0), **asked)).bind(llm)
 
 
 def test_recall_has_as_many_questions_of_each_kind_and_the_same_for_the_same_seed(llm: LLM, text: Text) -> None:
@@ -220,7 +220,7 @@ def test_recall_has_as_many_questions_of_each_kind_and_the_same_for_the_same_see
 
 def test_prose_without_full_stops_fills_texts_too(llm: LLM) -> None:
     task = RecallTask.of(
-        Asked(texts=(Text("long.txt", "the ferry left and nobody waved and " * 500),), lengths=(900,), depths=(0.0,))
+        TaskOptions(texts=(Text("long.txt", "the ferry left and nobody waved and " * 500),), lengths=(900,), depths=(0.0,))
     )
     assert all(len(one.context) > 400 for one in task.bind(llm).examples)
 
@@ -237,7 +237,7 @@ def test_an_answer_is_right_if_greedy_decoding_says_it(
             said = hf_model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
         said[-1] = (said[-1] + (number % 4 == 0)) % 300  # a quarter is wrong in its last token
         examples.append(replace(one, answer=tuple(said)))
-    (found,) = figures(BoundRecall(tuple(examples), bound.questions), tiny_llama, tmp_path, Setting("full", Share(100)))
+    (found,) = figures(BoundRecall(tuple(examples), bound.questions), tiny_llama, tmp_path, Setting("full", BudgetShare(100)))
     assert {name: figure.value for name, figure in found.items()} == {
         "accuracyvisible questions": 0.75,
         "accuracyhidden questions": 0.75,
@@ -246,7 +246,7 @@ def test_an_answer_is_right_if_greedy_decoding_says_it(
 
 def test_accuracy_is_told_by_task_length_and_depth(llm: LLM, text: Text, tiny_llama: Path, tmp_path: Path) -> None:
     bound = bound_recall(llm, text)
-    evaluation = Evaluation({}, (Setting("full", Share(100)),), {"recall": bound}, Plan(), Cells())
+    evaluation = Evaluation({}, (Setting("full", BudgetShare(100)),), {"recall": bound}, Plan(), Cells())
     evaluation.run(lambda plan: LLM(str(tiny_llama), plan=plan, device="cpu"), tmp_path, Nobody())
     cell = evaluation.find("recall", evaluation.settings[0])
     assert cell is not None
@@ -287,7 +287,7 @@ def articles(tmp_path: Path, lengths: tuple[int, ...]) -> str:
 
 def test_articles_are_cut_from_the_left_where_the_model_has_no_room_and_it_is_said(llm: LLM, tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
-    asked = Asked(articles=articles(tmp_path, (2, 2000)), gen_len=24)
+    asked = TaskOptions(articles=articles(tmp_path, (2, 2000)), gen_len=24)
     bound = XSum.of(asked).bind(llm)
     whole = llm.tokenizer.encode("1 " + "hello world " * 2000)
     assert [len(prompt) for prompt in bound.prompts][1] == 1024 + 1 - 24
@@ -299,11 +299,11 @@ def test_articles_are_cut_from_the_left_where_the_model_has_no_room_and_it_is_sa
 
 def test_a_model_that_says_the_summary_has_it_all(llm: LLM, tiny_llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
-    bound = XSum.of(Asked(articles=articles(tmp_path, (2, 5, 3)), gen_len=12)).bind(llm)
+    bound = XSum.of(TaskOptions(articles=articles(tmp_path, (2, 5, 3)), gen_len=12)).bind(llm)
     said = [one.text for one in llm.generate(bound.prompts, SamplingParams(max_tokens=12, stop="###"))]
     own = replace(bound, summaries=tuple(map(first_line, said)))
     assert own.identity != bound.identity != replace(bound, eos_ids=frozenset({5})).identity
-    (found,) = figures(own, tiny_llama, tmp_path, Setting("full", Share(100)))
+    (found,) = figures(own, tiny_llama, tmp_path, Setting("full", BudgetShare(100)))
     wordy = [bool(first_line(text).strip()) and any(letter.isalnum() and letter.isascii() for letter in text) for text in said]
     assert found["rouge1"].examples == tuple(map(float, wordy))
 
@@ -326,7 +326,7 @@ def test_a_line_that_is_no_article_is_refused_by_its_number(tmp_path: Path, line
     good = '{"article": "a", "summary": "b"}'
     file.write_text(f"{good}\n{line}\n{good}\n")
     with pytest.raises(ValueError) as caught:
-        XSum.of(Asked(articles=str(file)))
+        XSum.of(TaskOptions(articles=str(file)))
     assert problem in str(caught.value)
 
 
@@ -335,19 +335,19 @@ def test_an_empty_file_or_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     for file, problem in ((tmp_path / "empty.jsonl", "is empty"), (tmp_path / "none.jsonl", "cannot be read")):
         with pytest.raises(ValueError, match=problem):
-            XSum.of(Asked(articles=str(file)))
+            XSum.of(TaskOptions(articles=str(file)))
     with pytest.raises(ValueError, match="give --articles"):
-        XSum.of(Asked())
+        XSum.of(TaskOptions())
 
 
 def test_without_the_package_for_rouge_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("h2o_flexgen.evaluation.tasks.xsum.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"xsum needs rouge-score; .*\[eval\]"):
-        XSum.of(Asked(articles=articles(tmp_path, (2,))))
+        XSum.of(TaskOptions(articles=articles(tmp_path, (2,))))
 
 
 def test_more_questions_than_can_be_made_are_refused_before_one_is() -> None:
-    task = RecallTask(Asked((Text("prose", "Some prose."),), lengths=(64,), depths=(0.0, 0.5), examples=MOST_EXAMPLES))
+    task = RecallTask(TaskOptions((Text("prose", "Some prose."),), lengths=(64,), depths=(0.0, 0.5), examples=MOST_EXAMPLES))
     llm = cast("LLM", SimpleNamespace(spec=SimpleNamespace(max_positions=1024), tokenizer=None, name="tiny"))
     with pytest.raises(ValueError, match=r"--examples 1000000 makes 8000000 questions, .* the most is 100000"):
         task.bind(llm)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.engine.job import Request, RequestSize
 from h2o_flexgen.jobs.check import CheckedFile, check_file
 from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.index import Index
@@ -40,10 +40,10 @@ def index_of(folder: Path, count: int) -> Index:
     return checked(folder, *({"custom_id": f"r{number}", "prompt": f"text {number}"} for number in range(count))).index
 
 
-def size_of(number: int, request: Request) -> Size:
+def size_of(number: int, request: Request) -> RequestSize:
     """What a model with few positions says of a request."""
     assert isinstance(request.prompt, Prompt) and request.params is not None
     length, wanted = len(request.prompt.ids), request.params.max_tokens
     if length + (wanted or 1) > POSITIONS:
         raise ValueError(f"prompt {number} has {length} tokens, which is too long")
-    return Size(length, POSITIONS - length if wanted is None else wanted, request.params.n)
+    return RequestSize(length, POSITIONS - length if wanted is None else wanted, request.params.n)

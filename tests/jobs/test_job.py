@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
-from h2o_flexgen.engine.job import Size
-from h2o_flexgen.jobs.job import FileJob, Reading
+from h2o_flexgen.engine.job import RequestSize
+from h2o_flexgen.jobs.job import FileJob, LineReading
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Script
 from h2o_flexgen.text.prompts import Prompt
 from tests.jobs.made import BYTES, POSITIONS, checked, size_of
 
-READING = Reading(BYTES, Script(BYTES), size_of)
+READING = LineReading(BYTES, Script(BYTES), size_of)
 
 
 def test_requests_have_sizes_and_are_read_again(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_requests_have_sizes_and_are_read_again(tmp_path: Path) -> None:
     job = FileJob.of(found.index, iter(range(4)), READING, on_read=heard.append)
     assert heard == [1, 2, 3, 4]
     assert list(job.sizes) == [job.sizes[place] for place in range(3)] == job.sizes[:]
-    assert job.sizes[:2] == [Size(3, 5), Size(2, 32, 2)]
+    assert job.sizes[:2] == [RequestSize(3, 5), RequestSize(2, 32, 2)]
     assert job.places.tolist() == [0, 2, 3] and job.refused.tolist() == [1]
     request = job.request(1)
     assert (request.prompt, request.index) == (Prompt(None, (7, 8)), 2), "the number of its line, counted from 0"
@@ -38,7 +38,7 @@ def test_requests_have_sizes_and_are_read_again(tmp_path: Path) -> None:
     chat = job.request(2)
     assert isinstance(chat.prompt, Prompt) and chat.prompt.text == "User: Hi\nAssistant:"
     assert chat.params is not None and chat.params.stop_strings == (".", "\nUser:"), "as LLM.chat stops"
-    assert job.size_of(2) == Size(2, 32, 2)
+    assert job.size_of(2) == RequestSize(2, 32, 2)
     assert job.reason(1) == "the prompt has 69 tokens, which is too long"
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.jobs.check import Part
+from h2o_flexgen.jobs.check import InputPart
 from h2o_flexgen.jobs.manifest import Manifest, manifest_file
 from tests.refusals import one_line
 
 MANIFEST = Manifest(
     created=17,
     seed=3,
-    checked=Part(100, "abc"),
+    checked=InputPart(100, "abc"),
     settings={"temperature": 0.7, "stop": ("a", "b"), "biases": {5: 1.0}},
     noted={"torch": "2"},
 )
@@ -29,7 +29,7 @@ def test_it_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read is not None and (read.created, read.seed, read.checked, read.runs) == (
         17,
         3,
-        Part(100, "abc"),
+        InputPart(100, "abc"),
         ({"began": 18},),
     )
     assert list(read.differences(MANIFEST.settings)) == [] and list(read.notes(MANIFEST.noted)) == []

@@ -13,14 +13,14 @@ import pytest
 
 from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.index import Index
-from h2o_flexgen.jobs.output import OrderedOutput, Output, waiting_file
+from h2o_flexgen.jobs.output import OrderedOutput, JobOutput, waiting_file
 from h2o_flexgen.jobs.records import as_line, refusal
 from h2o_flexgen.jobs.recovery import OutputReader
 from tests.jobs.made import index_of
 from tests.refusals import one_line
 
 COUNT = 12
-KINDS = (Output, OrderedOutput)
+KINDS = (JobOutput, OrderedOutput)
 
 
 def record(place: int, failed: bool = False) -> bytes:
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-def written(kind: type[Output], path: Path, index: Index, places: Sequence[int], failed: Sequence[int] = ()) -> None:
+def written(kind: type[JobOutput], path: Path, index: Index, places: Sequence[int], failed: Sequence[int] = ()) -> None:
     with kind(path, OutputReader(index)) as output:
         for place in places:
             output.add(place, record(place, place in failed), place in failed)
@@ -51,12 +51,12 @@ def names(path: Path) -> list[str]:
     return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines()]
 
 
-def done(output: Output) -> list[int]:
+def done(output: JobOutput) -> list[int]:
     return [place for place in range(COUNT) if not output.finished.is_open(place)]
 
 
 def test_records_are_there_as_soon_as_they_are_added(path: Path, index: Index) -> None:
-    with Output(path, OutputReader(index)) as output:
+    with JobOutput(path, OutputReader(index)) as output:
         for count, place in enumerate((3, 1, 2), start=1):
             output.add(place, record(place), failed=False)
             assert path.read_bytes().count(b"\n") == count
@@ -76,7 +76,7 @@ def test_records_in_order_wait_for_those_before_them(path: Path, index: Index) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_later_run_knows_what_is_done(kind: type[Output], path: Path, index: Index) -> None:
+def test_a_later_run_knows_what_is_done(kind: type[JobOutput], path: Path, index: Index) -> None:
     written(kind, path, index, (3, 0, 5), failed=(5,))
     with kind(path, OutputReader(index)) as output:
         assert (done(output), output.finished.num_failed, output.finished.dropped) == ([0, 3, 5], 1, 0)
@@ -86,7 +86,7 @@ def test_a_later_run_knows_what_is_done(kind: type[Output], path: Path, index: I
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_run_again_if_that_is_asked_for(kind: type[Output], path: Path, index: Index) -> None:
+def test_errors_are_run_again_if_that_is_asked_for(kind: type[JobOutput], path: Path, index: Index) -> None:
     written(kind, path, index, range(6), failed=(1, 4))
     with kind(path, OutputReader(index, retry_errors=True)) as output:
         assert done(output) == [0, 2, 3, 5]
@@ -94,13 +94,13 @@ def test_errors_are_run_again_if_that_is_asked_for(kind: type[Output], path: Pat
             output.add(place, record(place), failed=False)
     there = names(path)
     assert sorted(there) == [f"r{place}" for place in range(6)]
-    assert there == sorted(there) or kind is Output
+    assert there == sorted(there) or kind is JobOutput
     assert b"bad" not in path.read_bytes() and not waiting_file(path).exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("garbage", [b'{"id": "batch_req_4", "cust', b'{"i', b"\0" * 100, b"\0" * 50 + b"\n"])
-def test_a_torn_end_is_cut_off(kind: type[Output], path: Path, index: Index, garbage: bytes) -> None:
+def test_a_torn_end_is_cut_off(kind: type[JobOutput], path: Path, index: Index, garbage: bytes) -> None:
     written(kind, path, index, (0, 1))
     whole = path.read_bytes()
     path.write_bytes(whole + garbage)
@@ -110,13 +110,13 @@ def test_a_torn_end_is_cut_off(kind: type[Output], path: Path, index: Index, gar
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_line_that_a_loss_of_power_broke_goes_and_the_records_around_it_stay(
-    kind: type[Output], path: Path, index: Index
+    kind: type[JobOutput], path: Path, index: Index
 ) -> None:
     path.write_bytes(record(0) + b"\0" * 30 + b"\n" + record(2) + record(0) + record(3))
     with kind(path, OutputReader(index)) as output:
         assert (done(output), output.finished.dropped) == ([0, 2, 3], 1)
         output.add(1, record(1), failed=False)
-    assert names(path) == (["r0", "r2", "r3", "r1"] if kind is Output else ["r0", "r1", "r2", "r3"])
+    assert names(path) == (["r0", "r2", "r3", "r1"] if kind is JobOutput else ["r0", "r1", "r2", "r3"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +124,7 @@ def test_a_line_that_a_loss_of_power_broke_goes_and_the_records_around_it_stay(
     "line", ['{"custom_id": "other", "response": {}}', '{"prompt": "x"}', '"text"', '{"custom_id": "r1"}', "text", ""]
 )
 def test_an_output_of_something_else_is_refused_and_left_as_it_is(
-    kind: type[Output], path: Path, index: Index, line: str
+    kind: type[JobOutput], path: Path, index: Index, line: str
 ) -> None:
     for end in ("\n", ""):
         path.write_text(line + end)
@@ -134,7 +134,7 @@ def test_an_output_of_something_else_is_refused_and_left_as_it_is(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_do_not_write_one_output(kind: type[Output], path: Path, index: Index) -> None:
+def test_two_processes_do_not_write_one_output(kind: type[JobOutput], path: Path, index: Index) -> None:
     with kind(path, OutputReader(index)) as output:
         assert "is being written by another process" in one_line(lambda: kind(path, OutputReader(index)))
         output.add(0, record(0), failed=False)
@@ -142,7 +142,7 @@ def test_two_processes_do_not_write_one_output(kind: type[Output], path: Path, i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_output_without_records_leaves_no_file(kind: type[Output], path: Path, index: Index) -> None:
+def test_an_output_without_records_leaves_no_file(kind: type[JobOutput], path: Path, index: Index) -> None:
     with kind(path, OutputReader(index)):
         assert path.exists()
     assert not path.exists() and not waiting_file(path).exists()
@@ -153,7 +153,7 @@ def test_an_output_without_records_leaves_no_file(kind: type[Output], path: Path
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_a_crash_leaves_all_records_come_once(kind: type[Output], path: Path, index: Index, seed: int) -> None:
+def test_whatever_a_crash_leaves_all_records_come_once(kind: type[JobOutput], path: Path, index: Index, seed: int) -> None:
     """Runs are cut at random bytes of both files, where the one that was written last may have lost more; some lines are lost
     in the middle."""
     chance = random.Random(seed)
@@ -247,7 +247,9 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_output_that_is_removed_while_a_job_writes_it_is_written_again(kind: type[Output], path: Path, index: Index) -> None:
+def test_an_output_that_is_removed_while_a_job_writes_it_is_written_again(
+    kind: type[JobOutput], path: Path, index: Index
+) -> None:
     folder, descriptors = path.parent / "folder", len(os.listdir("/proc/self/fd"))
     folder.mkdir()
     path = folder / path.name
@@ -269,7 +271,7 @@ def test_an_output_that_is_removed_while_a_job_writes_it_is_written_again(kind: 
 
 def test_an_output_that_is_replaced_while_a_job_writes_it_is_kept_beside_the_other_file(path: Path, index: Index) -> None:
     def run() -> None:
-        with Output(path, OutputReader(index)) as output:
+        with JobOutput(path, OutputReader(index)) as output:
             output.add(0, record(0), failed=False)
             path.unlink()
             path.write_text("of somebody else")
@@ -280,7 +282,7 @@ def test_an_output_that_is_replaced_while_a_job_writes_it_is_kept_beside_the_oth
 
 
 def test_an_empty_output_is_not_removed_where_its_name_is_of_another_file(path: Path, index: Index) -> None:
-    with Output(path, OutputReader(index)):
+    with JobOutput(path, OutputReader(index)):
         path.unlink()
         path.write_text("of somebody else")
     assert path.read_text() == "of somebody else"

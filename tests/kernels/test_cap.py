@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention
 from tests.kernels.variants import VARIANTS, used
@@ -70,8 +70,8 @@ def test_steps_and_shared_texts(variant: str, dtype: torch.dtype, cap: float) ->
     expected, shares, weigh = exact(q, k, v, cap, hidden)
     with used(variant):
         grouped = q.view(ROWS, KV_HEADS, GROUP, DIM)
-        out, got = decode_attention(grouped, Kept(k), Kept(v), held, mask, None, SUM, cap)
-        shared = shared_attention(q[0].transpose(0, 1), Kept(k[0]), Kept(v[0]), cap)
+        out, got = decode_attention(grouped, KVSlots(k), KVSlots(v), held, mask, None, SUM, cap)
+        shared = shared_attention(q[0].transpose(0, 1), KVSlots(k[0]), KVSlots(v[0]), cap)
     torch.testing.assert_close(out.double(), expected.view(out.shape), atol=NEAR[dtype], rtol=0)
     assert got is not None
     torch.testing.assert_close(got.double(), by_kv_head(shares, SUM), atol=1e-2 if dtype != torch.float32 else 1e-5, rtol=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
@@ -50,8 +50,8 @@ def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shap
     q, keys, values, held, mask = drawn(shape, dtype, scale)
     for gathers in (MAX, SUM):
         with used(variant):
-            out, got = decode_attention(q, Kept(keys), Kept(values), held, mask, gathers=gathers)
-        twin, twin_got = decode_attention_twin(q, Kept(keys), Kept(values), held, mask, gathers=gathers)
+            out, got = decode_attention(q, KVSlots(keys), KVSlots(values), held, mask, gathers=gathers)
+        twin, twin_got = decode_attention_twin(q, KVSlots(keys), KVSlots(values), held, mask, gathers=gathers)
         expected, expected_got = exact(q, keys, values, mask, gathers)
         assert out.dtype == twin.dtype == dtype and got.dtype == twin_got.dtype == torch.float32
         tolerance = TOLERANCES[dtype]
@@ -74,7 +74,7 @@ def test_scores_that_float16_does_not_hold_before_they_are_scaled(shape: tuple[i
         keys, values = (tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in (keys, values))
     given = (tensor.to(device) for tensor in (q, keys, values, held, mask))
     q_there, keys_there, values_there, held_there, mask_there = given
-    twin, sums = decode_attention_twin(q_there, Kept(keys_there), Kept(values_there), held_there, mask_there)
+    twin, sums = decode_attention_twin(q_there, KVSlots(keys_there), KVSlots(values_there), held_there, mask_there)
     expected, expected_sums = exact(q, keys, values, mask)
     assert (sums.cpu().double() - expected_sums).abs().max() < 0.05 and (twin.cpu().double() - expected).abs().max() < 0.05
 
@@ -84,11 +84,11 @@ def test_scores_that_float16_does_not_hold_before_they_are_scaled(shape: tuple[i
 def test_what_lies_behind_a_row_changes_nothing(variant: str, dtype: torch.dtype) -> None:
     q, keys, values, held, mask = drawn((4, 2, 2, 40, 64), dtype)
     with used(variant):
-        before = decode_attention(q, Kept(keys), Kept(values), held, mask)
+        before = decode_attention(q, KVSlots(keys), KVSlots(values), held, mask)
         for row, count in enumerate(held.tolist()):
             keys[row, :, count:] = torch.nan
             values[row, :, count:] = torch.inf
-        after = decode_attention(q, Kept(keys), Kept(values), held, mask)
+        after = decode_attention(q, KVSlots(keys), KVSlots(values), held, mask)
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
     behind = torch.arange(40) >= held[:, None]
     assert (before[1].masked_select(behind[:, None]) == 0).all()
@@ -100,15 +100,15 @@ def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, d
     q, keys, values, held, mask = drawn((6, 3, 2, 50, 64), dtype)
     by_token = [tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in (keys, values)]
     with used(variant):
-        expected = decode_attention(q, Kept(keys), Kept(values), held, mask)
-        turned = decode_attention(q, *map(Kept, by_token), held, mask)
+        expected = decode_attention(q, KVSlots(keys), KVSlots(values), held, mask)
+        turned = decode_attention(q, *map(KVSlots, by_token), held, mask)
         alone = [
-            decode_attention(q[one], Kept(keys[one]), Kept(values[one]), held[one], mask[one])
+            decode_attention(q[one], KVSlots(keys[one]), KVSlots(values[one]), held[one], mask[one])
             for one in (slice(row, row + 1) for row in range(6))
         ]
         before = torch.get_num_threads()
         torch.set_num_threads(3)
-        threaded = decode_attention(q, Kept(keys), Kept(values), held, mask)
+        threaded = decode_attention(q, KVSlots(keys), KVSlots(values), held, mask)
         torch.set_num_threads(before)
     assert not by_token[0].is_contiguous()
     for place in range(2):
@@ -125,12 +125,12 @@ def test_packed_slots_are_attended_as_what_they_decode_to(
     """Also where keys were unpacked before, to be rotated, and values were not."""
     q, keys, values, held, mask = drawn(shape, dtype)
     coding = Coding(f"group{bits}", dtype, shape[4])
-    kept = [Kept(coding.encode(tensor), coding.codec) for tensor in (keys, values)]
+    kept = [KVSlots(coding.encode(tensor), coding.codec) for tensor in (keys, values)]
     unpacked = [coding.decode(one.data) for one in kept]
     with used(variant):
         for gathers in (SUM, MAX):
             expected, expected_got = exact(q, *unpacked, mask, gathers)
-            for keys_there, values_there in (kept, (Kept(unpacked[0]), kept[1])):
+            for keys_there, values_there in (kept, (KVSlots(unpacked[0]), kept[1])):
                 out, got = decode_attention(q, keys_there, values_there, held, mask, gathers=gathers)
                 assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
                 assert (got.double() - expected_got).abs().max() <= TOLERANCES[dtype] * expected_got.abs().max()
@@ -142,7 +142,7 @@ def test_every_value_of_float16_is_read_as_what_it_is(variant: str) -> None:
     values = torch.arange(-(1 << 15), 1 << 15).short().view(torch.float16).view(64, 1, 1, 1024)
     nothing = torch.zeros_like(values)
     with used(variant):
-        found = decode_attention(nothing, Kept(nothing), Kept(values), torch.ones(64).long(), torch.zeros(64, 1, 1, 1))[0]
+        found = decode_attention(nothing, KVSlots(nothing), KVSlots(values), torch.ones(64).long(), torch.zeros(64, 1, 1, 1))[0]
     assert torch.equal(found.nan_to_num(7.0, torch.inf, -torch.inf), values.nan_to_num(7.0, torch.inf, -torch.inf))
     assert torch.equal(found.isnan(), values.isnan()) and (found == values).sum() == (1 << 16) - 2 * 1023
 
@@ -166,9 +166,9 @@ def test_what_is_no_number_stays_none_and_harms_no_other_head(
 
     def attended() -> tuple[Tensor, Tensor]:
         kept = [coding.encode(given[name]) for name in ("keys", "values")]
-        twin = decode_attention_twin(given["q"].float(), *(Kept(coding.decode(one).float()) for one in kept), held, mask)
-        with_highest = decode_attention(given["q"], *(Kept(one, codec) for one in kept), held, mask, gathers=MAX)
-        out, got = decode_attention(given["q"], *(Kept(one, codec) for one in kept), held, mask)
+        twin = decode_attention_twin(given["q"].float(), *(KVSlots(coding.decode(one).float()) for one in kept), held, mask)
+        with_highest = decode_attention(given["q"], *(KVSlots(one, codec) for one in kept), held, mask, gathers=MAX)
+        out, got = decode_attention(given["q"], *(KVSlots(one, codec) for one in kept), held, mask)
         assert torch.equal(with_highest[0].isnan(), out.isnan()) and torch.equal(with_highest[1].isnan(), got.isnan())
         return out, twin[0]
 
@@ -187,11 +187,11 @@ def test_packed_slots_give_the_same_bits_in_any_company(variant: str, bits: int,
     coding = Coding(f"group{bits}", torch.bfloat16, 64)
     kept = [coding.encode(tensor) for tensor in (keys, values)]
     with used(variant):
-        together = decode_attention(q, *(Kept(one, coding.codec) for one in kept), held, mask)
+        together = decode_attention(q, *(KVSlots(one, coding.codec) for one in kept), held, mask)
         for row in range(5):
             one = slice(row, row + 1)
             apart = [tensor[one].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in kept]
-            alone = decode_attention(q[one], *(Kept(each, coding.codec) for each in apart), held[one], mask[one])
+            alone = decode_attention(q[one], *(KVSlots(each, coding.codec) for each in apart), held[one], mask[one])
             assert torch.equal(alone[0], together[0][one]) and torch.equal(alone[1], together[1][one])
 
 
@@ -199,6 +199,6 @@ def test_packed_slots_give_the_same_bits_in_any_company(variant: str, bits: int,
 def test_nothing_is_gathered_that_is_not_wanted(variant: str) -> None:
     q, keys, values, held, mask = drawn((3, 2, 2, 17, 64), torch.float32)
     with used(variant):
-        out, sums = decode_attention(q, Kept(keys), Kept(values), held, mask)
-        alone, nothing = decode_attention(q, Kept(keys), Kept(values), held, mask, gathers=None)
+        out, sums = decode_attention(q, KVSlots(keys), KVSlots(values), held, mask)
+        alone, nothing = decode_attention(q, KVSlots(keys), KVSlots(values), held, mask, gathers=None)
     assert torch.equal(alone, out) and sums is not None and nothing is None

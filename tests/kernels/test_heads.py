@@ -10,7 +10,7 @@ from h2o_flexgen.kernels.append import append_twin
 from h2o_flexgen.kernels.halves_apart import halves_apart_twin
 from h2o_flexgen.kernels.newest import Newest, Notes
 from h2o_flexgen.kernels.operations import append, halves_apart, rotate
-from h2o_flexgen.kernels.rotate import Turn, rotate_twin
+from h2o_flexgen.kernels.rotate import RotationAngles, rotate_twin
 from tests.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
@@ -21,9 +21,9 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def a_turn(rows: int, tokens: int, half: int, dtype: torch.dtype, draw: torch.Generator) -> Turn:
+def a_turn(rows: int, tokens: int, half: int, dtype: torch.dtype, draw: torch.Generator) -> RotationAngles:
     angles = 50 * torch.randn(rows, tokens, 1, half, generator=draw)
-    return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
+    return RotationAngles(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

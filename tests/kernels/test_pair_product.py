@@ -13,11 +13,11 @@ from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.pair_product import pair_product, pair_product_twin
 from h2o_flexgen.kernels.table import PAIRS
 from h2o_flexgen.kernels.tile_rows import tile_encode_twin
-from h2o_flexgen.quant.plain import Plain
+from h2o_flexgen.quant.plain import PlainForm
 from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.kernels.variants import used
 
-CODECS: list[Plain | Tiled] = [Plain(), Tiled(4), Tiled(8)]
+CODECS: list[PlainForm | Tiled] = [PlainForm(), Tiled(4), Tiled(8)]
 SHAPES = [(1, 64), (3, 5), (16, 640), (130, 100), (33, 1024), (97, 577)]  # outputs, inputs
 ROWS = (*range(1, 15), 24, 25, 40)
 TOLERANCE = 4e-3  # of the sum of what is added up: one rounding
@@ -29,9 +29,9 @@ def values(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)).bfloat16()
 
 
-def stored(codec: Plain | Tiled, outputs: int, inputs: int) -> Tensor:
+def stored(codec: PlainForm | Tiled, outputs: int, inputs: int) -> Tensor:
     matrix = values(outputs, inputs)
-    if isinstance(codec, Plain):
+    if isinstance(codec, PlainForm):
         return matrix
     data = torch.empty(-(-outputs // TILE), codec.tile_bytes(inputs), dtype=torch.uint8)
     tile_encode_twin(codec, matrix, data)
@@ -40,7 +40,7 @@ def stored(codec: Plain | Tiled, outputs: int, inputs: int) -> Tensor:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_c_and_torch_agree_for_any_number_of_rows(codec: Plain | Tiled, outputs: int, inputs: int) -> None:
+def test_c_and_torch_agree_for_any_number_of_rows(codec: PlainForm | Tiled, outputs: int, inputs: int) -> None:
     data, x, bias = stored(codec, outputs, inputs), values(max(ROWS), inputs), values(1, outputs)[0]
     with used(PAIRS):
         found = pair_product(codec, Factor(x), data, outputs, bias)
@@ -56,7 +56,7 @@ def test_c_and_torch_agree_for_any_number_of_rows(codec: Plain | Tiled, outputs:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("value", [nan, inf, -inf])
-def test_what_is_no_number_stays_none(codec: Plain | Tiled, value: float) -> None:
+def test_what_is_no_number_stays_none(codec: PlainForm | Tiled, value: float) -> None:
     x = values(30, 130)
     x[1, 129] = value
     with used(PAIRS):
@@ -65,7 +65,7 @@ def test_what_is_no_number_stays_none(codec: Plain | Tiled, value: float) -> Non
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_threads_change_nothing(codec: Plain | Tiled) -> None:
+def test_threads_change_nothing(codec: PlainForm | Tiled) -> None:
     data, before = stored(codec, 130, 320), torch.get_num_threads()
     found = []
     try:

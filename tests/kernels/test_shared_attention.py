@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention
@@ -52,7 +52,7 @@ def test_it_is_as_near_to_float64_as_float32_is(
     if variant != "torch":
         monkeypatch.setitem(FUNCTIONS, "shared_attention_twin", never)
     with used(variant):
-        found = shared_attention(q, *(Kept(half, codec) for half in kept))
+        found = shared_attention(q, *(KVSlots(half, codec) for half in kept))
     # where torch attends packed text, that has been decoded to the type of queries
     expected = exact(q, *(coding.decode(half) if variant == "torch" else decoded_exactly(half, coding) for half in kept))
     for ours, wanted in zip(found, expected):
@@ -70,8 +70,8 @@ def decoded_exactly(kept: Tensor, coding: Coding) -> Tensor:
 def test_neither_strides_nor_company_nor_threads_change_a_bit(variant: str, codec: str, dtype: torch.dtype) -> None:
     q, *text = drawn((60, 3, 2, 300, 64), dtype)
     coding = Coding(codec, dtype, 64)
-    kept = [Kept(coding.encode(half), codec) for half in text]
-    by_token = [Kept(half.data.transpose(0, 1).contiguous().transpose(0, 1), codec) for half in kept]
+    kept = [KVSlots(coding.encode(half), codec) for half in text]
+    by_token = [KVSlots(half.data.transpose(0, 1).contiguous().transpose(0, 1), codec) for half in kept]
     before = torch.get_num_threads()
     with used(variant):
         expected = shared_attention(q, *kept)
@@ -91,12 +91,12 @@ def test_neither_strides_nor_company_nor_threads_change_a_bit(variant: str, code
 def test_what_is_no_number_stays_none_and_harms_no_other_head(variant: str, where: str, what: float, token: int) -> None:
     q, keys, values = drawn((8, 2, 2, 300, 64), torch.float32)
     with used(variant):
-        before = shared_attention(q, Kept(keys), Kept(values))
+        before = shared_attention(q, KVSlots(keys), KVSlots(values))
         if where == "q":
             q[5, 2, 7] = what
         else:
             {"keys": keys, "values": values}[where][1, token, 7] = what
-        after = shared_attention(q, Kept(keys), Kept(values))
+        after = shared_attention(q, KVSlots(keys), KVSlots(values))
     assert torch.equal(after.values[:, :, :2], before.values[:, :, :2])
     assert torch.equal(after.scores[:, :, :2], before.scores[:, :, :2])
     hit = ~after.values[0, :, 2:].isfinite()
@@ -129,11 +129,11 @@ def test_a_step_over_both_parts_is_a_step_over_the_whole(variant: str, shape: tu
     whole = [torch.cat((of_all.expand(rows, -1, -1, -1), of_row), 2) for of_all, of_row in zip(shared, own)]
     held, alone = torch.arange(rows) % slots + 1, torch.arange(rows) == 1
     with used(variant):
-        more = shared_attention(q.view(rows, kv_heads * group, dim), *map(Kept, shared))
+        more = shared_attention(q.view(rows, kv_heads * group, dim), *map(KVSlots, shared))
         more = none_for(More(more.scores.view(rows, 1, -1), more.values.view(rows, 1, -1, dim)), alone)
-        out, sums = decode_attention(q, *map(Kept, own), held, mask_behind(held, slots), more)
-        wanted, shares = decode_attention(q, *map(Kept, whole), text + held, mask_behind(text + held, text + slots))
-        without = decode_attention(q, *map(Kept, own), held, mask_behind(held, slots))
+        out, sums = decode_attention(q, *map(KVSlots, own), held, mask_behind(held, slots), more)
+        wanted, shares = decode_attention(q, *map(KVSlots, whole), text + held, mask_behind(text + held, text + slots))
+        without = decode_attention(q, *map(KVSlots, own), held, mask_behind(held, slots))
     assert (out - wanted)[~alone].abs().max() <= 4e-6 * wanted.abs().max()
     assert (sums - shares[..., text:])[~alone].abs().max() <= 4e-6 * shares.max()
     same = torch.equal if variant != "torch" else torch.allclose
@@ -156,10 +156,10 @@ def test_a_step_over_packed_parts_is_one_over_what_they_decode_to(variant: str, 
     whole = [coding.decode(torch.cat((of_all.expand(3, -1, -1, -1), of_row), 2)) for of_all, of_row in zip(shared, own)]
     held = torch.tensor([20, 7, 1])
     with used(variant):
-        more = shared_attention(q.view(3, -1, 64), *(Kept(half, codec) for half in shared))
+        more = shared_attention(q.view(3, -1, 64), *(KVSlots(half, codec) for half in shared))
         more = More(more.scores.view(3, 1, -1), more.values.view(3, 1, -1, 64))
-        out, sums = decode_attention(q, *(Kept(half, codec) for half in own), held, mask_behind(held, 20), more)
-        wanted, shares = decode_attention(q, *map(Kept, whole), 70 + held, mask_behind(70 + held, 90))
+        out, sums = decode_attention(q, *(KVSlots(half, codec) for half in own), held, mask_behind(held, 20), more)
+        wanted, shares = decode_attention(q, *map(KVSlots, whole), 70 + held, mask_behind(70 + held, 90))
     assert (out - wanted).abs().max() <= 2e-2 * wanted.abs().max()
     assert (sums - shares[..., 70:]).abs().max() <= 2e-2 * shares.max()
 
@@ -186,7 +186,7 @@ def test_a_prompt_behind_a_shared_text_is_a_prompt_behind_its_own_copy(
     # the copy stands before what is held: places that a row does not hold lie behind both
     gap = torch.cat([torch.arange(text), torch.arange(held + tokens) + text])
     with used(variant):
-        more = shared_attention(q.transpose(1, 2).reshape(rows * tokens, -1, dim), *map(Kept, shared))
+        more = shared_attention(q.transpose(1, 2).reshape(rows * tokens, -1, dim), *map(KVSlots, shared))
         more = none_for(More(more.scores.view(rows, tokens, -1), more.values.view(rows, tokens, -1, dim)), alone)
         out, sums = prompt_attention(q, *own, before, weights, more)
         assert torch.equal(out, prompt_attention(q, *own, before, None, more)[0])
@@ -214,10 +214,14 @@ def test_a_sink_is_a_key_whose_value_is_zero(variant: str, dtype: torch.dtype, g
     newest = q[:, :, -1].view(rows, kv_heads, group, dim)
     nothing = torch.zeros(rows, dtype=torch.int64)
     with used(variant):
-        found = decode_attention(newest, Kept(keys), Kept(values), held, mask_behind(held, tokens), step)
+        found = decode_attention(newest, KVSlots(keys), KVSlots(values), held, mask_behind(held, tokens), step)
         zeros = More(step.scores, torch.zeros(rows, 1, kv_heads * group, dim))
         assert all(
-            map(torch.equal, found, decode_attention(newest, Kept(keys), Kept(values), held, mask_behind(held, tokens), zeros))
+            map(
+                torch.equal,
+                found,
+                decode_attention(newest, KVSlots(keys), KVSlots(values), held, mask_behind(held, tokens), zeros),
+            )
         )
         given, zeros = (
             (q, keys, values, nothing, torch.ones(rows, tokens)),

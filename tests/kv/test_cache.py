@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.operations import rotate
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.attention import NewTokens
@@ -88,9 +88,9 @@ def test_every_token_attends_to_its_own_text_and_nothing_else(kv_heads: int, by_
 class Growing:
     """A rotation that anybody can follow: pairs become larger with their position."""
 
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
         factor = (1 + positions[:, :, None, None]).to(dtype).expand(-1, -1, -1, DIM // 2)
-        return Turn(factor, torch.zeros_like(factor))
+        return RotationAngles(factor, torch.zeros_like(factor))
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate(x, self.turn(positions, x.dtype))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.kv.judges.key_difference import KeyDifference
 from h2o_flexgen.kv.judges.lag import UNMEASURED, Lag
-from h2o_flexgen.kv.judges.together import Together
+from h2o_flexgen.kv.judges.together import JudgeOfRows
 from tests.policies.oracle import Head
 
 SINKS, DIM = 3, 6
@@ -23,7 +23,7 @@ def drawn(tokens: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("tokens", [1, 2, SINKS + 7, SINKS + 8, SINKS + 100, SINKS + 169, SINKS + 2559, SINKS + 2700])
 @pytest.mark.parametrize(("policy", "judge"), [("keydiff", KeyDifference()), ("lagkv", Lag(SINKS))])
-def test_worth_is_that_of_the_definition_however_long_the_text(policy: str, judge: Together, tokens: int) -> None:
+def test_worth_is_that_of_the_definition_however_long_the_text(policy: str, judge: JudgeOfRows, tokens: int) -> None:
     (keys, values), head = drawn(tokens), Head({"kv_policy": policy, "heavy": 9, "recent": 0, "sinks": SINKS}, tokens, 0, 0)
     head.kept = [*range(tokens)]
     head.keys, head.values = (dict(enumerate(each[0].double().numpy())) for each in (keys, values))
@@ -42,7 +42,7 @@ def test_channels_in_which_the_next_part_is_all_the_same_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("judge", [KeyDifference(), Lag(0)])
-def test_keys_that_are_no_numbers_make_no_numbers(judge: Together) -> None:
+def test_keys_that_are_no_numbers_make_no_numbers(judge: JudgeOfRows) -> None:
     keys, values = drawn(8)
     keys[0, 1, 2] = torch.nan
     assert judge.of_row(keys, values)[0, 1].isnan()

@@ -21,7 +21,7 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES, aligned
-from h2o_flexgen.memory.disk import Checked, DiskRegion, DiskTier, Files, OffloadFolder, Piece
+from h2o_flexgen.memory.disk import Checked, DiskRegion, DiskTier, DiskFiles, OffloadFolder, FilePiece
 from h2o_flexgen.memory.host import HostTier
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,9 +29,9 @@ NAMES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture
-def files() -> Iterator[Files]:
+def files() -> Iterator[DiskFiles]:
     before = set(threading.enumerate())
-    with Files() as opened:
+    with DiskFiles() as opened:
         yield opened
     assert set(threading.enumerate()) == before
 
@@ -61,13 +61,13 @@ def arena(values: int, dtype: torch.dtype, skip: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("stored", FLOATS, ids=NAMES)
 @pytest.mark.parametrize("before", [0, 4096, 130, 4099])
 def test_any_range_becomes_the_values_that_torch_converts_it_to(
-    stored: torch.dtype, computed: torch.dtype, before: int, tmp_path: Path, files: Files
+    stored: torch.dtype, computed: torch.dtype, before: int, tmp_path: Path, files: DiskFiles
 ) -> None:
     values = values_of(stored, 5000)
     file = written(tmp_path, values, before, behind=77)
     for first, last in ((0, 5000), (1, 2), (7, 4111), (2048, 4096), (4999, 5000)):
         out = arena(last - first, computed)
-        piece = Piece(file, before + first * stored.itemsize, out, stored)
+        piece = FilePiece(file, before + first * stored.itemsize, out, stored)
         assert files.read([piece]) == (last - first) * stored.itemsize
         assert torch.equal(out, values[first:last].to(computed))
 
@@ -95,37 +95,37 @@ def test_reading_equals_numpys_slice_whatever_is_aligned(
     whole = numpy.frombuffer(file.read_bytes(), dtype=numpy.uint8)[before : before + count * stored.itemsize]
     expected = torch.from_numpy(whole.copy()).view(stored).to(computed)
     out = arena(count, computed, skip)
-    with Files(readers=2) as files:
-        files.each(files._read_chunk, Piece(file, before, out, stored).cut(chunk))
+    with DiskFiles(readers=2) as files:
+        files.each(files._read_chunk, FilePiece(file, before, out, stored).cut(chunk))
     assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_several_files_and_many_pieces_in_one_call(tmp_path: Path, files: Files) -> None:
+def test_several_files_and_many_pieces_in_one_call(tmp_path: Path, files: DiskFiles) -> None:
     values = [values_of(torch.float32, 3 * CHUNK_BYTES // 4 + 11 * part, seed=part) for part in range(3)]
     outs = [arena(len(each), torch.float32) for each in values]
     pieces = [
-        Piece(written(tmp_path, each, 64 * at, name=str(at)), 64 * at, outs[at], torch.float32)
+        FilePiece(written(tmp_path, each, 64 * at, name=str(at)), 64 * at, outs[at], torch.float32)
         for at, each in enumerate(values)
     ]
     assert files.read(pieces) == sum(each.nbytes for each in values)
     assert all(torch.equal(*pair) for pair in zip(values, outs))
 
 
-def test_reading_nothing_reads_nothing(files: Files) -> None:
+def test_reading_nothing_reads_nothing(files: DiskFiles) -> None:
     assert files.read([]) == 0
 
 
 def test_a_range_is_direct_when_its_place_agrees_with_its_offset() -> None:
     page, odd = arena(2048, torch.float32), arena(2048, torch.float32, skip=64)
-    assert Piece(Path("x"), 8192, page, torch.float32).is_direct
-    assert Piece(Path("x"), 8192 + 64, odd, torch.float32).is_direct
-    assert not Piece(Path("x"), 8192 + 64, page, torch.float32).is_direct
-    assert not Piece(Path("x"), 8192, page, torch.bfloat16).is_direct
+    assert FilePiece(Path("x"), 8192, page, torch.float32).is_direct
+    assert FilePiece(Path("x"), 8192 + 64, odd, torch.float32).is_direct
+    assert not FilePiece(Path("x"), 8192 + 64, page, torch.float32).is_direct
+    assert not FilePiece(Path("x"), 8192, page, torch.bfloat16).is_direct
 
 
 @pytest.mark.parametrize(("before", "is_straight"), [(8192, True), (8192 + 36, False)])
 def test_an_aligned_range_goes_straight_to_its_place_and_any_other_through_a_buffer(
-    before: int, is_straight: bool, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+    before: int, is_straight: bool, tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = values_of(torch.float32, 64 * 1024)
     file, out = written(tmp_path, values, before), arena(64 * 1024, torch.float32)
@@ -137,7 +137,7 @@ def test_an_aligned_range_goes_straight_to_its_place_and_any_other_through_a_buf
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", watched)
-    files.read([Piece(file, before, out, torch.float32)])
+    files.read([FilePiece(file, before, out, torch.float32)])
     inside = [out.data_ptr() <= place < out.data_ptr() + out.nbytes for place in places]
     assert places and all(inside) == is_straight == any(inside)
     assert torch.equal(out, values)
@@ -159,14 +159,14 @@ def test_a_range_with_pages_for_itself_goes_straight_to_its_place(
     memory = arena(3 * ALIGNMENT + aligned(skip + count), torch.uint8).fill_(255)
     out = memory[ALIGNMENT + skip : ALIGNMENT + skip + count]
     pages = memory[ALIGNMENT : ALIGNMENT + aligned(skip + count)]
-    with Files(readers=2) as files, patch.object(Files, "_read_to_buffer", side_effect=AssertionError("not straight")):
-        assert files.read(chunks := Piece(file, before, out, torch.uint8).alone_in(pages).cut(chunk)) == count
+    with DiskFiles(readers=2) as files, patch.object(DiskFiles, "_read_to_buffer", side_effect=AssertionError("not straight")):
+        assert files.read(chunks := FilePiece(file, before, out, torch.uint8).alone_in(pages).cut(chunk)) == count
         assert all(piece.pages is not None for piece in chunks)
     assert torch.equal(out, values)
     assert (memory[:ALIGNMENT] == 255).all() and (memory[ALIGNMENT + len(pages) :] == 255).all()
 
 
-def test_short_reads_are_gone_on_with(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_gone_on_with(tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may give fewer bytes than asked for, and not whole pages."""
     values = values_of(torch.bfloat16, 30_000)
     file, out = written(tmp_path, values, 130), arena(30_000, torch.float32)
@@ -177,13 +177,13 @@ def test_short_reads_are_gone_on_with(tmp_path: Path, files: Files, monkeypatch:
         return preadv(descriptor, [part], offset) - (100 if len(part) < len(buffers[0]) else 0)
 
     monkeypatch.setattr(os, "preadv", short)
-    files.read([Piece(file, 130, out, torch.bfloat16)])
+    files.read([FilePiece(file, 130, out, torch.bfloat16)])
     assert torch.equal(out, values.float())
 
 
 @pytest.mark.parametrize("before", [0, 130])
 def test_where_direct_reads_stop_short_of_a_page_the_page_cache_gives_the_rest(
-    before: int, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+    before: int, tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = values_of(torch.float32, 30_000)
     file, out = written(tmp_path, values, before), arena(30_000, torch.float32)
@@ -199,7 +199,7 @@ def test_where_direct_reads_stop_short_of_a_page_the_page_cache_gives_the_rest(
         return min(preadv(descriptor, buffers, offset), max(0, 10_000 - offset))
 
     monkeypatch.setattr(os, "preadv", never_past)
-    files.read([Piece(file, before, out, torch.float32)])
+    files.read([FilePiece(file, before, out, torch.float32)])
     assert torch.equal(out, values)
     if not reads[0][0]:
         pytest.skip("this file system has no direct reads")
@@ -210,24 +210,26 @@ def test_where_direct_reads_stop_short_of_a_page_the_page_cache_gives_the_rest(
 
 
 @pytest.mark.parametrize("count", [5000, 4096 * 1024])
-def test_a_file_that_ends_too_early_is_named(count: int, tmp_path: Path, files: Files) -> None:
+def test_a_file_that_ends_too_early_is_named(count: int, tmp_path: Path, files: DiskFiles) -> None:
     file, out = written(tmp_path, values_of(torch.float32, 3000)), arena(count, torch.float32)
     with pytest.raises(OSError, match=rf"{file}: ends at byte 12000, .* too early; is it truncated\?"):
-        files.read([Piece(file, 0, out, torch.float32)])
+        files.read([FilePiece(file, 0, out, torch.float32)])
 
 
 def test_a_disk_that_fails_is_told_with_the_file_and_what_was_wanted(
-    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path, values_of(torch.float32, 3000))
     failing(monkeypatch, "preadv", errno.EIO)
     with pytest.raises(OSError, match="Input/output error where 8192 bytes from byte 4096 on were to be read") as caught:
-        files.read([Piece(file, 4096, arena(2048, torch.float32), torch.float32)])
+        files.read([FilePiece(file, 4096, arena(2048, torch.float32), torch.float32)])
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(file))
     assert one_line(caught.value) == f"{caught.value.strerror}: {file}"
 
 
-def test_a_truncated_file_is_not_read_again_and_again(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_file_is_not_read_again_and_again(
+    tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, reads, preadv = written(tmp_path, values_of(torch.float32, 3000)), [], os.preadv
 
     def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -236,11 +238,11 @@ def test_a_truncated_file_is_not_read_again_and_again(tmp_path: Path, files: Fil
 
     monkeypatch.setattr(os, "preadv", counted)
     with pytest.raises(OSError, match="is it truncated"):
-        files.read([Piece(file, 0, arena(5000, torch.float32), torch.float32)])
+        files.read([FilePiece(file, 0, arena(5000, torch.float32), torch.float32)])
     assert len(reads) <= 2
 
 
-def test_what_is_read_is_looked_at_as_it_is_stored(tmp_path: Path, files: Files) -> None:
+def test_what_is_read_is_looked_at_as_it_is_stored(tmp_path: Path, files: DiskFiles) -> None:
     """In whole chunks from the start of a tensor on, whether it goes straight to its place or not."""
     values = values_of(torch.float16, CHUNK_BYTES // 2 + 5000)
     file = written(tmp_path, values, 4096, behind=4096)
@@ -255,7 +257,7 @@ def test_what_is_read_is_looked_at_as_it_is_stored(tmp_path: Path, files: Files)
 
     for computed in (torch.float16, torch.float32):
         seen.clear()
-        files.read([Piece(file, 4096, arena(len(values), computed), torch.float16, Kept())])
+        files.read([FilePiece(file, 4096, arena(len(values), computed), torch.float16, Kept())])
         assert sorted(seen) == [4096, 4096 + CHUNK_BYTES]
         assert b"".join(seen[at] for at in sorted(seen)) == values.view(torch.uint8).numpy().tobytes()
     looked_at = dict(seen)
@@ -266,9 +268,9 @@ def test_what_is_read_is_looked_at_as_it_is_stored(tmp_path: Path, files: Files)
         files.check([Checked(file, 4096, 2 * values.nbytes, Kept())])
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path, files: Files) -> None:
+def test_a_file_that_is_gone_is_named(tmp_path: Path, files: DiskFiles) -> None:
     with pytest.raises(OSError, match="gone"):
-        files.read([Piece(tmp_path / "gone", 0, arena(8, torch.float32), torch.float32)])
+        files.read([FilePiece(tmp_path / "gone", 0, arena(8, torch.float32), torch.float32)])
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -286,22 +288,24 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return opened
 
 
-def test_where_direct_reads_are_refused_buffered_ones_do(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_direct_reads_are_refused_buffered_ones_do(
+    tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = refuse_direct(monkeypatch)
     values = values_of(torch.float16, 30_001)
     file, out = written(tmp_path, values, 37), arena(30_001, torch.float32)
-    files.read([Piece(file, 37, out, torch.float16)])
+    files.read([FilePiece(file, 37, out, torch.float16)])
     assert torch.equal(out, values.float()) and opened
 
 
 def test_where_direct_access_is_refused_the_offload_file_is_buffered(
-    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_direct(monkeypatch)
     round_trip(DiskTier(files, tmp_path))
 
 
-def test_an_error_in_one_range_comes_out_after_all_have_ended(files: Files) -> None:
+def test_an_error_in_one_range_comes_out_after_all_have_ended(files: DiskFiles) -> None:
     running: list[int] = []
 
     def action(place: int) -> None:
@@ -317,9 +321,9 @@ def test_an_error_in_one_range_comes_out_after_all_have_ended(files: Files) -> N
 
 def test_a_file_is_opened_once_and_closed_at_the_end(tmp_path: Path) -> None:
     file = written(tmp_path, values_of(torch.float32, 100))
-    with Files() as files:
+    with DiskFiles() as files:
         for _ in range(3):
-            files.read([Piece(file, 0, arena(100, torch.float32), torch.float32)])
+            files.read([FilePiece(file, 0, arena(100, torch.float32), torch.float32)])
         assert descriptors_of(file) == 1
     assert descriptors_of(file) == 0
 
@@ -352,11 +356,11 @@ def round_trip(tier: DiskTier) -> None:
     tier.close()
 
 
-def test_what_is_written_to_a_region_is_read_back(tmp_path: Path, files: Files) -> None:
+def test_what_is_written_to_a_region_is_read_back(tmp_path: Path, files: DiskFiles) -> None:
     round_trip(DiskTier(files, tmp_path))
 
 
-def test_regions_do_not_overlap_and_are_as_large_as_asked(tmp_path: Path, files: Files) -> None:
+def test_regions_do_not_overlap_and_are_as_large_as_asked(tmp_path: Path, files: DiskFiles) -> None:
     tier = DiskTier(files, tmp_path)
     regions = [tier.alloc(size) for size in (5, 4096, 4097, 0, 12_288)]
     assert [region.nbytes for region in regions] == [4096, 4096, 8192, 0, 12_288]
@@ -366,7 +370,7 @@ def test_regions_do_not_overlap_and_are_as_large_as_asked(tmp_path: Path, files:
     tier.close()
 
 
-def test_the_file_has_no_name_takes_its_room_at_once_and_gives_it_back(tmp_path: Path, files: Files) -> None:
+def test_the_file_has_no_name_takes_its_room_at_once_and_gives_it_back(tmp_path: Path, files: DiskFiles) -> None:
     tier = DiskTier(files, tmp_path)
     assert not list(tmp_path.iterdir())
     regions = [tier.alloc(1 << 20) for _ in range(3)]
@@ -389,7 +393,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, function: str, number: int) -> None
 
 @pytest.mark.parametrize("step", ["alloc", "write"])
 def test_a_full_disk_is_told_with_its_folder_and_what_to_do(
-    step: str, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+    step: str, tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier(files, tmp_path)
     region = tier.alloc(8192)
@@ -407,7 +411,7 @@ def test_a_full_disk_is_told_with_its_folder_and_what_to_do(
     tier.close()
 
 
-def test_a_disk_that_fails_is_not_called_full(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_not_called_full(tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(files, tmp_path)
     region = tier.alloc(4096)
     failing(monkeypatch, "pwrite", errno.EIO)
@@ -416,13 +420,13 @@ def test_a_disk_that_fails_is_not_called_full(tmp_path: Path, files: Files, monk
     tier.close()
 
 
-def test_a_write_that_is_cut_short_is_gone_on_with(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_is_cut_short_is_gone_on_with(tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, source, offset: pwrite(descriptor, source[:4096], offset))
     round_trip(DiskTier(files, tmp_path))
 
 
-def test_short_writes_go_on_from_whole_pages_and_end(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_go_on_from_whole_pages_and_end(tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
 
     def short(descriptor: int, source: memoryview, offset: int) -> int:
@@ -435,7 +439,7 @@ def test_short_writes_go_on_from_whole_pages_and_end(tmp_path: Path, files: File
     round_trip(DiskTier(files, tmp_path))
 
 
-def test_scratch_memory_is_aligned_and_of_its_thread(tmp_path: Path, files: Files) -> None:
+def test_scratch_memory_is_aligned_and_of_its_thread(tmp_path: Path, files: DiskFiles) -> None:
     tier = DiskTier(files, tmp_path)
     own = tier.scratch(5000)
     assert own.nbytes == 8192 and own.data_ptr() % ALIGNMENT == 0
@@ -456,7 +460,7 @@ def test_scratch_memory_is_aligned_and_of_its_thread(tmp_path: Path, files: File
     assert tier.scratch(3 * CHUNK_BYTES).nbytes == 3 * CHUNK_BYTES
 
 
-def test_space_behind_what_is_in_use_is_had_again(tmp_path: Path, files: Files) -> None:
+def test_space_behind_what_is_in_use_is_had_again(tmp_path: Path, files: DiskFiles) -> None:
     """As turns of a conversation do: what it holds stays, each turn's hidden values come and go."""
     with closing(DiskTier(files, tmp_path)) as tier:
         stays = tier.alloc(8192)

@@ -12,7 +12,7 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.core.layout import ALIGNMENT, PAGE_ALIGNED_FROM
 from h2o_flexgen.kernels.operations import decode, encode
-from h2o_flexgen.memory.pack import Entry, Layout, Pack, Range, copies_between, slices
+from h2o_flexgen.memory.pack import PackEntry, Layout, Pack, Range, copies_between, slices
 from h2o_flexgen.quant.codec import PLAIN
 from tests.inverted import Inverted, registered
 
@@ -22,7 +22,7 @@ DTYPES = draw.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 @given(SHAPES, DTYPES)
 def test_views_lie_apart_aligned_and_inside(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
-    layout = Layout.pack({str(place): Entry(0, shape, dtype) for place, shape in enumerate(shapes)})
+    layout = Layout.pack({str(place): PackEntry(0, shape, dtype) for place, shape in enumerate(shapes)})
     assert layout.nbytes % ALIGNMENT == 0
     end = 0
     for place, shape in enumerate(shapes):
@@ -35,7 +35,7 @@ def test_views_lie_apart_aligned_and_inside(shapes: list[tuple[int, ...]], dtype
 
 @given(SHAPES, DTYPES)
 def test_what_is_put_into_a_view_stays_there(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
-    layout = Layout.pack({str(place): Entry(0, shape, dtype) for place, shape in enumerate(shapes)})
+    layout = Layout.pack({str(place): PackEntry(0, shape, dtype) for place, shape in enumerate(shapes)})
     pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
     values = {name: torch.randn(entry.shape).to(dtype) for name, entry in layout.entries.items()}
     for name, value in values.items():
@@ -52,7 +52,7 @@ def test_what_is_encoded_into_its_bytes_is_decoded_beside_them(
     shapes = [(shape, inverted) for shapes, inverted in groups for shape in shapes]
     with registered(Inverted()) as codec:
         names = [codec.name if inverted else PLAIN for _, inverted in shapes]
-        layout = Layout.pack({str(at): Entry(0, shape, dtype, names[at]) for at, (shape, _) in enumerate(shapes)})
+        layout = Layout.pack({str(at): PackEntry(0, shape, dtype, names[at]) for at, (shape, _) in enumerate(shapes)})
         pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
         values = [torch.randn(shape).to(dtype) for shape, _ in shapes]
         for at, value in enumerate(values):
@@ -87,7 +87,7 @@ def test_no_slice_is_more_than_a_page_per_cut_larger_than_its_part(sizes: list[i
 
 
 def test_a_range_is_the_bytes_of_its_tensor() -> None:
-    layout = Layout.pack({"a": Entry(0, (3, 4), torch.float32), "b": Entry(0, (5,), torch.float32)})
+    layout = Layout.pack({"a": PackEntry(0, (3, 4), torch.float32), "b": PackEntry(0, (5,), torch.float32)})
     pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
     pack.view("a").copy_(torch.arange(12).view(3, 4))
     assert pack.range(Range("a", 20, 36)).view(torch.float32).tolist() == [5, 6, 7, 8]
@@ -108,8 +108,8 @@ def test_a_tensor_smaller_than_a_page_is_not_cut(parts: int) -> None:
 @given(draw.lists(draw.tuples(draw.integers(1, 2 * PAGE_ALIGNED_FROM), draw.booleans()), max_size=8), draw.integers(1, 4))
 def test_copies_bring_every_byte_of_the_tensors_that_are_there(sizes: list[tuple[int, bool]], parts: int) -> None:
     """The source has some of the target's tensors; what lies between two of them in the target is not touched."""
-    target = Layout.pack({str(at): Entry(0, (size,), torch.uint8) for at, (size, _) in enumerate(sizes)})
-    source = Layout.pack({str(at): Entry(0, (size,), torch.uint8) for at, (size, is_there) in enumerate(sizes) if is_there})
+    target = Layout.pack({str(at): PackEntry(0, (size,), torch.uint8) for at, (size, _) in enumerate(sizes)})
+    source = Layout.pack({str(at): PackEntry(0, (size,), torch.uint8) for at, (size, is_there) in enumerate(sizes) if is_there})
     here, there = (Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout) for layout in (target, source))
     for at, name in enumerate(target.entries):
         here.bytes(name).fill_(100 + at)
@@ -125,7 +125,7 @@ def test_copies_bring_every_byte_of_the_tensors_that_are_there(sizes: list[tuple
 @pytest.mark.parametrize(("gone", "copies"), [((), 1), ((2,), 2), ((0,), 1), ((1, 3), 3)])
 def test_neighbours_that_lie_alike_come_in_one_copy(gone: tuple[int, ...], copies: int) -> None:
     sizes = (96, 32, 96, 160, 64)
-    target = Layout.pack({str(at): Entry(0, (size,), torch.uint8) for at, size in enumerate(sizes)})
+    target = Layout.pack({str(at): PackEntry(0, (size,), torch.uint8) for at, size in enumerate(sizes)})
     source = Layout.pack({name: entry for name, entry in target.entries.items() if int(name) not in gone})
     here, there = (Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout) for layout in (target, source))
     (part,) = slices({name: entry.nbytes for name, entry in source.entries.items()}, 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import under_plan
-from h2o_flexgen.finding import Wish
+from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, Pages
@@ -205,7 +205,7 @@ def test_a_plan_that_is_found_behind_a_profile_of_the_same_process_runs(
     monkeypatch.setattr(kept, "profile_apart", profile_here)
     monkeypatch.setattr(kept, "saved_machine", lambda name: None)
     monkeypatch.setattr(LockingDevice, "free_bytes", lambda self: room)
-    monkeypatch.setattr(Wish, "plan_with_room", lambda wish: None)
+    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
     case = Case(percent=ON_HOST)
     with case.open(checkpoints, offload) as llm:
         expected = [one.token_ids for one in llm.generate(case.prompts, SamplingParams(max_tokens=3))]

@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o_flexgen.core.layout import aligned, decoded_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Block, Workload
@@ -39,11 +39,11 @@ from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.table import judge_of
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.memory.pack import Entry, Layout, Pack
+from h2o_flexgen.memory.pack import PackEntry, Layout, Pack
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
-from h2o_flexgen.models.mixture import Asked, MixtureOfExperts
+from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.held_kv import HeldKV
@@ -347,7 +347,7 @@ def test_experts_allocate_no_more_in_passing_than_their_slice_says(values: dict[
     weights = {name: in_form(values["form"], tensor, getattr(torch, dtype)) for name, tensor in pairs}
     x = torch.randn(sum(counts), model.spec.width, dtype=getattr(torch, dtype))
     there = [x, *(one for weight in weights.values() for one in tensors_of(weight))]
-    asked = Asked([*range(len(counts))], [*counts], torch.arange(sum(counts)))
+    asked = ExpertGroup([*range(len(counts))], [*counts], torch.arange(sum(counts)))
     with used(variant):
         most = peak_allocated(lambda: model.made_by(asked, x, weights), there)
     said = 512 * slices[0].passing_width * x.itemsize
@@ -463,7 +463,7 @@ def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimat
     model = create_model(config, dtype, sep_layer=False)
     plan = Plan.create(prefill_tokens=rows * own, prefix_policy=prefix_policy, **kept)
     prefixes = [SharedPrefix(row % 2, shared) for row in range(rows)]
-    workload = Workload.running([Need(shared + own, 20)] * rows, prefixes, plan.copies_prefixes)
+    workload = Workload.running([SeatNeed(shared + own, 20)] * rows, prefixes, plan.copies_prefixes)
     ((block, _),) = workload.alike_blocks(rows, 1)
     block = block.echoed(model.spec.max_positions) if plan.policy.echoes else block
     occupancy = plan.policy.occupancy(block.batches[0], block.gen_len)
@@ -473,7 +473,7 @@ def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimat
     assert 0.08 * estimate < most <= estimate
 
 
-def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capacity: int) -> int:
+def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[SeatNeed], capacity: int) -> int:
     """Of a prefix, of prompts behind two of them, and of a step, the one that allocates most in a layer."""
     spec, policy, dtype, cpu = model.spec, plan.policy, getattr(torch, model.spec.dtype), torch.device("cpu")
     alone, scored_by = [policy.alone(need) for need in needs], policy if policy.score_bytes else None
@@ -546,7 +546,7 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     embed, *_, head = spec.layers
     batch, table = Batch(tuple(range(rows)), (tokens,) * rows), embed.packed_tensor(embed.token_table)
     assert table is not None and embed.token_table is not None and head.logit_matrix is not None
-    layout = Layout.pack({table.name: Entry(0, table.shape, value_type, table.codec)})
+    layout = Layout.pack({table.name: PackEntry(0, table.shape, value_type, table.codec)})
     pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
     ids, positions = torch.zeros(rows * tokens, dtype=torch.long), torch.arange(tokens).repeat(rows, 1)
     first, last = (

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.cli.plan_report import Kept
+from h2o_flexgen.cli.plan_report import KeptByPolicy
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
@@ -80,7 +80,7 @@ def test_an_image_has_the_slots_of_each_of_its_heads() -> None:
 
 def test_what_all_heads_keep_is_the_budget() -> None:
     spec = with_many_heads()
-    kept = Kept(WorkloadPlan(spec, planned(spec).plan, Workload((400,) * 2, 100), Site()))
+    kept = KeptByPolicy(WorkloadPlan(spec, planned(spec).plan, Workload((400,) * 2, 100), Site()))
     assert kept.share == pytest.approx(sum(SHARES[head % 10] for head in range(24)) / 24, abs=0.01)
     (line,) = kept.by_head()
     assert line.startswith("heads     budgets by head: 7 of 24 KV heads keep 100 %, 5 55 %, 12 30 %; measured on made-up text")
@@ -205,7 +205,7 @@ def test_no_more_is_held_than_is_predicted(
 def test_needs_of_all_levels_have_a_seat() -> None:
     spec = with_many_heads()
     plan = Plan.create(**uneven(6, 4), gpu_batch_size=2, num_gpu_batches=2).with_percent(ALL_ON_DISK)
-    workload = Workload.running([Need(5 + 3 * row, 1 + row % 7) for row in range(9)])
+    workload = Workload.running([SeatNeed(5 + 3 * row, 1 + row % 7) for row in range(9)])
     of = WorkloadPlan(spec, plan, workload, Site()).blocks.first
     seating = Cost(of).seating
     assert seating.rows == 9

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -30,7 +30,7 @@ def workload(rows: int, longest: int = 40) -> Workload:
     """Prompts of many lengths; most rows end early, and some very late."""
     random = Random(rows)
     return Workload.running(
-        [Need(random.randint(1, 20), min(longest, int(3 * random.paretovariate(1.0)))) for _ in range(rows)]
+        [SeatNeed(random.randint(1, 20), min(longest, int(3 * random.paretovariate(1.0)))) for _ in range(rows)]
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.plan import JUDGED, Plan
 from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
@@ -41,7 +41,7 @@ def test_a_search_looks_for_a_plan_with_room_and_then_for_one_without() -> None:
 
 @pytest.mark.parametrize(("batches", "of_batch"), [(1, 4096), (2, 2048), (16, 1024)])
 def test_batches_have_the_room_together(batches: int, of_batch: int) -> None:
-    ((block, _),) = Workload.arriving(Need(1024, 9), 64, 4090).alike_blocks(4, batches)
+    ((block, _),) = Workload.arriving(SeatNeed(1024, 9), 64, 4090).alike_blocks(4, batches)
     assert block.prefix_room == 4096 and len(block.batches) == batches
     for batch in block.batches:
         assert batch.seats is not None and batch.seats.prefixes == (1023, of_batch, 4096)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.search import (
@@ -27,9 +27,9 @@ from h2o_flexgen.planning.search import (
     NEAR,
     SLOTS,
     WORTH_SLOTS,
-    Found,
+    SearchResult,
     NoPlan,
-    Problem,
+    SearchProblem,
     nearest_miss,
     search,
 )
@@ -51,14 +51,14 @@ def stored_packed(plan: Plan) -> ModelSpec:
     return SPEC.packed("group8").written_as(plan.weight_codec, plan.kv_codec, plan.compute)
 
 
-def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> Problem:
-    asked = Problem(
+def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> SearchProblem:
+    asked = SearchProblem(
         sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), Site(accelerator), batches=(1, 2, 3, 4)
     )
     return replace(asked, **changes)  # type: ignore[arg-type]
 
 
-def scarce(accelerator: bool, share: float, **changes: object) -> Problem:
+def scarce(accelerator: bool, share: float, **changes: object) -> SearchProblem:
     """With so large a share of what 64 rows need on the fastest tier, beside what one row needs with all of it offloaded."""
     asked = problem(accelerator, workload=Workload.uniform(64, 20, 10), **changes)
     tier = DEVICE if accelerator else HOST
@@ -70,7 +70,7 @@ def scarce(accelerator: bool, share: float, **changes: object) -> Problem:
 
 
 @cache
-def freely(accelerator: bool, **changes: object) -> Found:
+def freely(accelerator: bool, **changes: object) -> SearchResult:
     """What is found without a limit, asked by several tests."""
     return search(scarce(accelerator, 0.3, **changes))
 
@@ -244,7 +244,7 @@ def test_the_soonest_block_is_a_bound_that_no_plan_that_is_found_passes() -> Non
 def job(rows: int) -> Workload:
     """Most rows end early, and a few late."""
     random = Random(rows)
-    return Workload.running([Need(random.randint(2, 20), min(30, int(2 * random.paretovariate(1.0)))) for _ in range(rows)])
+    return Workload.running([SeatNeed(random.randint(2, 20), min(30, int(2 * random.paretovariate(1.0)))) for _ in range(rows)])
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
@@ -327,7 +327,7 @@ LARGE = tiny_spec(blocks=4, width=256)
 WAITING = replace(SLOW, device="cpu", visit_seconds={"attention": 0.15})  # meanwhile several slices are read
 
 
-def streamed(spec: ModelSpec, room_for: int = 8, **changes: Any) -> Problem:
+def streamed(spec: ModelSpec, room_for: int = 8, **changes: Any) -> SearchProblem:
     """With room for so many slots, and for a tenth of the weights beside them."""
     asked = problem(model=sized(spec), workload=Workload.uniform(8, 20, 10), machine=WAITING, batch_sizes=(8,), batches=(1,))
     room = asked.largest(Plan(gpu_batch_size=8, slots=room_for).with_percent((0, 10, 0, 100, 0, 100))).footprint.total(HOST)
@@ -361,7 +361,10 @@ def test_slots_are_not_searched_where_somebody_has_chosen_them_or_nobody_can() -
     chosen = streamed(of_slices(LARGE, 8), plan=Plan(slots=3))
     assert {one.plan.slots for one in search(replace(chosen, slots=())).all} == {3}
     for plan, tried in ((Plan(), SLOTS), (Plan(slots=1), ()), (Plan(schedule="flexgen_barrier"), ())):
-        assert Asked(plan, slots=SLOTS).problem(on(SLOW, False), sized(), None, 20, 10, Budgets(), Site()).slots == tried
+        assert (
+            PlanRequirements(plan, slots=SLOTS).problem(on(SLOW, False), sized(), None, 20, 10, Budgets(), Site()).slots
+            == tried
+        )
 
 
 def test_more_slots_keep_a_latency_limit_that_two_do_not() -> None:

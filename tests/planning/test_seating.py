@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request
@@ -103,7 +103,7 @@ def sum_before(ticks: list[Tick], number: int) -> int:
 
 def block_of(seed: int, schedule: str, batches: int) -> BlockPlan:
     random = Random(seed)
-    needs = [Need(random.randint(1, 9), random.randint(0, 2)) for _ in range(random.randint(batches, 6))]
+    needs = [SeatNeed(random.randint(1, 9), random.randint(0, 2)) for _ in range(random.randint(batches, 6))]
     shape = {"gpu_batch_size": random.randint(1, 2), "num_gpu_batches": batches, "slots": random.randint(1, 3)}
     percent = tuple(share for _ in range(3) for share in random.choice([(0, 0), (30, 30), (0, 100), (100, 0)]))
     accelerator = random.random() < 0.5

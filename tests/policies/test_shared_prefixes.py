@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -66,7 +66,7 @@ def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Tex
 
 
 def step_of(
-    occupancies: Sequence[Occupancy], step: int, needs: Sequence[Need], capacity: int, within: int | None = None
+    occupancies: Sequence[Occupancy], step: int, needs: Sequence[SeatNeed], capacity: int, within: int | None = None
 ) -> KVStep:
     slots = [occupancy.at(step) for occupancy in occupancies]
     if step == 0:
@@ -100,7 +100,7 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any
     shared = {prefix: text(prefix.tokens, prefix.group) for prefix in PREFIXES if prefix is not None}
     rows = [text(2 * length + STEPS, 10 + row) for row, length in enumerate(own)]  # the echo of a prompt comes last
     needs = [
-        Need.behind(prefix, length + (0 if prefix is None else prefix.tokens), STEPS, copies)
+        SeatNeed.behind(prefix, length + (0 if prefix is None else prefix.tokens), STEPS, copies)
         for prefix, length in zip(PREFIXES, own)
     ]
     occupancies = [policy.alone(need) for need in needs]

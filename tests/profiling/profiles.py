@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.profiling.sizes import Sizes
+from h2o_flexgen.profiling.sizes import ProfileSizes
 
-TINY = Sizes(
+TINY = ProfileSizes(
     budget_seconds=1e6,
     rounds=1,
     seconds=0.0,

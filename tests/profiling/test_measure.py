@@ -10,7 +10,7 @@ import pytest
 
 from h2o_flexgen.kernels.table import INT8_PRODUCT
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.disk import Files
+from h2o_flexgen.memory.disk import DiskFiles
 from h2o_flexgen.profiling import measure
 from h2o_flexgen.profiling.measure import Needs, Products, cpu_name, disk_read_rate, host_copy_rate, offload_rates
 from h2o_flexgen.quant.codec import MATRIX_FORMS
@@ -46,8 +46,8 @@ def test_files_are_read_all_over_and_not_changed(tmp_path: Path, monkeypatch: py
     files = [tmp_path / name for name in ("a", "b")]
     files[0].write_bytes(b"a" * 20_000)
     files[1].write_bytes(b"b" * 9_000)
-    read, places = Files.read, []
-    monkeypatch.setattr(Files, "read", lambda self, pieces: (places.extend(pieces), read(self, pieces))[1])
+    read, places = DiskFiles.read, []
+    monkeypatch.setattr(DiskFiles, "read", lambda self, pieces: (places.extend(pieces), read(self, pieces))[1])
     assert disk_read_rate(files, seconds=0.02) > 0
     assert {(piece.file, piece.offset, piece.nbytes) for piece in places} == {
         (files[0], 0, 8192), (files[0], 8192, 8192), (files[1], 0, 8192),

@@ -34,14 +34,14 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import apart, attention, kept, moving, others, products
 from h2o_flexgen.profiling.apart import profile_apart
-from h2o_flexgen.profiling.budget import Budget, Stopwatch
+from h2o_flexgen.profiling.budget import TimeLimit, Stopwatch
 from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.machine import profile
-from h2o_flexgen.profiling.pool import Pool
-from h2o_flexgen.profiling.rounds import Measurement, Taken
+from h2o_flexgen.profiling.pool import BytePool
+from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
 from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Clock, Subject, Watch
+from h2o_flexgen.profiling.subject import Bench, Clock, Subject, ProfileWatch
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.task import Task
@@ -64,7 +64,7 @@ BEFORE, INSIDE = "making ready", (", step ", ", writing ")  # told before the fi
 
 def untouched() -> Bench:
     """Measurements write to its pool: values of one type are none of another."""
-    return Bench(OneSecond(Device(), 0.0), Pool.filled(HostTier(), TINY.pool_bytes, Budget(math.inf)))
+    return Bench(OneSecond(Device(), 0.0), BytePool.filled(HostTier(), TINY.pool_bytes, TimeLimit(math.inf)))
 
 
 BENCH = untouched()
@@ -221,9 +221,9 @@ def test_what_is_measured_with_is_a_sound_value_of_every_type(dtype: torch.dtype
 
 def test_a_pool_has_what_could_be_filled_in_time() -> None:
     seconds = iter(range(100))
-    slow = Budget(6.0, lambda: float(next(seconds)))
-    assert Pool.filled(HostTier(), 64 << 20, slow).nbytes == 8 << 20
-    assert Pool.filled(HostTier(), 3 << 20, Budget(math.inf)).nbytes == 3 << 20
+    slow = TimeLimit(6.0, lambda: float(next(seconds)))
+    assert BytePool.filled(HostTier(), 64 << 20, slow).nbytes == 8 << 20
+    assert BytePool.filled(HostTier(), 3 << 20, TimeLimit(math.inf)).nbytes == 3 << 20
 
 
 def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.Monkey
         monkeypatch.setattr(products, "measured_forms", lambda: (codec.name,))
         encoded = torch.empty(codec.nbytes((64, 64), 4), dtype=torch.uint8)
         encode(codec.name, torch.rand(64, 64), encoded)
-        bench = replace(BENCH, pool=Pool(encoded))
+        bench = replace(BENCH, pool=BytePool(encoded))
         points = products.curves(bench, (), "float32", TINY)
         found = figures(*points, *products.decoding(bench, "float32", TINY))
     flops = 2 * 64 * 64
@@ -324,7 +324,7 @@ def test_unpacking_is_told_from_computing() -> None:
 def test_a_step_attends_all_slots_and_goes_on_for_ever() -> None:
     bench = untouched()
     (subject,) = attention.decode_reading({"host": bench}, "float32", TINY)
-    heads = attention.Heads(4, 4, 16)
+    heads = attention.HeadSizes(4, 4, 16)
     coding = attention.Coding("plain", torch.float32, 16)
     step = attention.Step.of(bench, heads, coding, TINY.kv_rows, TINY.slots)
     assert step.now.with_newest.tolist() == [TINY.slots] * TINY.kv_rows and step.cache.image.shape[3] == TINY.slots
@@ -388,7 +388,7 @@ def test_reads_and_writes_at_once_share_what_the_disk_can_do(tmp_path: Path, mon
         moving.DiskTrial, "_rate", lambda self, way, seconds: taken.append(way) or (100.0 if len(taken) < 3 else 70.0)
     )
     with closing(Memories(Device(), tmp_path)) as memories:
-        rates = moving.DiskTrial(memories, 0.0, time.perf_counter, Watch()).rates(1 << 20)
+        rates = moving.DiskTrial(memories, 0.0, time.perf_counter, ProfileWatch()).rates(1 << 20)
     assert rates == {moving.READ: 100.0, moving.WRITE: 100.0, moving.BOTH: 1.4}
     assert sorted(taken) == sorted([moving.READ, moving.WRITE] * 2)
 
@@ -438,7 +438,7 @@ def test_what_a_first_call_on_an_accelerator_takes_does_not_count() -> None:
         now[0] += 0.5 if len(calls) > 1 else 30.0
 
     stopwatch = Stopwatch(lambda: now[0])
-    budget = Budget(100.0, stopwatch)
+    budget = TimeLimit(100.0, stopwatch)
     assert Clock(PretendedDevice(), 1.0, stopwatch).of(action) == 0.5
     assert budget.left == 100.0 - 4.0 and len(calls) == 9
 
@@ -529,8 +529,10 @@ def test_a_profile_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> N
 def test_what_was_measured_in_other_sizes_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "here.partial"
     one = Measurement({"a": 1.0}, 4, 2.0)
-    Taken.kept_in(file, "of this kind").add(1, "a", one)
-    assert Taken.kept_in(file, "of another").known == {} and Taken.kept_in(file, "of this kind").known == {(1, "a"): one}
+    RoundsTaken.kept_in(file, "of this kind").add(1, "a", one)
+    assert RoundsTaken.kept_in(file, "of another").known == {} and RoundsTaken.kept_in(file, "of this kind").known == {
+        (1, "a"): one
+    }
 
 
 def test_a_damaged_profile_is_told_of_and_measured_anew(

@@ -11,9 +11,9 @@ import pytest
 
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.profiling.budget import Budget
+from h2o_flexgen.profiling.budget import TimeLimit
 from h2o_flexgen.profiling.machine import profile
-from h2o_flexgen.profiling.rounds import Measurement, Taken, measured, missing
+from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken, measured, missing
 from h2o_flexgen.profiling.subject import Figures, Subject
 from tests.profiling.profiles import TINY
 
@@ -29,8 +29,8 @@ class World:
     def now(self) -> float:
         return self.seconds
 
-    def budget(self, seconds: float) -> Budget:
-        return Budget(seconds, self.now)
+    def budget(self, seconds: float) -> TimeLimit:
+        return TimeLimit(seconds, self.now)
 
     def subject(self, title: str, seconds: float = 0.01, sizes: tuple[int, ...] = (1,), **other: object) -> Subject:
         """Takes so many seconds each time its size is one more."""
@@ -75,7 +75,7 @@ def test_of_rates_of_computing_the_best_round_counts_and_of_times_the_least() ->
 
 def test_rounds_that_disagree_tell_of_a_disturbance() -> None:
     """A few figures that change say nothing; it takes a tenth of them. What was measured once cannot change."""
-    taken, titles = Taken(), [str(place) for place in range(20)]
+    taken, titles = RoundsTaken(), [str(place) for place in range(20)]
     assert taken.unsteadiness(titles) == 1.0
     for number, round_of in enumerate(([1.0] * 20, [2.0] * 20, [*[2.2] * 18, 8.0, 20.0])):
         for title, value in zip(titles, round_of):
@@ -141,10 +141,10 @@ def test_it_ends_in_time_on_a_machine_of_any_speed(slow: float, rounds: int) -> 
 
 def test_what_was_measured_is_not_measured_again_and_the_first_time_is_made_up_for(tmp_path: Path) -> None:
     world = World()
-    taken = Taken.kept_in(tmp_path / "file", "")
+    taken = RoundsTaken.kept_in(tmp_path / "file", "")
     for number, name in ((0, "a"), (1, "a"), (2, "a"), (0, "b"), (1, "b")):
         taken.add(number, name, Measurement({name: 1.0}, 4, 0.01))
-    again = Taken.kept_in(tmp_path / "file", "")
+    again = RoundsTaken.kept_in(tmp_path / "file", "")
     subjects = [world.subject("a", sizes=(1, 4)), world.subject("b", sizes=(1, 4))]
     assert measured(subjects, 2, world.budget(10.0), None, again) == {"a": 1.0, "b": 2.5}
     assert world.order == [("b", 4)] * 2, "at the size that was found before, and once for nothing"

@@ -20,18 +20,18 @@ from h2o_flexgen.cli.serve_work import facts_of, usual_options
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.answers import Answers
-from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.jobs.job import LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.serving.app import make_app
 from h2o_flexgen.serving.batches.data_folder import data_folder
 from h2o_flexgen.serving.batches.routes import BatchRoutes
 from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
-from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desk import Desk, Terms
 from h2o_flexgen.serving.hosts import Hosts
 from h2o_flexgen.serving.keys import Keys
-from h2o_flexgen.serving.listening import Place, bound, listening, place_of
+from h2o_flexgen.serving.listening import ServerAddress, bound, listening, place_of
 from h2o_flexgen.serving.service import Service
 from h2o_flexgen.text.dialogue import choose_style
 from tests.patience import PATIENCE_SECONDS
@@ -39,14 +39,14 @@ from tests.patience import PATIENCE_SECONDS
 MODEL = "tiny"
 PROMPT_LEN, GEN_LEN = 32, 48
 SEED = 5
-HERE = Place("127.0.0.1", 0)
+HERE = ServerAddress("127.0.0.1", 0)
 
 
 class EndedAtOnce(BaseException):
     """What a signal does to the thread that computes."""
 
 
-class GatedCounts(Counts):
+class GatedCounts(ServerCounts):
     """Counts that can hold the thread that computes behind a pass, or end it there."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class GatedCounts(Counts):
 
 @dataclass
 class Served:
-    place: Place
+    place: ServerAddress
     desk: Desk
     counts: GatedCounts
     llm: LLM
@@ -140,7 +140,7 @@ def served(
     arrivals = llm.arrivals(*room)
     desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
     facts = facts_of(MODEL, PlanReport.of(llm, ModelRequest(MODEL, MODEL, dummy_weights=False), arrivals.planned))
-    reading = Reading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
+    reading = LineReading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from psutil import Process
 
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.append import AppendFile
-from h2o_flexgen.jobs.check import Part
+from h2o_flexgen.jobs.check import InputPart
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import as_line
@@ -33,12 +33,12 @@ from h2o_flexgen.serving.batches.batch import (
     FAILED,
     FINALIZING,
     IN_PROGRESS,
-    Batch,
+    StoredBatch,
 )
 from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
 from h2o_flexgen.serving.batches.registry import Batches
 from h2o_flexgen.serving.batches.run import BatchRun
-from h2o_flexgen.serving.batches.stored_files import Files
+from h2o_flexgen.serving.batches.stored_files import StoredFiles
 from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.service import Service
@@ -270,7 +270,7 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(llm: LLM, tmp_path: Path) -
 def test_a_batch_that_is_cancelled_when_it_is_about_to_begin_is_not_run(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cancelling(of: BatchWork, batch: Batch) -> Any:
+    def cancelling(of: BatchWork, batch: StoredBatch) -> Any:
         assert of.batches.cancel(batch.id).status == "cancelled"
         ended_before.undo()
         return of._begin(batch)
@@ -450,9 +450,9 @@ ENDS = {
 }
 
 
-def left_behind(folder: DataFolder, status: str, records: int, rest: bytes, begun: Settings = MODEL_ALONE) -> Batch:
+def left_behind(folder: DataFolder, status: str, records: int, rest: bytes, begun: Settings = MODEL_ALONE) -> StoredBatch:
     """A batch of two requests that an earlier server has left in this state. Its input is gone."""
-    files = Files(folder.files)
+    files = StoredFiles(folder.files)
     with files.new() as new:
         file = files.keep(new, "in.jsonl", "batch")
     batches = Batches(folder.batches, files)
@@ -460,7 +460,7 @@ def left_behind(folder: DataFolder, status: str, records: int, rest: bytes, begu
     lines = [as_line({"id": f"batch_req_{at}", "custom_id": str(at), "response": {}, "error": None}) for at in range(records)]
     batches.records(batch.id).write_bytes(b"".join(lines) + rest)
     files.lines(file.id).unlink()
-    return batches.change(batch.id, lambda one: one.checked_as(Part(9, "x"), 2, ()).begins(begun, {}).now(status))
+    return batches.change(batch.id, lambda one: one.checked_as(InputPart(9, "x"), 2, ()).begins(begun, {}).now(status))
 
 
 def test_what_an_earlier_server_has_left_comes_to_its_end(llm: LLM, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from h2o_flexgen.jobs.answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.serving.desk import Listener
+from h2o_flexgen.serving.desk import RequestListener
 from h2o_flexgen.text.prompts import read_prompts
 from tests.patience import PATIENCE_SECONDS
 from tests.serving.served import GEN_LEN, MODEL, Served, served
@@ -124,8 +124,8 @@ def asked_alone(llm: LLM) -> Request:
     return Request(prompt, SamplingParams(max_tokens=4))
 
 
-def unheard() -> Listener:
-    return Listener(None, lambda completion: None, lambda problem, error: None)
+def unheard() -> RequestListener:
+    return RequestListener(None, lambda completion: None, lambda problem, error: None)
 
 
 def test_a_body_for_which_there_can_be_no_room_is_refused_for_ever(llm: LLM) -> None:

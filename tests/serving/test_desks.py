@@ -16,7 +16,7 @@ from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.serving.counts import Counts
+from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desks import THREAD, Desks, Lengths, Turns
 from h2o_flexgen.text.prompts import Prompt
 from tests.contract import Case, Checkpoints
@@ -39,7 +39,7 @@ def llm(checkpoints: Checkpoints, offload: Path) -> Iterator[LLM]:
         yield opened
 
 
-class OnTick(Counts):
+class OnTick(ServerCounts):
     """Counts that let a test act in the thread that computes."""
 
     def __init__(self, hear: Callable[[Tick], object]) -> None:

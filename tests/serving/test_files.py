@@ -19,7 +19,7 @@ from psutil import Process
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.serving.batches import registry, stored_files
 from h2o_flexgen.serving.batches.data_folder import data_folder, write_document
-from h2o_flexgen.serving.batches.stored_files import Files, NewFile
+from h2o_flexgen.serving.batches.stored_files import StoredFiles, NewFile
 from h2o_flexgen.serving.bodies import Limits
 from tests.patience import PATIENCE_SECONDS
 from tests.refusals import one_line
@@ -260,19 +260,19 @@ def test_who_looks_does_not_wait_for_the_disk(
 
 def test_what_a_killed_server_was_about_to_do_is_removed(tmp_path: Path) -> None:
     with data_folder(tmp_path, "--data-dir") as folder:
-        files = Files(folder.files)
+        files = StoredFiles(folder.files)
         with files.new() as new:
             new.write(b"kept")
             kept = files.keep(new, "x.jsonl", "batch")
         (folder.files / ".file-1.jsonl").write_bytes(b"on its way in")
         (folder.files / "file-2.jsonl").write_bytes(b"not yet there, or on its way out")
-        again = Files(folder.files)
+        again = StoredFiles(folder.files)
         assert again.all() == [kept] and again.lines(kept.id).read_bytes() == b"kept"
         assert sorted(path.name for path in folder.files.iterdir()) == [f"{kept.id}.json", f"{kept.id}.jsonl"]
         document = folder.files / f"{kept.id}.json"
         assert json.loads(document.read_text())["filename"] == "x.jsonl"
         document.write_text('{"form": 2}')
-        assert one_line(lambda: Files(folder.files)) == f"{document} is not understood by this version; move it away"
+        assert one_line(lambda: StoredFiles(folder.files)) == f"{document} is not understood by this version; move it away"
 
 
 def test_a_folder_has_one_server_at_a_time(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from h2o_flexgen.sampling.output import Completion
-from h2o_flexgen.text.dialogue import Plain, Script, Style, Template, choose_style
+from h2o_flexgen.text.dialogue import PlainStyle, Script, Style, Template, choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.tokenizer import Tokenizer
 from tests.real_tokenizers import save_byte_level
@@ -105,7 +105,7 @@ def test_a_script_goes_on_where_the_reply_ended(tokenizer: Tokenizer) -> None:
 
 
 def test_plain_turns_are_only_put_behind(tokenizer: Tokenizer) -> None:
-    style = Plain(tokenizer, "hello")
+    style = PlainStyle(tokenizer, "hello")
     assert style.turn("world", None) == tokenizer.encode("hello\n\nworld")
     assert style.turn(" hello", reply("x", tokenizer)) == tokenizer.encode_more(" hello")
 
@@ -113,6 +113,6 @@ def test_plain_turns_are_only_put_behind(tokenizer: Tokenizer) -> None:
 def test_the_style_is_the_models_own_where_it_has_one(folder: Path, tokenizers: dict[str, Tokenizer]) -> None:
     assert isinstance(choose_style("auto", with_template(folder, CHATML)), Template)
     assert isinstance(choose_style("auto", tokenizers["byte_level"]), Script)
-    assert isinstance(choose_style("plain", with_template(folder, CHATML)), Plain)
+    assert isinstance(choose_style("plain", with_template(folder, CHATML)), PlainStyle)
     with pytest.raises(ValueError, match="has no chat template; choose the style script or plain"):
         choose_style("template", tokenizers["bytes"])

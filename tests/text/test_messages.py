@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessage
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from h2o_flexgen.text.chat_template import render
-from h2o_flexgen.text.dialogue import Plain, Script
+from h2o_flexgen.text.dialogue import PlainStyle, Script
 from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.refusals import one_line
@@ -71,7 +71,7 @@ def test_the_names_of_before_are_those_of_now() -> None:
 
 
 def test_a_style_that_cannot_write_calls_down_does_not_leave_them_out() -> None:
-    for style in (Script, Plain):
+    for style in (Script, PlainStyle):
         for place, said in ((2, "tool_calls need a chat template"), (3, "role 'tool' needs a chat template")):
             assert said in one_line(lambda style=style, place=place: style(ByteTokenizer(300)).whole(read(STORED[place])))
 

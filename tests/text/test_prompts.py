@@ -10,7 +10,7 @@ import torch
 from transformers import BatchEncoding
 
 from h2o_flexgen.sampling.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
-from h2o_flexgen.text.dialogue import Plain, Script
+from h2o_flexgen.text.dialogue import PlainStyle, Script
 from h2o_flexgen.text.prompts import read_chats, read_pair, read_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 
@@ -127,7 +127,7 @@ def test_a_script_of_a_whole_chat_is_what_its_turns_make() -> None:
     assert list(script.whole([system, first]).ids) == script.turn("a", None)
     said = {"role": "assistant", "content": "x"}
     assert script.whole([system, first, said, second]).text == "s\n\nUser: a\nAssistant: x\nUser: b\nAssistant:"
-    assert Plain(TOKENS).whole([system, first, second]).text == "s\n\nab"
+    assert PlainStyle(TOKENS).whole([system, first, second]).text == "s\n\nab"
     with pytest.raises(ValueError, match="role 'tool' needs a chat template"):
         script.whole([{"role": "tool", "content": "x"}])
 

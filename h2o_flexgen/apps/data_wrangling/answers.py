@@ -9,11 +9,11 @@ from enum import Enum
 from pathlib import Path
 
 from h2o_flexgen.apps.data_wrangling.data_sets import EXACT
-from h2o_flexgen.apps.data_wrangling.prompts import Asked
+from h2o_flexgen.apps.data_wrangling.prompts import PromptedQuestion
 from h2o_flexgen.apps.data_wrangling.wording import NO, YES
 
 
-class Said(Enum):
+class Verdict(Enum):
     """What an answer is taken for."""
 
     RIGHT = "right"
@@ -23,7 +23,7 @@ class Said(Enum):
 
 
 @dataclass(frozen=True)
-class Record:
+class AnswerRecord:
     """The record of a request: what was generated, or why nothing was."""
 
     text: str | None
@@ -33,10 +33,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Answer:
-    asked: Asked
-    record: Record
-    said: Said
+class JudgedAnswer:
+    asked: PromptedQuestion
+    record: AnswerRecord
+    said: Verdict
 
     @property
     def is_yes(self) -> bool:
@@ -44,7 +44,7 @@ class Answer:
         return self.asked.question.expected == YES
 
 
-def read_records(path: Path) -> dict[str, Record]:
+def read_records(path: Path) -> dict[str, AnswerRecord]:
     """The records of a job that has come to its end, by their ids."""
     found = {}
     with path.open("rb") as opened:
@@ -54,37 +54,39 @@ def read_records(path: Path) -> dict[str, Record]:
     return found
 
 
-def _record(record: Mapping[str, object]) -> Record:
+def _record(record: Mapping[str, object]) -> AnswerRecord:
     error = record["error"]
     if isinstance(error, dict):
-        return Record(None, str(error["message"]))
+        return AnswerRecord(None, str(error["message"]))
     response = record["response"]
     assert isinstance(response, dict)
     body = response["body"]
     usage = body["usage"]
-    return Record(body["choices"][0]["text"], None, usage["prompt_tokens"], usage["completion_tokens"])
+    return AnswerRecord(body["choices"][0]["text"], None, usage["prompt_tokens"], usage["completion_tokens"])
 
 
-NO_RECORD = Record(None, "it has no record")
+NO_RECORD = AnswerRecord(None, "it has no record")
 
 
-def answers_of(rows: Iterable[Asked], records: Mapping[str, Record], match: str, is_yes_or_no: bool) -> list[Answer]:
+def answers_of(
+    rows: Iterable[PromptedQuestion], records: Mapping[str, AnswerRecord], match: str, is_yes_or_no: bool
+) -> list[JudgedAnswer]:
     found = []
     for one in rows:
         record = records.get(one.id, NO_RECORD)
-        said = Said.NOT_THERE if record.text is None else judged(record.text, one.question.expected, match, is_yes_or_no)
-        found.append(Answer(one, record, said))
+        said = Verdict.NOT_THERE if record.text is None else judged(record.text, one.question.expected, match, is_yes_or_no)
+        found.append(JudgedAnswer(one, record, said))
     return found
 
 
-def judged(text: str, expected: str, match: str, is_yes_or_no: bool) -> Said:
+def judged(text: str, expected: str, match: str, is_yes_or_no: bool) -> Verdict:
     """Both are compared without space around them and in lower case, as the original does."""
     answer = text.strip().lower()
     if _is(answer, expected, match):
-        return Said.RIGHT
+        return Verdict.RIGHT
     if not answer or (is_yes_or_no and not any(_is(answer, word, match) for word in (YES, NO))):
-        return Said.UNCLEAR
-    return Said.WRONG
+        return Verdict.UNCLEAR
+    return Verdict.WRONG
 
 
 def _is(answer: str, expected: str, match: str) -> bool:

@@ -19,7 +19,7 @@ SPLITS = {"train": "train.csv", "valid": "valid.csv", "test": "test.csv"}
 
 
 @dataclass(frozen=True)
-class Task:
+class QuestionKind:
     """A kind of question. `match` is how the original compares an answer with what was expected."""
 
     name: str
@@ -30,10 +30,10 @@ class Task:
     match: str
 
 
-TASKS: Mapping[str, Task] = {
+TASKS: Mapping[str, QuestionKind] = {
     task.name: task
     for task in (
-        Task(
+        QuestionKind(
             MATCH,
             "entity_matching/structured",
             ("tableA.csv", "tableB.csv"),
@@ -41,8 +41,8 @@ TASKS: Mapping[str, Task] = {
             True,
             EXACT,
         ),
-        Task(IMPUTE, "data_imputation", (), (), False, EXACT),
-        Task(DETECT, "error_detection", ("table.csv",), ("row_id", "col_name", "is_clean"), True, BEGINS),
+        QuestionKind(IMPUTE, "data_imputation", (), (), False, EXACT),
+        QuestionKind(DETECT, "error_detection", ("table.csv",), ("row_id", "col_name", "is_clean"), True, BEGINS),
     )
 }
 
@@ -50,7 +50,7 @@ TASKS: Mapping[str, Task] = {
 @dataclass(frozen=True)
 class DataSet:
     name: str
-    task: Task
+    task: QuestionKind
     columns: tuple[str, ...]  # of the tables, but for the id
     instruction: str
     question: str  # after a row
@@ -145,11 +145,11 @@ DATA_SETS: Mapping[str, DataSet] = {
 }
 
 
-def names_of(task: Task) -> list[str]:
+def names_of(task: QuestionKind) -> list[str]:
     return [one.name for one in DATA_SETS.values() if one.task is task]
 
 
-def data_set_of(task: Task, name: str, said: str) -> DataSet:
+def data_set_of(task: QuestionKind, name: str, said: str) -> DataSet:
     """The data set of this name; `said` is where the name comes from."""
     known = names_of(task)
     if name in known:

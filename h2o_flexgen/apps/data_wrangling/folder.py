@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.apps.data_wrangling.data_sets import DOWNLOAD, SPLITS, DataSet, Task, data_set_of, names_of
+from h2o_flexgen.apps.data_wrangling.data_sets import DOWNLOAD, SPLITS, DataSet, QuestionKind, data_set_of, names_of
 
 DATA_DIR, DATA_SET = "--data-dir", "--data-set"
 
@@ -16,7 +16,7 @@ class Folder:
     data_set: DataSet
 
     @classmethod
-    def of(cls, task: Task, given: str, name: str | None) -> Folder:
+    def of(cls, task: QuestionKind, given: str, name: str | None) -> Folder:
         """The folder that is given, or the data set of this name below it."""
         top = Path(given).expanduser()
         if not top.is_dir():
@@ -46,5 +46,5 @@ class Folder:
         return self.file(SPLITS[name])
 
 
-def _advice(task: Task) -> str:
+def _advice(task: QuestionKind) -> str:
     return f"unpack {DOWNLOAD}, which has {task.folder}/..., and give its folder"

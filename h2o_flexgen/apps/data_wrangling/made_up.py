@@ -38,7 +38,7 @@ Rows = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class MadeUpDataSet:
     data_set: DataSet
     rows: int  # of each split
     seed: int = 0
@@ -123,10 +123,10 @@ def _misspelt(text: str, random: Random) -> str:
     return "".join(TYPO if place in places else letter for place, letter in enumerate(text))
 
 
-WRITERS: Mapping[str, Callable[[MadeUp, Random], Mapping[str, Rows]]] = {
-    MATCH: MadeUp.pairs,
-    IMPUTE: MadeUp.gaps,
-    DETECT: MadeUp.errors,
+WRITERS: Mapping[str, Callable[[MadeUpDataSet, Random], Mapping[str, Rows]]] = {
+    MATCH: MadeUpDataSet.pairs,
+    IMPUTE: MadeUpDataSet.gaps,
+    DETECT: MadeUpDataSet.errors,
 }
 
 

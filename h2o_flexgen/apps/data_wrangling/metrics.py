@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from h2o_flexgen.apps.data_wrangling.answers import Answer, Said
+from h2o_flexgen.apps.data_wrangling.answers import JudgedAnswer, Verdict
 
 
 @dataclass(frozen=True)
-class Counts:
+class AnswerCounts:
     """Answers by what they say and what is right: a "true No" says No where No is right."""
 
     true_yes: int = 0
@@ -26,12 +26,12 @@ class Counts:
     unclear_no: int = 0
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Counts:
+    def of(cls, answers: Sequence[JudgedAnswer]) -> AnswerCounts:
         names = {
-            Said.RIGHT: ("true_yes", "true_no"),
-            Said.WRONG: ("false_no", "false_yes"),
-            Said.UNCLEAR: ("unclear_yes", "unclear_no"),
-            Said.NOT_THERE: ("unclear_yes", "unclear_no"),
+            Verdict.RIGHT: ("true_yes", "true_no"),
+            Verdict.WRONG: ("false_no", "false_yes"),
+            Verdict.UNCLEAR: ("unclear_yes", "unclear_no"),
+            Verdict.NOT_THERE: ("unclear_yes", "unclear_no"),
         }
         return cls(**Counter(names[one.said][0 if one.is_yes else 1] for one in answers))
 
@@ -59,11 +59,11 @@ class Counts:
         return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(1, precision + recall)}
 
 
-def accuracy(answers: Sequence[Answer]) -> float | None:
-    return _share(sum(one.said is Said.RIGHT for one in answers), len(answers))
+def accuracy(answers: Sequence[JudgedAnswer]) -> float | None:
+    return _share(sum(one.said is Verdict.RIGHT for one in answers), len(answers))
 
 
-def number_of(answers: Sequence[Answer], said: Said) -> int:
+def number_of(answers: Sequence[JudgedAnswer], said: Verdict) -> int:
     return sum(one.said is said for one in answers)
 
 

@@ -14,7 +14,7 @@ BEGINNING = b'{"custom_id": "'  # of every request
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptedQuestion:
     """A question as the model gets it, under the id of its record."""
 
     id: str
@@ -22,13 +22,13 @@ class Asked:
     prompt: str
 
 
-def asked(questions: Iterable[Question], split: str, examples: Examples, instruction: str | None) -> Iterator[Asked]:
+def asked(questions: Iterable[Question], split: str, examples: Examples, instruction: str | None) -> Iterator[PromptedQuestion]:
     for question in questions:
         text = f"{examples.before(question)}\n{question.text}".strip()
-        yield Asked(f"{split}-{question.line}", question, text if instruction is None else f"{instruction} {text}")
+        yield PromptedQuestion(f"{split}-{question.line}", question, text if instruction is None else f"{instruction} {text}")
 
 
-def requests_of(rows: Sequence[Asked], gen_len: int) -> str:
+def requests_of(rows: Sequence[PromptedQuestion], gen_len: int) -> str:
     """The requests of a batch job, a line each, which say all that the answers depend on but the model."""
     how = {"max_tokens": gen_len, "temperature": 0, "stop": [STOP]}
     return "".join(json.dumps({"custom_id": one.id, "prompt": one.prompt, **how}) + "\n" for one in rows)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from h2o_flexgen.apps.data_wrangling.answers import Answer, Said
-from h2o_flexgen.apps.data_wrangling.metrics import Counts, accuracy, number_of
+from h2o_flexgen.apps.data_wrangling.answers import JudgedAnswer, Verdict
+from h2o_flexgen.apps.data_wrangling.metrics import AnswerCounts, accuracy, number_of
 from h2o_flexgen.apps.data_wrangling.request import WranglingRequest
 from h2o_flexgen.apps.data_wrangling.speed import Speed
-from h2o_flexgen.cli.batch_work import Ended
+from h2o_flexgen.cli.batch_work import FinishedJob
 from h2o_flexgen.cli.page import printable
 
 UNDEFINED = "undefined"  # 0 / 0
@@ -18,14 +18,14 @@ SHOWN = 60  # characters of an answer
 
 
 @dataclass(frozen=True)
-class Report:
+class WranglingReport:
     request: WranglingRequest
-    ended: Ended
-    answers: Sequence[Answer]
+    ended: FinishedJob
+    answers: Sequence[JudgedAnswer]
 
     @cached_property
-    def counts(self) -> Counts:
-        return Counts.of(self.answers)
+    def counts(self) -> AnswerCounts:
+        return AnswerCounts.of(self.answers)
 
     @property
     def speed(self) -> Speed | None:
@@ -61,12 +61,12 @@ class Report:
             counts = self.counts
             said = f"Yes {counts.true_yes} times rightly and {counts.false_yes} times wrongly"
             yield f"          {said}, No {counts.true_no} times rightly and {counts.false_no} times wrongly"
-        unclear = [one for one in self.answers if one.said is Said.UNCLEAR]
+        unclear = [one for one in self.answers if one.said is Verdict.UNCLEAR]
         if unclear:
             what = "neither Yes nor No" if self.request.task.is_yes_or_no else "empty"
             first = repr(printable((unclear[0].record.text or "")[:SHOWN]))
             yield f"unclear   {len(unclear)} answers are {what}, and count as wrong; the first is {first}"
-        lacking = [one for one in self.answers if one.said is Said.NOT_THERE]
+        lacking = [one for one in self.answers if one.said is Verdict.NOT_THERE]
         if lacking:
             yield f"failed    {len(lacking)} rows have no answer, and count as wrong; the first: {lacking[0].record.error}"
 
@@ -88,8 +88,8 @@ class Report:
             "rows": len(self.answers),
             "rows_there": self.request.rows_there,
             **self._quality,
-            "counts": asdict(self.counts) if is_yes_or_no else {"right": number_of(self.answers, Said.RIGHT)},
-            "unclear": number_of(self.answers, Said.UNCLEAR),
+            "counts": asdict(self.counts) if is_yes_or_no else {"right": number_of(self.answers, Verdict.RIGHT)},
+            "unclear": number_of(self.answers, Verdict.UNCLEAR),
             "as_published": self.counts.as_published() if is_yes_or_no else None,
             "match": self.request.match,
             "made_of": dict(self.request.made_of),
@@ -100,7 +100,7 @@ class Report:
         return {**found, "answers": [_answer(one) for one in self.answers]} if everything else found
 
 
-def _answer(one: Answer) -> dict[str, object]:
+def _answer(one: JudgedAnswer) -> dict[str, object]:
     found: dict[str, object] = {"id": one.asked.id, "expected": one.asked.question.expected, "said": one.said.value}
     return {**found, "text": one.record.text, **({} if one.record.error is None else {"error": one.record.error})}
 

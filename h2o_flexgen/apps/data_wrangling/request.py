@@ -9,13 +9,22 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DOWNLOAD, MATCHES, SPLITS, TASKS, DataSet, Task, names_of
+from h2o_flexgen.apps.data_wrangling.data_sets import (
+    DATA_SETS,
+    DOWNLOAD,
+    MATCHES,
+    SPLITS,
+    TASKS,
+    DataSet,
+    QuestionKind,
+    names_of,
+)
 from h2o_flexgen.apps.data_wrangling.examples import COUNT, FILE, Examples, by_hand, drawn
 from h2o_flexgen.apps.data_wrangling.folder import DATA_DIR, DATA_SET, Folder
-from h2o_flexgen.apps.data_wrangling.prompts import BEGINNING, STOP, Asked, asked, requests_of
+from h2o_flexgen.apps.data_wrangling.prompts import BEGINNING, STOP, PromptedQuestion, asked, requests_of
 from h2o_flexgen.apps.data_wrangling.questions import Questions, Serialising
 from h2o_flexgen.apps.data_wrangling.wording import FULL_STOP
-from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchRequest, Opening, add_engine, add_job
+from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchRequest, BatchOptions, add_engine, add_job
 from h2o_flexgen.cli.flags import NOISE, SEED, TOKENS, Group, Parser, whole
 from h2o_flexgen.core.files import write_durably
 from h2o_flexgen.core.workload import MOST_PROMPTS
@@ -48,10 +57,10 @@ EPILOG = f"""\
 class WranglingRequest:
     """Everything that is asked of one run."""
 
-    task: Task
+    task: QuestionKind
     data_set: DataSet
     split: str
-    rows: tuple[Asked, ...]
+    rows: tuple[PromptedQuestion, ...]
     rows_there: int
     match: str
     gen_len: int
@@ -147,7 +156,7 @@ def _digest(text: str) -> str:
 def _job(flags: Namespace, requests: str, gen_len: int, made_of: Mapping[str, object]) -> BatchRequest:
     """The batch job that answers the prompts. Their file is written beside its output."""
     file = _beside(flags.output_file, REQUESTS)
-    opening = Opening.of(Namespace(**{**vars(flags), "input_file": str(file)}))
+    opening = BatchOptions.of(Namespace(**{**vars(flags), "input_file": str(file)}))
     result, metrics = _beside(flags.output_file, RESULT), opening.files.metrics
     if metrics is not None and metrics in (file.resolve(), result.resolve()):
         raise ValueError(f"--metrics {flags.metrics} is a file of this job; give another file")

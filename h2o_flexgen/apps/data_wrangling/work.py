@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from h2o_flexgen.apps.data_wrangling.answers import answers_of, read_records
-from h2o_flexgen.apps.data_wrangling.report import Report
+from h2o_flexgen.apps.data_wrangling.report import WranglingReport
 from h2o_flexgen.apps.data_wrangling.request import WranglingRequest
 from h2o_flexgen.cli import batch_work
 from h2o_flexgen.cli.page import say
@@ -18,7 +18,7 @@ def work(request: WranglingRequest) -> None:
         return
     records = read_records(ended.output)
     answers = answers_of(request.rows, records, request.match, request.task.is_yes_or_no)
-    report = Report(request, ended, answers)
+    report = WranglingReport(request, ended, answers)
     write_text(request.result_file, json.dumps(report.as_json(everything=True), indent=1) + "\n")
     if request.verbose:
         say(report.lines())

@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_flexgen.core.layout import Arena, asked_arena
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.kv.cache import Asked
+from h2o_flexgen.kv.cache import AttentionInput
 from h2o_flexgen.kv.layer_cache import LayerCache, Steps
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
@@ -30,7 +30,7 @@ HOST_MEMORY = torch.device("cpu")
 
 class _Question(NamedTuple):
     now: Steps
-    asked: Asked  # in the memory of the host
+    asked: AttentionInput  # in the memory of the host
     rotation: Rotation | None
 
 
@@ -65,7 +65,7 @@ class AskedStore:
         places = count(4)
         more = asked.more and asked.more.each(lambda x: self._sent(batch, next(places), x))
         worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)
-        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more, worth), tokens.rotation)
+        self._questions[batch] = _Question(now, AttentionInput(sent_q, sent_k, sent_v, more, worth), tokens.rotation)
         return tokens.q.new_zeros(len(tokens.q), 1, self._spec.heads * self._spec.head_dim)
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:

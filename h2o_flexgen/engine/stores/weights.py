@@ -28,10 +28,10 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, Stead
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.table import PRODUCT
 from h2o_flexgen.memory.device import DeviceTier
-from h2o_flexgen.memory.disk import Checked, Piece
+from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
-from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, copies_between, slices
+from h2o_flexgen.memory.pack import DTYPES, PackEntry, Layout, Pack, Range, copies_between, slices
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.quant.codec import PLAIN
@@ -76,8 +76,8 @@ class WeightStore:
     def _layout(self, tensors: Iterable[TensorSpec]) -> Layout:
         return Layout.pack(self._entries(tensors))
 
-    def _entries(self, tensors: Iterable[TensorSpec]) -> dict[str, Entry]:
-        return {tensor.name: Entry(0, tensor.shape, self._type_of(tensor), tensor.codec) for tensor in tensors}
+    def _entries(self, tensors: Iterable[TensorSpec]) -> dict[str, PackEntry]:
+        return {tensor.name: PackEntry(0, tensor.shape, self._type_of(tensor), tensor.codec) for tensor in tensors}
 
     def _check_stored(self) -> None:
         """Checks what every step reads, once and before anything is computed. Steps read parts of tensors, and would find
@@ -116,18 +116,18 @@ class WeightStore:
             pieces = ((segment, self._piece(tensor, segment, out, 0)) for segment in segments)
             self._memories.files.read(replace(piece, check=one.stored.check) for one, piece in pieces if piece is not None)
 
-    def _piece(self, tensor: TensorSpec, segment: Segment, out: Tensor, start: int) -> Piece | None:
+    def _piece(self, tensor: TensorSpec, segment: Segment, out: Tensor, start: int) -> FilePiece | None:
         """The bytes of a tensor from `start` on that belong to the segment, and their place in its file. Plain values may have
         another type there."""
         stored = segment.stored
         if tensor.codec == PLAIN:
             dtype, own = DTYPES[stored.dtype], self._type_of(tensor)
             before = start // own.itemsize * dtype.itemsize
-            return Piece(stored.file, stored.offset + before, out.view(own), dtype)
+            return FilePiece(stored.file, stored.offset + before, out.view(own), dtype)
         first, behind = max(start, segment.start), min(start + len(out), segment.start + stored.nbytes)
         if first >= behind:
             return None
-        return Piece(stored.file, stored.offset + first - segment.start, out[first - start : behind - start], torch.uint8)
+        return FilePiece(stored.file, stored.offset + first - segment.start, out[first - start : behind - start], torch.uint8)
 
     # -- for a block ---------------------------------------------------------------------------------------------------
 
@@ -135,8 +135,8 @@ class WeightStore:
         """Makes the rings that schedules use, once: all blocks of a plan move the same weights through the same buffers.
         Pieces, copies and views into them are kept for the block."""
         self._schedule = schedule
-        self._pieces: dict[Place, list[tuple[str, list[Piece]]]] = {}  # by tensor
-        self._copies: dict[Place, Copies] = {}
+        self._pieces: dict[SlicePlace, list[tuple[str, list[FilePiece]]]] = {}  # by tensor
+        self._copies: dict[SlicePlace, Copies] = {}
         self._views: dict[tuple[int, int], dict[str, Matrix]] = {}
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
@@ -166,7 +166,7 @@ class WeightStore:
     def _of(self, layer: LayerSpec, *tiers: str) -> list[TensorSpec]:
         return [tensor for _, tensor in layer.tensors if self._tiers[tensor.name] in tiers]
 
-    def _slice(self, place: Place, tier: str) -> list[Range]:
+    def _slice(self, place: SlicePlace, tier: str) -> list[Range]:
         tensors = self._of(self._spec.layers[place.layer], tier)
         return slices({tensor.name: tensor.nbytes for tensor in tensors}, self._schedule.slices)[place.part]
 
@@ -185,7 +185,7 @@ class WeightStore:
             [piece for name, pieces in self._pieces[place] if name not in left_out for piece in pieces]
         )
 
-    def _pieces_of(self, cut: Range, target: Pack) -> list[Piece]:
+    def _pieces_of(self, cut: Range, target: Pack) -> list[FilePiece]:
         """The pieces of a part of a tensor, cut once instead of at every read."""
         tensor, out = self._spec.tensors[cut.name], target.range(cut)
         found = (self._piece(tensor, segment, out, cut.start) for segment in self._stored[cut.name].segments)
@@ -208,7 +208,7 @@ class WeightStore:
             device.copy_(host, non_blocking=True)
         return moved
 
-    def _copies_of(self, place: Place, left_out: frozenset[str]) -> Copies:
+    def _copies_of(self, place: SlicePlace, left_out: frozenset[str]) -> Copies:
         parts = (self._slice(place, tier) for tier in (HOST, DISK))
         resting, read = ([cut for cut in cuts if cut.name not in left_out] for cuts in parts)
         target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
@@ -216,11 +216,11 @@ class WeightStore:
         copies += copies_between(self._read_pack(place), target, read) if read else []
         return copies, sum(cut.stop - cut.start for cut in (*resting, *read))
 
-    def _place(self, task: Task) -> Place:
+    def _place(self, task: Task) -> SlicePlace:
         part = task.batch if self._schedule.cuts_layers else 0
-        return Place(task.layer, part, self._schedule.weight_buffer(task.visit))
+        return SlicePlace(task.layer, part, self._schedule.weight_buffer(task.visit))
 
-    def _read_pack(self, place: Place) -> Pack:
+    def _read_pack(self, place: SlicePlace) -> Pack:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
 
     def views(self, visit: Visit) -> Weights:
@@ -309,10 +309,10 @@ class WeightStore:
         return Pack(self._host_ring[slot], self._disk_layouts[layer])
 
     def _decoded_layout(self, layer: LayerSpec) -> Layout:
-        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype) for tensor in layer.decoded})
+        return Layout.pack({tensor.name: PackEntry(0, tensor.shape, self._dtype) for tensor in layer.decoded})
 
 
-class Place(NamedTuple):
+class SlicePlace(NamedTuple):
     """A slice of a layer in a buffer of a ring."""
 
     layer: int

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.evaluation.study.reading import Reading
+from h2o_flexgen.evaluation.study.reading import TextReading
 from h2o_flexgen.evaluation.study.whole import turned
 from h2o_flexgen.kernels.gathering import MAX
 from h2o_flexgen.kernels.more_keys import More
@@ -40,8 +40,8 @@ class RepeatedText:
     on_layer: Callable[[LayerRead], None]
 
     @property
-    def reading(self) -> Reading:
-        return Reading((*self.ids, *self.ids), self.attend)
+    def reading(self) -> TextReading:
+        return TextReading((*self.ids, *self.ids), self.attend)
 
     def attend(self, tokens: NewTokens) -> Tensor:
         """Reads all tokens in the next layer; a models.attention.Attend for one row."""

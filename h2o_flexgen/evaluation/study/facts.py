@@ -16,7 +16,7 @@ from h2o_flexgen.evaluation.study.asked_facts import AskedFact, FactsAsked, aske
 from h2o_flexgen.evaluation.study.attention import attention_of
 from h2o_flexgen.evaluation.study.held import Gone
 from h2o_flexgen.evaluation.study.kept import Keeper, LevelKeeper, ranks
-from h2o_flexgen.evaluation.study.reading import OnLayer, Reading, read_texts
+from h2o_flexgen.evaluation.study.reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.evaluation.study.scores import Array
 from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
 from h2o_flexgen.evaluation.study.whole import attend_whole
@@ -155,9 +155,9 @@ def study_facts(
         keepers[label] = [LevelKeeper(levels, len(text.ids), text.prompt_len, coding) for text in texts]
     _check_budgets(keepers.values())
     readers = [FactReader(text, _judges(chosen, text, coding)) for text in texts]
-    readings = [Reading(reader.text.ids, reader.attend) for reader in readers]
+    readings = [TextReading(reader.text.ids, reader.attend) for reader in readers]
     for of_texts in keepers.values():
-        readings += [Reading(text.ids, keeper.attend) for text, keeper in zip(texts, of_texts)]
+        readings += [TextReading(text.ids, keeper.attend) for text, keeper in zip(texts, of_texts)]
     read_texts(llm, readings, on_layer)
     return FactsStudy(
         model=llm.name,

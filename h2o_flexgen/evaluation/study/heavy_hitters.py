@@ -14,7 +14,7 @@ from h2o_flexgen.evaluation.study import report
 from h2o_flexgen.evaluation.study.held import Gone, Held, heaviest_found, held_after, jaccard, of_layers, still_held, survival
 from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.onlooker import ORACLE, Onlooker
-from h2o_flexgen.evaluation.study.reading import OnLayer, Reading, read_texts
+from h2o_flexgen.evaluation.study.reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
 from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
 from h2o_flexgen.llm import LLM
@@ -114,7 +114,7 @@ def study(
     keepers = _keepers(llm, policies, budget, len(ids), prompt_len)
     onlooker = Onlooker(keepers, _slots(budget, len(ids)), prompt_len)
     readers = [*(keeper.attend for keeper in keepers.values()), onlooker.attend]
-    read_texts(llm, [Reading(ids, attend) for attend in readers], on_layer)
+    read_texts(llm, [TextReading(ids, attend) for attend in readers], on_layer)
     seen = onlooker.by_layer
     return HeavyHitterStudy(
         model=llm.name,

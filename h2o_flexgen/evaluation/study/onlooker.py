@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.study.attention import attention_in_blocks, captured, negligible_entries, visible_entries
 from h2o_flexgen.evaluation.study.kept import Keeper
-from h2o_flexgen.evaluation.study.whole import Whole, attend_whole
+from h2o_flexgen.evaluation.study.whole import WholeText, attend_whole
 from h2o_flexgen.models.attention import NewTokens
 
 ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader that knows it all could
@@ -39,7 +39,7 @@ class Onlooker:
         self.by_layer.append(self._seen(read))
         return read.out
 
-    def _seen(self, read: Whole) -> LayerSeen:
+    def _seen(self, read: WholeText) -> LayerSeen:
         q, k, scores = read.q, read.k, read.sums
         tokens = q.shape[1]
         foreseen = gone_with_foresight(scores, self.slots, self.prompt_len)

@@ -25,14 +25,14 @@ OnLayer = Callable[[int, int], None]  # called with the number of layers done, a
 ONLY = Visit(step=0, layer=0, batch=0)  # the only visit of a model with one layer
 
 
-class Reading(NamedTuple):
+class TextReading(NamedTuple):
     """One reader's way through one text."""
 
     ids: Sequence[int]
     attend: Attend
 
 
-def read_texts(llm: LLM, readings: Sequence[Reading], on_layer: OnLayer | None = None) -> None:
+def read_texts(llm: LLM, readings: Sequence[TextReading], on_layer: OnLayer | None = None) -> None:
     """Each reading has its own hidden states, since they depend on its attention. Logits are not computed."""
     if llm.spec.attention_cap is not None:
         raise ValueError(

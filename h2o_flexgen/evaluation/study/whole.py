@@ -12,7 +12,7 @@ from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.models.attention import NewTokens
 
 
-class Whole(NamedTuple):
+class WholeText(NamedTuple):
     """Queries and keys are rotated."""
 
     q: Tensor  # (heads, tokens, dim)
@@ -22,14 +22,14 @@ class Whole(NamedTuple):
     sink_scores: Tensor | None  # (heads,)
 
 
-def attend_whole(tokens: NewTokens) -> Whole:
+def attend_whole(tokens: NewTokens) -> WholeText:
     """Takes the tokens of one row."""
     (q, k, v), sink_scores = turned(tokens), tokens.sink_scores
     nothing, every_query = torch.zeros(1, dtype=torch.int64, device=q.device), torch.ones(1, q.shape[2], device=q.device)
     more = None if sink_scores is None else More.of_sink_scores(sink_scores, 1, q.shape[2])
     out, sums = prompt_attention(q, k, v, nothing, every_query, more)
     assert sums is not None
-    return Whole(q[0], k[0], sums[0], out, sink_scores)
+    return WholeText(q[0], k[0], sums[0], out, sink_scores)
 
 
 def turned(tokens: NewTokens) -> tuple[Tensor, Tensor, Tensor]:

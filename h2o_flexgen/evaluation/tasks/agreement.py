@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.figures import Figure, mean
-from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, Shown, Size, Task, in_blocks, window_of
+from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, Shown, Size, EvaluationTask, in_blocks, window_of
 from h2o_flexgen.evaluation.texts import checksum, windows
 from h2o_flexgen.sampling.params import SamplingParams
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Agreement(Task):
+class Agreement(EvaluationTask):
     name: ClassVar[str] = "agreement"
     shown: ClassVar[tuple[Shown, ...]] = (
         Shown("equal", "share of tokens that the full cache says too", True, None, True),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
 from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall, RecallExample
-from h2o_flexgen.evaluation.tasks.task import Advance, Bound, Shown, Size, Task, in_blocks
+from h2o_flexgen.evaluation.tasks.task import Advance, Bound, Shown, Size, EvaluationTask, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.sampling.params import SamplingParams
 
@@ -27,7 +27,7 @@ SEVERAL_PLACES = "spread"
 
 
 @dataclass(frozen=True)
-class RecallTask(Task):
+class RecallTask(EvaluationTask):
     name: ClassVar[str] = "recall"
     shown: ClassVar[tuple[Shown, ...]] = (Shown("accuracy", "share of answers that are right in full", True, of_means, True),)
 

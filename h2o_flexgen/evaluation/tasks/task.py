@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Advance = Callable[[int], None]  # called with the number of tokens just done
 Compare = Callable[[Sequence[float], Sequence[float]], Relation | None]
-AnyTask = TypeVar("AnyTask", bound="Task")
+AnyTask = TypeVar("AnyTask", bound="EvaluationTask")
 Size = tuple[int, int]  # tokens of a prompt, and tokens after it
 
 EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
@@ -29,7 +29,7 @@ MOST_EXAMPLES, MOST_MENTIONS = 1_000_000, 1000  # more than any text or test nee
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskOptions:
     """What the command line asks of tasks; None leaves it to the task and the model."""
 
     texts: tuple[Text, ...] = ()
@@ -89,15 +89,15 @@ class Bound(ABC):
 
 
 @dataclass(frozen=True)
-class Task(ABC):
-    asked: Asked
+class EvaluationTask(ABC):
+    asked: TaskOptions
 
     name: ClassVar[str]
     shown: ClassVar[tuple[Shown, ...]]
     reads_texts: ClassVar[bool] = True
 
     @classmethod
-    def of(cls: type[AnyTask], asked: Asked) -> AnyTask:
+    def of(cls: type[AnyTask], asked: TaskOptions) -> AnyTask:
         """Reads the task's files and refuses faulty ones."""
         return cls(asked)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from h2o_flexgen.evaluation.tasks.agreement import Agreement
 from h2o_flexgen.evaluation.tasks.perplexity import Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RecallTask
-from h2o_flexgen.evaluation.tasks.task import Task
+from h2o_flexgen.evaluation.tasks.task import EvaluationTask
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 
-TASKS: Mapping[str, type[Task]] = {task.name: task for task in (Perplexity, RecallTask, Agreement, XSum)}
+TASKS: Mapping[str, type[EvaluationTask]] = {task.name: task for task in (Perplexity, RecallTask, Agreement, XSum)}

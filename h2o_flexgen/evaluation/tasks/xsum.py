@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
-from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
+from h2o_flexgen.evaluation.tasks.task import Advance, TaskOptions, Bound, Shown, Size, EvaluationTask, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompt_file import read_lines
@@ -56,7 +56,7 @@ def _article(line: str, where: str) -> Article:
 
 
 @dataclass(frozen=True)
-class XSum(Task):
+class XSum(EvaluationTask):
     articles: tuple[Article, ...]
 
     name: ClassVar[str] = "xsum"
@@ -64,7 +64,7 @@ class XSum(Task):
     reads_texts: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, asked: Asked) -> XSum:
+    def of(cls, asked: TaskOptions) -> XSum:
         if asked.articles is None:
             raise ValueError(f"{cls.name} needs articles and their summaries; give --articles FILE.jsonl")
         articles = read_articles(asked.articles)[: asked.examples or EXAMPLES]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.gpu.words import as_words
 from h2o_flexgen.kernels.newest import Newest, Notes
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 
 WARPS = 1  # a head has few values
 
 
-def rotate(x: Tensor, turn: Turn) -> Tensor:
+def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     rows, tokens, heads, dim = x.shape
     assert x.stride(3) == 1 and turn.cos.dtype == turn.sin.dtype == x.dtype
     cos, sin = (each.expand(rows, -1, -1, -1).contiguous() for each in turn)
@@ -37,7 +37,7 @@ def append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: Turn | None,
+    turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.chunks import TOGETHER, softmax_of_chunks, values_of_chunks
-from h2o_flexgen.kernels.gpu.kept_slots import Places, column_numbers, values_of_slots
+from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, values_of_slots
 from h2o_flexgen.kernels.gpu.softmax import exponential_of, gathered, highest, scores_of
 from h2o_flexgen.kernels.more_keys import More
 
@@ -32,7 +32,7 @@ GATHERED = 1024  # slots for which one program gathers shares
 STAGES = 2  # tiles that are read ahead where a GPU can do so
 
 
-class Chunks(NamedTuple):
+class Partials(NamedTuple):
     """What the first pass leaves for the second; nothing where there is none."""
 
     tops: Tensor  # (queries, chunks)
@@ -41,15 +41,15 @@ class Chunks(NamedTuple):
     scores: Tensor  # (queries, slots), where shares are gathered
 
     @classmethod
-    def of(cls, like: Tensor, queries: int, chunks: int, dim: int, scored: int) -> Chunks:
+    def of(cls, like: Tensor, queries: int, chunks: int, dim: int, scored: int) -> Partials:
         shapes = (queries, chunks), (queries, chunks), (queries, chunks, dim), (queries, scored)
         return cls(*(torch.empty(shape, dtype=torch.float32, device=like.device) for shape in shapes))
 
 
 def decode_attention(
     q: Tensor,
-    keys: Kept,
-    values: Kept,
+    keys: KVSlots,
+    values: KVSlots,
     held: Tensor,
     mask: Tensor,
     more: More | None = None,
@@ -64,8 +64,8 @@ def decode_attention(
         return out, got
     chunks = triton.cdiv(slots, CHUNK)
     is_over = chunks == 1 and more is None and got is None
-    left = Chunks.of(q, 0 if is_over else rows * kv_heads * group, chunks, dim, 0 if got is None else slots)
-    places = Places.of(keys, dim), Places.of(values, dim)
+    left = Partials.of(q, 0 if is_over else rows * kv_heads * group, chunks, dim, 0 if got is None else slots)
+    places = SlotPlaces.of(keys, dim), SlotPlaces.of(values, dim)
     _attend_chunks(q, *places, held, left, out if is_over else None, slots, chunks, cap or 0.0)
     if not is_over:
         _join_chunks(left, held, more, out, got, gathers == MAX)
@@ -78,7 +78,15 @@ def tile_slots(width: int, queries: int) -> int:
 
 
 def _attend_chunks(
-    q: Tensor, key: Places, value: Places, held: Tensor, left: Chunks, out: Tensor | None, slots: int, chunks: int, cap: float
+    q: Tensor,
+    key: SlotPlaces,
+    value: SlotPlaces,
+    held: Tensor,
+    left: Partials,
+    out: Tensor | None,
+    slots: int,
+    chunks: int,
+    cap: float,
 ) -> None:
     rows, kv_heads, group, dim = q.shape
     queries = 1 if group == 1 else max(DOT_QUERIES, triton.next_power_of_2(group))
@@ -106,7 +114,7 @@ def _attend_chunks(
     )
 
 
-def _join_chunks(left: Chunks, held: Tensor, more: More | None, out: Tensor, got: Tensor | None, is_highest: bool) -> None:
+def _join_chunks(left: Partials, held: Tensor, more: More | None, out: Tensor, got: Tensor | None, is_highest: bool) -> None:
     rows, kv_heads, group, dim = out.shape
     slots, nothing = left.scores.shape[1], left.tops
     join_chunks_kernel[rows * kv_heads, group + triton.cdiv(slots, GATHERED)](

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.quant.codec import GROUPED, PLAIN
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 
@@ -25,7 +25,7 @@ WIDEST_LOAD = 16  # bytes that a thread can load at once
 LEAST_DOT = 16  # values that products of tiles are summed over at least
 
 
-class Places(NamedTuple):
+class SlotPlaces(NamedTuple):
     """Slots as a kernel is told of them. Strides count steps of `step` elements of `data`, so that the compiler knows what they
     are multiples of."""
 
@@ -39,7 +39,7 @@ class Places(NamedTuple):
     width: int  # columns of a tile: a power of two
 
     @classmethod
-    def of(cls, kept: Kept, dim: int) -> Places:
+    def of(cls, kept: KVSlots, dim: int) -> SlotPlaces:
         bits, data = BITS[kept.codec], kept.data
         assert data.stride(3) == 1
         elements = data.view(UNITS[bits]) if bits else data

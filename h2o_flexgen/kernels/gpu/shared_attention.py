@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu.chunks import TOGETHER, softmax_of_chunks, values_of_chunks
-from h2o_flexgen.kernels.gpu.kept_slots import Places, column_numbers, values_of_slots
+from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, values_of_slots
 from h2o_flexgen.kernels.gpu.softmax import gathered, scores_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES
@@ -25,14 +25,14 @@ STAGES = 2  # tiles that are read ahead where a GPU can do so
 WARPS = {2: 8, 4: 4}  # by the bytes of a value: so registers suffice
 
 
-def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = None) -> More:
+def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
     queries, heads, dim = q.shape
     length = keys.data.shape[1]
     assert keys.data.shape[:2] == values.data.shape[:2] and length
     q, chunks = q.contiguous(), triton.cdiv(length, CHUNK)
     out = torch.empty(1, queries, heads, dim, dtype=torch.float32, device=q.device)
     scores = torch.empty(1, queries, heads, dtype=torch.float32, device=q.device)
-    key, value = (Places.of(Kept(kept.data[None], kept.codec), dim) for kept in (keys, values))
+    key, value = (SlotPlaces.of(KVSlots(kept.data[None], kept.codec), dim) for kept in (keys, values))
     at_once = max(1, SCORED_BYTES // (FLOAT_BYTES * heads * chunks * dim))
     for start in range(0, queries, at_once):
         piece = slice(start, start + at_once)
@@ -41,7 +41,15 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept, cap: float | None = No
 
 
 def _attend(
-    q: Tensor, key: Places, value: Places, scores: Tensor, out: Tensor, kv_heads: int, length: int, chunks: int, cap: float
+    q: Tensor,
+    key: SlotPlaces,
+    value: SlotPlaces,
+    scores: Tensor,
+    out: Tensor,
+    kv_heads: int,
+    length: int,
+    chunks: int,
+    cap: float,
 ) -> None:
     queries, heads, dim = q.shape
     group, nothing = heads // kv_heads, out.new_empty(0)

@@ -33,7 +33,7 @@ WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Form:
+class GpuForm:
     codes: str = INTEGER.value
     bits: int = 4  # of a code in its word
     zero: int = 0  # is taken off each code, where it is the same for all
@@ -82,30 +82,30 @@ class Form:
         return 4 if self.shared == SIX_BITS.value else 2
 
 
-BLOCKS: Mapping[str, Form] = {
-    "q4_0": Form(span=16, codes_at=2, zero=8, shared=SCALE.value),
-    "q4_1": Form(span=16, codes_at=4, shared=SCALE_AND_MINIMUM.value),
-    "q5_0": Form(span=16, codes_at=6, zero=16, upper=FIFTH_BITS.value, upper_at=2, shared=SCALE.value),
-    "q5_1": Form(span=16, codes_at=8, upper=FIFTH_BITS.value, upper_at=4, shared=SCALE_AND_MINIMUM.value),
-    "q8_0": Form(bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE.value),
-    "q4_K": Form(span=32, codes_at=16, shared=SIX_BITS.value),
-    "q5_K": Form(span=32, codes_at=48, upper=PLANES_OF_ONE.value, upper_at=16, shared=SIX_BITS.value),
-    "q6_K": Form(span=64, zero=32, upper=PLANES_OF_TWO.value, upper_at=128, shared=SIXTEENS.value, shared_at=192),
-    "mxfp4": Form(FP4.value, span=16, codes_at=1, shared=EXPONENT.value),
+BLOCKS: Mapping[str, GpuForm] = {
+    "q4_0": GpuForm(span=16, codes_at=2, zero=8, shared=SCALE.value),
+    "q4_1": GpuForm(span=16, codes_at=4, shared=SCALE_AND_MINIMUM.value),
+    "q5_0": GpuForm(span=16, codes_at=6, zero=16, upper=FIFTH_BITS.value, upper_at=2, shared=SCALE.value),
+    "q5_1": GpuForm(span=16, codes_at=8, upper=FIFTH_BITS.value, upper_at=4, shared=SCALE_AND_MINIMUM.value),
+    "q8_0": GpuForm(bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE.value),
+    "q4_K": GpuForm(span=32, codes_at=16, shared=SIX_BITS.value),
+    "q5_K": GpuForm(span=32, codes_at=48, upper=PLANES_OF_ONE.value, upper_at=16, shared=SIX_BITS.value),
+    "q6_K": GpuForm(span=64, zero=32, upper=PLANES_OF_TWO.value, upper_at=128, shared=SIXTEENS.value, shared_at=192),
+    "mxfp4": GpuForm(FP4.value, span=16, codes_at=1, shared=EXPONENT.value),
 }
 
 
 @cache
-def form_of(codec: Stored) -> Form:
+def form_of(codec: Stored) -> GpuForm:
     if isinstance(codec, Blocked):
         form = BLOCKS[codec.name]
         return replace(form, block_words=codec.values * form.bits // 32, block_bytes=codec.block_bytes)
     if isinstance(codec, Fp8):
-        return Form(FP8.value, bits=8, shared_rows=codec.block_rows, shared_inputs=codec.block_columns)
+        return GpuForm(FP8.value, bits=8, shared_rows=codec.block_rows, shared_inputs=codec.block_columns)
     if isinstance(codec, Fp4):
-        return Form(FP4.value, shared_inputs=codec.group)
+        return GpuForm(FP4.value, shared_inputs=codec.group)
     zero = 0 if codec.zeros else MIDDLE
-    return Form(zero=zero, shared_inputs=codec.group, has_zeros=codec.zeros, is_ordered=codec.ordered)
+    return GpuForm(zero=zero, shared_inputs=codec.group, has_zeros=codec.zeros, is_ordered=codec.ordered)
 
 
 class Parts(NamedTuple):
@@ -128,6 +128,6 @@ def parts_of(codec: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
     return Parts(codes, typed, more[0] if form.has_zeros else codes, more[-1].view(torch.int32) if form.is_ordered else codes)
 
 
-def load_bytes(form: Form, parts: Parts, row_bytes: int) -> int:
+def load_bytes(form: GpuForm, parts: Parts, row_bytes: int) -> int:
     """The bytes of a word that can be loaded at once, wherever it lies. Memory begins at a multiple of any word."""
     return gcd(WORD_BYTES, form.block_bytes, form.codes_at, form.upper_at, row_bytes, parts.codes.storage_offset())

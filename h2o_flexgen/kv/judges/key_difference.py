@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from h2o_flexgen.kv.judges.together import Together
+from h2o_flexgen.kv.judges.together import JudgeOfRows
 
 
-class KeyDifference(Together):
+class KeyDifference(JudgeOfRows):
     def of_row(self, keys: Tensor, values: Tensor) -> Tensor:
         directions = normalize(keys.float(), dim=-1)
         mean = normalize(directions.mean(dim=1), dim=-1)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.judges.together import Together
+from h2o_flexgen.kv.judges.together import JudgeOfRows
 
 SHORTEST, LONGEST = 4, 128  # tokens of a part
 TWENTIETH = 20  # the share of a text that a part is between these
 UNMEASURED = torch.finfo(torch.float32).max  # the newest tokens have no next part to be measured by: they stay
 
 
-class Lag(Together):
+class Lag(JudgeOfRows):
     def __init__(self, sinks: int) -> None:
         """`sinks`: the first tokens, which stay whatever their worth and belong to no part."""
         self._sinks = sinks

@@ -14,10 +14,10 @@ from torch import Tensor
 from h2o_flexgen.kv.judges.judge import Held, Judge, Written
 
 UNJUDGED = torch.finfo(torch.float32).min  # below all judged tokens, but above minus infinity, the rank of empty places
-Self = TypeVar("Self", bound="Together")
+Self = TypeVar("Self", bound="JudgeOfRows")
 
 
-class Together(Judge):
+class JudgeOfRows(Judge):
     @abstractmethod
     def of_row(self, keys: Tensor, values: Tensor) -> Tensor:
         """The worth of each token of a row, (kv_heads, tokens) in fp32. keys, values: (kv_heads, tokens, head_dim), oldest

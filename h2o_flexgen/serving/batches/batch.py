@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from h2o_flexgen.jobs.answers import Said
-from h2o_flexgen.jobs.check import Part
+from h2o_flexgen.jobs.check import InputPart
 from h2o_flexgen.jobs.manifest import Manifest, Settings
 
 KIND = "batch_"
@@ -21,7 +21,7 @@ STATES = (VALIDATING, *UNDER_WAY, *ENDED)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchOutcome:
     """What came of a batch: how many requests have an answer, or an error, and the files of these, if there are any."""
 
     completed: int
@@ -31,7 +31,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StoredBatch:
     id: str
     input_file_id: str
     endpoint: str
@@ -43,7 +43,7 @@ class Batch:
     total: int = 0  # requests
     completed: int = 0
     failed: int = 0
-    checked: Part | None = None  # its input, as it was found to be sound
+    checked: InputPart | None = None  # its input, as it was found to be sound
     begun: Manifest | None = None  # what the answers depend on, once there may be some
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -53,17 +53,17 @@ class Batch:
     def has_ended(self) -> bool:
         return self.status in ENDED
 
-    def now(self, status: str) -> Batch:
+    def now(self, status: str) -> StoredBatch:
         return replace(self, status=status, since={**self.since, status: int(time.time())})
 
-    def checked_as(self, whole: Part | None, requests: int, errors: Sequence[Said]) -> Batch:
+    def checked_as(self, whole: InputPart | None, requests: int, errors: Sequence[Said]) -> StoredBatch:
         """The batch behind its check."""
         return replace(self, checked=whole, total=requests, errors=tuple(errors)).now(FAILED if errors else IN_PROGRESS)
 
-    def ended_as(self, status: str, outcome: Outcome, errors: Sequence[Said]) -> Batch:
+    def ended_as(self, status: str, outcome: BatchOutcome, errors: Sequence[Said]) -> StoredBatch:
         return replace(self, **asdict(outcome), errors=tuple(errors)).now(status)
 
-    def begins(self, settings: Settings, noted: Settings) -> Batch:
+    def begins(self, settings: Settings, noted: Settings) -> StoredBatch:
         assert self.checked is not None, "it was validated"
         return replace(self, begun=Manifest(self.created_at, self.seed, self.checked, settings, noted))
 
@@ -96,13 +96,13 @@ class Batch:
         return asdict(self)
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> Batch:
+    def of(cls, said: dict[str, Any]) -> StoredBatch:
         checked, begun, errors = said.pop("checked"), said.pop("begun"), tuple(said.pop("errors"))
         batch = cls(
             **said,
             errors=errors,
-            checked=None if checked is None else Part(**checked),
-            begun=None if begun is None else Manifest(**{**begun, "checked": Part(**begun["checked"])}),
+            checked=None if checked is None else InputPart(**checked),
+            begun=None if begun is None else Manifest(**{**begun, "checked": InputPart(**begun["checked"])}),
         )
         if batch.status not in STATES:
             raise ValueError("another state")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from threading import Lock
 
-from h2o_flexgen.serving.batches.batch import Batch
+from h2o_flexgen.serving.batches.batch import StoredBatch
 
 
 class Rests:
@@ -16,7 +16,7 @@ class Rests:
         self._lock = Lock()
         self._until: dict[tuple[str, str], float] = {}  # by the id of a batch and its state
 
-    def begin(self, batch: Batch, now: float) -> None:
+    def begin(self, batch: StoredBatch, now: float) -> None:
         with self._lock:
             self._until[batch.id, batch.status] = now + self.seconds
 
@@ -28,7 +28,7 @@ class Rests:
                 del self._until[key]
         return [batch_id for batch_id, _ in found]
 
-    def __contains__(self, batch: Batch) -> bool:
+    def __contains__(self, batch: StoredBatch) -> bool:
         with self._lock:
             return (batch.id, batch.status) in self._until
 

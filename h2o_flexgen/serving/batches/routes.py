@@ -77,7 +77,7 @@ class BatchRoutes:
     # -- batches -----------------------------------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> Response:
-        asked = Asked.read(await read_body(request, self.limits))
+        asked = NewBatch.read(await read_body(request, self.limits))
         if self.is_closed():
             raise Refused(ending())
         with _writing():
@@ -145,7 +145,7 @@ class Content(FileResponse):
 
 
 @dataclass(frozen=True)
-class Asked:
+class NewBatch:
     """What a new batch is to be."""
 
     input_file_id: str
@@ -153,7 +153,7 @@ class Asked:
     metadata: Mapping[str, str] | None
 
     @classmethod
-    def read(cls, data: bytes) -> Asked:
+    def read(cls, data: bytes) -> NewBatch:
         try:
             given = read_json(data)
         except ValueError as error:

@@ -17,8 +17,8 @@ from h2o_flexgen.jobs.records import BROKEN
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import one_params
-from h2o_flexgen.serving.desk import Listener, Prepared
-from h2o_flexgen.serving.problems import COMPUTATION_FAILED, ENDING, TOO_LONG, Problem
+from h2o_flexgen.serving.desk import RequestListener, Prepared
+from h2o_flexgen.serving.problems import COMPUTATION_FAILED, ENDING, TOO_LONG, ApiProblem
 from h2o_flexgen.serving.service import Service
 
 ROWS_PER_SEAT = 2  # of completions that are under way, so that a seat that gets free is taken at once
@@ -31,7 +31,7 @@ class Told:
 
     run: BatchRun
     place: int
-    outcome: Completion | Problem
+    outcome: Completion | ApiProblem
 
 
 Hears = SimpleQueue[Told | None]  # None: something else has changed. It may be put there by a signal's handler
@@ -111,11 +111,11 @@ class BatchRun:
         if params.seed is None:
             request = replace(request, params=replace(params, seed=self._seed))
         tell = partial(self._tell, place)
-        return self._service.desk.prepare(request, Listener(None, tell, lambda problem, error: tell(problem)))
+        return self._service.desk.prepare(request, RequestListener(None, tell, lambda problem, error: tell(problem)))
 
     # -- hearing what became of them -----------------------------------------------------------------------------------------
 
-    def _tell(self, place: int, outcome: Completion | Problem) -> None:
+    def _tell(self, place: int, outcome: Completion | ApiProblem) -> None:
         """Called in the thread that computes."""
         self._hears.put(Told(self, place, outcome))
 
@@ -132,7 +132,7 @@ class BatchRun:
                 self._record(one.place, one.outcome)
         self._recording.output.sync()
 
-    def _record(self, place: int, outcome: Completion | Problem) -> None:
+    def _record(self, place: int, outcome: Completion | ApiProblem) -> None:
         self._under_way.pop(place, None)
         self._tries[place] += 1
         if isinstance(outcome, Completion):

@@ -58,7 +58,7 @@ class NewFile:
             self.path.unlink(missing_ok=True)
 
 
-class Files:
+class StoredFiles:
     """All files of a folder, by their ids. A change is on the disk before it can be seen. Readers never wait for the disk, as
     the lock guards the known state alone."""
 

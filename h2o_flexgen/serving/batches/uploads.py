@@ -18,7 +18,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.sampling.elsewhere import refuse_unknown
 from h2o_flexgen.serving.batches.stored_files import OF_INPUT, NewFile
 from h2o_flexgen.serving.bodies import Limits, asks_to_send_more
-from h2o_flexgen.serving.problems import Problem, Refused, bad_request, file_too_large, no_form, too_slow
+from h2o_flexgen.serving.problems import ApiProblem, Refused, bad_request, file_too_large, no_form, too_slow
 
 FORM = b"multipart/form-data"
 FILE, PURPOSE = "file", "purpose"
@@ -30,20 +30,20 @@ LONGEST_NAME = 255
 
 
 @dataclass(frozen=True)
-class Form:
+class UploadForm:
     """What came with a file."""
 
     filename: str
     purpose: str
 
 
-async def receive(request: Request, new: NewFile, limits: Limits, most: int) -> Form:
+async def receive(request: Request, new: NewFile, limits: Limits, most: int) -> UploadForm:
     """Writes the file of a form. A larger one is read to its end, and forgotten, so that the client comes to read why it is
     refused; unless it asks beforehand."""
     boundary = _boundary(request)
     if asks_to_send_more(request, most + MOST_BESIDE):
         raise Refused(file_too_large(most))
-    parts, is_too_large, unwritten = _Parts(boundary), False, list[bytes]()
+    parts, is_too_large, unwritten = _FormParts(boundary), False, list[bytes]()
     async for piece in _in_time(request, limits.body_seconds + most / LEAST_RATE):
         if not is_too_large:
             unwritten.append(parts.of(piece))
@@ -81,7 +81,7 @@ async def _in_time(request: Request, seconds: float) -> AsyncIterator[bytes]:
             raise Refused(too_slow(seconds)) from None
 
 
-class _Parts:
+class _FormParts:
     """The parts of a form. All but the file are held: names, values and headers together are bounded."""
 
     def __init__(self, boundary: bytes) -> None:
@@ -119,7 +119,7 @@ class _Parts:
         found, self._pieces = b"".join(self._pieces), []
         return found
 
-    def form(self) -> Form:
+    def form(self) -> UploadForm:
         if not self._is_whole:
             raise Refused(_broken("it ends too early"))
         if self._filename is None:
@@ -128,7 +128,7 @@ class _Parts:
         if purpose != OF_INPUT:
             said = f'{PURPOSE} is {shown(purpose)}; the only one that is known here is "{OF_INPUT}"'
             raise Refused(bad_request(said, param=PURPOSE))
-        return Form(self._filename, purpose)
+        return UploadForm(self._filename, purpose)
 
     # -- what the parser says ----------------------------------------------------------------------------------------------
 
@@ -172,5 +172,5 @@ def _text(given: bytes) -> str:
     return given.decode("utf-8", "replace")
 
 
-def _broken(why: object) -> Problem:
+def _broken(why: object) -> ApiProblem:
     return bad_request(f"the form cannot be read: {why}", "invalid_form")

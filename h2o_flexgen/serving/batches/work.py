@@ -20,7 +20,7 @@ from h2o_flexgen.jobs.index import ChangedInput, Index
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.line import CHAT, LineReader
 from h2o_flexgen.jobs.manifest import Settings
-from h2o_flexgen.jobs.output import Output
+from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import Record, RecordMaker, is_refusal
 from h2o_flexgen.jobs.recovery import Finished, OutputReader, is_of_a_crash
@@ -33,8 +33,8 @@ from h2o_flexgen.serving.batches.batch import (
     IN_PROGRESS,
     UNDER_WAY,
     VALIDATING,
-    Batch,
-    Outcome,
+    StoredBatch,
+    BatchOutcome,
     failing,
 )
 from h2o_flexgen.serving.batches.batch import KIND as KIND_OF_BATCH
@@ -42,7 +42,7 @@ from h2o_flexgen.serving.batches.data_folder import DataFolder
 from h2o_flexgen.serving.batches.registry import Batches
 from h2o_flexgen.serving.batches.rests import Rests
 from h2o_flexgen.serving.batches.run import BatchRun, Hears
-from h2o_flexgen.serving.batches.stored_files import KIND, OF_OUTPUT, Files, NewFile
+from h2o_flexgen.serving.batches.stored_files import KIND, OF_OUTPUT, StoredFiles, NewFile
 from h2o_flexgen.serving.fields import read_line_body
 from h2o_flexgen.serving.service import Service
 
@@ -66,7 +66,7 @@ class BatchWork:
         note: Callable[[str], object],
         seconds_of_rest: float = SECONDS_OF_REST,
     ) -> None:
-        self.files = Files(folder.files)
+        self.files = StoredFiles(folder.files)
         self.batches = Batches(folder.batches, self.files)
         self._service, self._settings_of, self._note = service, settings_of, note
         self._rests = Rests(seconds_of_rest)
@@ -91,7 +91,7 @@ class BatchWork:
             self._checking.shutdown()
             thread.join()
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: StoredBatch) -> None:
         """Checks a new batch, in another thread; it is then run when its turn comes."""
         with suppress(RuntimeError):  # the server ends, and the next one checks it
             self._checking.submit(self._check, batch)
@@ -106,7 +106,7 @@ class BatchWork:
 
     # -- the check ---------------------------------------------------------------------------------------------------------
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: StoredBatch) -> None:
         try:
             found = self._found(batch)
             self.batches.change(batch.id, lambda _: found, (VALIDATING,))
@@ -116,7 +116,7 @@ class BatchWork:
             self._rest(batch, _why_of_rest(error))
         self.wake()
 
-    def _found(self, batch: Batch) -> Batch:
+    def _found(self, batch: StoredBatch) -> StoredBatch:
         """The batch after its check. A failure of the disk or the memory says nothing about the batch, and is raised."""
         try:
             with self._checked(batch) as checked:
@@ -134,7 +134,7 @@ class BatchWork:
                 self.check(batch)
 
     @contextmanager
-    def _checked(self, batch: Batch) -> Iterator[CheckedFile]:
+    def _checked(self, batch: StoredBatch) -> Iterator[CheckedFile]:
         """A context with the batch's input: its lines can be read again there."""
         service = self._service
         defaults = service.of_chats if batch.endpoint == CHAT else service.of_prompts
@@ -170,7 +170,7 @@ class BatchWork:
             except Exception as error:
                 self._survive(batch, error)
 
-    def _survive(self, batch: Batch, error: Exception) -> None:
+    def _survive(self, batch: StoredBatch, error: Exception) -> None:
         """Ends a batch after an error. If the disk or the memory has failed, the batch is paused instead: that may be fixed."""
         if self._is_over:
             return  # what it needed may have been taken away; the next server goes on with it
@@ -185,11 +185,11 @@ class BatchWork:
                 why = _why_of_rest(another) or _line_of(another)
         self._rest(batch, why)
 
-    def _rest(self, batch: Batch, why: str) -> None:
+    def _rest(self, batch: StoredBatch, why: str) -> None:
         self._note(f"{batch.id} paused for {self._rests.seconds:g} s ({why}); fix this and it will retry")
         self._rests.begin(self.batches.one(batch.id), time.monotonic())
 
-    def _run_one(self, batch: Batch) -> None:
+    def _run_one(self, batch: StoredBatch) -> None:
         if batch.status in NOTHING_LEFT:
             self._end(batch, NOTHING_LEFT[batch.status])
         elif errors := self._other_settings(batch):
@@ -197,7 +197,7 @@ class BatchWork:
         else:
             self._run_lines(batch)
 
-    def _run_lines(self, batch: Batch) -> None:
+    def _run_lines(self, batch: StoredBatch) -> None:
         with self._checked(batch) as checked:
             if checked.whole != batch.checked:
                 raise ChangedInput(CHANGED)
@@ -213,32 +213,32 @@ class BatchWork:
         elif self.batches.one(batch.id).status == CANCELLING:
             self._end(batch, CANCELLED)
 
-    def _run_to_the_end(self, batch: Batch, index: Index) -> bool:
+    def _run_to_the_end(self, batch: StoredBatch, index: Index) -> bool:
         """Runs what is left; returns whether all of it is done."""
-        with Output(self.batches.records(batch.id), OutputReader(index, on_line=self._goes_on)) as output:
+        with JobOutput(self.batches.records(batch.id), OutputReader(index, on_line=self._goes_on)) as output:
             recording = Recording(index, RecordMaker(self._service.answers, batch.created_at), output)
             run = BatchRun(self._service, recording, batch.seed, self._hears)
             self._count(batch, output.finished)
             run.to_the_end(lambda: self._is_wanted(batch), lambda finished: self._on_progress(batch, finished))
             return run.is_complete
 
-    def _on_progress(self, batch: Batch, finished: Finished) -> None:
+    def _on_progress(self, batch: StoredBatch, finished: Finished) -> None:
         self._count(batch, finished)
         self._check_again(time.monotonic())  # others are checked while this one is run
 
-    def _is_wanted(self, batch: Batch) -> bool:
+    def _is_wanted(self, batch: StoredBatch) -> bool:
         return not self._is_over and self.batches.one(batch.id).status != CANCELLING
 
-    def _count(self, batch: Batch, finished: Finished) -> None:
+    def _count(self, batch: StoredBatch, finished: Finished) -> None:
         self.batches.count(batch.id, finished.num_done - finished.num_failed, finished.num_failed)
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin(self, batch: StoredBatch) -> None:
         """Writes down what the answers depend on, before there are any."""
         if batch.begun is None:
             settings, noted = self._settings_of()
             self.batches.change(batch.id, lambda one: one.begins(settings, noted), UNDER_WAY)
 
-    def _other_settings(self, batch: Batch) -> Sequence[Said]:
+    def _other_settings(self, batch: StoredBatch) -> Sequence[Said]:
         """What of that which answers depend on was otherwise when there were the first ones. It is asked before lines are read:
         to a server with another model each of them is a bad one."""
         if batch.begun is None:
@@ -252,11 +252,11 @@ class BatchWork:
 
     # -- the end of one ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, batch: Batch, errors: Sequence[Said]) -> None:
+    def _fail(self, batch: StoredBatch, errors: Sequence[Said]) -> None:
         self._note(f"{batch.id} has failed: {errors[0]['message']}")
         self._end(batch, FAILED, errors)
 
-    def _end(self, batch: Batch, status: str, errors: Sequence[Said] = ()) -> None:
+    def _end(self, batch: StoredBatch, status: str, errors: Sequence[Said] = ()) -> None:
         """Makes files of its records. Should that be cut off, it is done again, with the same names."""
         if status == COMPLETED:
             now = self.batches.change(batch.id, lambda one: one.now(FINALIZING), (IN_PROGRESS,))
@@ -266,7 +266,7 @@ class BatchWork:
             fine, failed = self._split(records, answers, refusals, skips_damaged=status == FAILED)
             if status == COMPLETED and fine + failed < batch.total:
                 raise ValueError(f"it has {batch.total} requests, and {fine + failed} records of them are there")
-            outcome = Outcome(
+            outcome = BatchOutcome(
                 fine,
                 failed,
                 self.files.keep(answers, f"{batch.id}_output.jsonl", OF_OUTPUT).id if fine else None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
@@ -39,10 +39,10 @@ def by_token(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def attended(
-    gpu: torch.device, *given: Tensor | Kept, more: More | None = None, gathers: str | None = SUM, cap: float | None = None
+    gpu: torch.device, *given: Tensor | KVSlots, more: More | None = None, gathers: str | None = SUM, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q, keys, values, held, mask as for decode_attention, on a CPU."""
-    moved = [Kept(by_token(one.data, gpu), one.codec) if isinstance(one, Kept) else one.to(gpu) for one in given]
+    moved = [KVSlots(by_token(one.data, gpu), one.codec) if isinstance(one, KVSlots) else one.to(gpu) for one in given]
     elsewhere = None if more is None else More(*(None if one is None else one.to(gpu) for one in more))
     out, got = decode_attention(*moved, elsewhere, gathers, cap)
     return out.cpu(), torch.empty(0) if got is None else got.cpu()
@@ -60,7 +60,7 @@ def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any], short_chu
     codec, dtype, shape, gathers, cap = (values[name] for name in NEAR)
     q, *text, held, mask = drawn(shape, dtype)
     coding = Coding(codec, dtype, shape[4])
-    kept = [Kept(coding.encode(one), codec) for one in text]
+    kept = [KVSlots(coding.encode(one), codec) for one in text]
     expected, expected_got = exact(q, *(coding.decode(one.data) for one in kept), mask, gathers, cap)
     out, got = attended(gpu, q, *kept, held, mask, gathers=gathers, cap=cap)
     assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
@@ -74,13 +74,13 @@ def test_a_row_depends_on_nothing_but_itself(gpu: torch.device, codec: str, grou
     q, keys, values, held, mask = drawn((2, 2, group, 40, 64), torch.float32)
     coding = Coding(codec, torch.float32, 64)
     kept = [coding.encode(one) for one in (keys, values)]
-    together = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask)
+    together = attended(gpu, q, *(KVSlots(one, codec) for one in kept), held, mask)
     for row, count in enumerate(held.tolist()):
         longer = [torch.full((1, 2, 70, one.shape[3]), 0, dtype=one.dtype) for one in kept]
         for new, old in zip(longer, kept):
             new[:, :, count:] = torch.nan if codec == "plain" else 255
             new[:, :, :count] = old[row, :, :count]
-        there = [Kept(one.to(gpu), codec) for one in longer]
+        there = [KVSlots(one.to(gpu), codec) for one in longer]
         alone, sums = decode_attention(q[row : row + 1].to(gpu), *there, held[row : row + 1].to(gpu), mask)
         assert sums is not None and torch.equal(alone[0].cpu(), together[0][row])
         assert torch.equal(sums[0, :, :40].cpu(), together[1][row]) and not sums[:, :, count:].any()
@@ -90,11 +90,11 @@ def test_chunks_are_joined_as_one_chunk_is_attended(gpu: torch.device) -> None:
     """Bits are the same whether there is a second pass or not, and whether sums are wanted or not."""
     q, keys, values, held, mask = drawn((1, 1, 1, module.CHUNK + 9, 128), torch.float32)
     expected, _ = exact(q, keys, values, mask)
-    assert near(attended(gpu, q, Kept(keys), Kept(values), held, mask)[0], expected, 3e-6)
+    assert near(attended(gpu, q, KVSlots(keys), KVSlots(values), held, mask)[0], expected, 3e-6)
     held -= 10
-    with_sums, sums = attended(gpu, q, Kept(keys), Kept(values), held, mask)
-    without, nothing = attended(gpu, q, Kept(keys), Kept(values), held, mask, gathers=None)
-    fewer = (Kept(one[:, :, : module.CHUNK]) for one in (keys, values))
+    with_sums, sums = attended(gpu, q, KVSlots(keys), KVSlots(values), held, mask)
+    without, nothing = attended(gpu, q, KVSlots(keys), KVSlots(values), held, mask, gathers=None)
+    fewer = (KVSlots(one[:, :, : module.CHUNK]) for one in (keys, values))
     in_one_pass, _ = attended(gpu, q, *fewer, held, mask, gathers=None)
     assert torch.equal(with_sums, without) and torch.equal(without, in_one_pass) and sums.numel() and not nothing.numel()
 
@@ -112,13 +112,13 @@ def test_what_is_no_number_stays_none_and_harms_no_other_head(gpu: torch.device,
     q, *text, held, mask = drawn((2, 2, group, 7, 64), torch.float32)
     given = {"q": q, "keys": text[0], "values": text[1]}
     coding, held, mask = Coding(codec, torch.float32, 64), torch.full_like(held, 7), torch.zeros_like(mask)
-    before = attended(gpu, q, *(Kept(coding.encode(given[name]), codec) for name in ("keys", "values")), held, mask)[0]
+    before = attended(gpu, q, *(KVSlots(coding.encode(given[name]), codec) for name in ("keys", "values")), held, mask)[0]
     given[where][1, 1, 0, 5] = what
     kept = [coding.encode(given[name]) for name in ("keys", "values")]
-    after, got = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask)
-    highest = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask, gathers=MAX)[1]
+    after, got = attended(gpu, q, *(KVSlots(one, codec) for one in kept), held, mask)
+    highest = attended(gpu, q, *(KVSlots(one, codec) for one in kept), held, mask, gathers=MAX)[1]
     assert torch.equal(highest.isnan(), got.isnan())
-    twin = decode_attention_twin(q, *(Kept(coding.decode(one)) for one in kept), held, mask)[0]
+    twin = decode_attention_twin(q, *(KVSlots(coding.decode(one)) for one in kept), held, mask)[0]
     assert torch.equal(after.isfinite(), twin.isfinite()) and (what == torch.inf or not twin.isfinite().all())
     assert torch.equal(after[0], before[0]) and torch.equal(after[1, 0], before[1, 0])
 
@@ -130,15 +130,15 @@ def test_one_more_key_is_like_another_slot(gpu: torch.device, slots: int, short_
     draw = torch.Generator().manual_seed(1)
     scores, elsewhere = torch.randn(3, 1, 4, generator=draw), torch.randn(3, 1, 4, 64, generator=draw)
     scores[1], scores[2] = -torch.inf, 200.0
-    exactly = q.double(), Kept(keys.double()), Kept(values.double()), held, mask
+    exactly = q.double(), KVSlots(keys.double()), KVSlots(values.double()), held, mask
     for gathers, cap in ((SUM, 2.0), (MAX, None)):  # which the key elsewhere does not have
         more = More(scores, elsewhere)
-        out, got = attended(gpu, q, Kept(keys), Kept(values), held, mask, more=more, gathers=gathers, cap=cap)
+        out, got = attended(gpu, q, KVSlots(keys), KVSlots(values), held, mask, more=more, gathers=gathers, cap=cap)
         twin, twin_got = decode_attention_twin(*exactly, more, gathers, cap)
         assert twin_got is not None and near(out, twin.double(), 3e-6) and near(got, twin_got.double(), 3e-6)
     assert torch.equal(out[2], elsewhere[2].view(2, 2, 64)) and torch.isfinite(out).all()
     sinks, zeros = More(scores, None), More(scores, torch.zeros_like(elsewhere))
-    given = q, Kept(keys), Kept(values), held, mask
+    given = q, KVSlots(keys), KVSlots(values), held, mask
     assert all(map(torch.equal, attended(gpu, *given, more=sinks), attended(gpu, *given, more=zeros)))
 
 
@@ -146,10 +146,10 @@ def test_packed_values_are_attended_beside_plain_keys(gpu: torch.device) -> None
     q, keys, values, held, mask = drawn((2, 2, 2, 20, 64), torch.float32)
     coding = Coding("group4", torch.float32, 64)
     expected, _ = exact(q, keys, coding.decode(packed := coding.encode(values)), mask)
-    assert near(attended(gpu, q, Kept(keys), Kept(packed, "group4"), held, mask)[0], expected, 3e-6)
+    assert near(attended(gpu, q, KVSlots(keys), KVSlots(packed, "group4"), held, mask)[0], expected, 3e-6)
 
 
 def test_no_rows_are_attended_as_none(gpu: torch.device) -> None:
     q, keys, values, held, mask = (one[:0] for one in drawn((2, 2, 2, 20, 64), torch.float32))
-    out, sums = attended(gpu, q, Kept(keys), Kept(values), held, mask)
+    out, sums = attended(gpu, q, KVSlots(keys), KVSlots(values), held, mask)
     assert out.shape == (0, 2, 2, 64) and sums.shape == (0, 2, 20)

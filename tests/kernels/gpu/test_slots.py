@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.gpu.append import append, rotate
 from h2o_flexgen.kernels.gpu.evict import evict
 from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import Turn, rotate_twin
+from h2o_flexgen.kernels.rotate import RotationAngles, rotate_twin
 from h2o_flexgen.kernels.take_slots import take_slots_twin
 
 EXACT = (torch.float32, torch.float16)  # the interpreter rounds to bfloat16 towards zero
@@ -135,9 +135,9 @@ def test_what_changed_is_gathered_behind_its_numbers(
     assert same(values, image[:, row, head, places])
 
 
-def a_turn(rows: int, tokens: int, half: int, dtype: torch.dtype, draw: torch.Generator) -> Turn:
+def a_turn(rows: int, tokens: int, half: int, dtype: torch.dtype, draw: torch.Generator) -> RotationAngles:
     angles = 50 * torch.randn(rows, tokens, 1, half, generator=draw)
-    return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
+    return RotationAngles(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [*EXACT, torch.bfloat16])
@@ -149,7 +149,7 @@ def test_heads_are_rotated_as_torch_does_it(
     x = torch.randn(2, tokens, heads, 3 * dim, generator=draw).to(dtype)[..., dim : 2 * dim]  # as of a fused matrix
     x[:, :1, 0, -1:], x[:, :1, 0, :1] = torch.nan, torch.inf
     turn = a_turn(2, tokens, half, dtype, draw)
-    found, expected = rotate(x.to(gpu), Turn(*(each.to(gpu) for each in turn))).cpu(), rotate_twin(x, turn)
+    found, expected = rotate(x.to(gpu), RotationAngles(*(each.to(gpu) for each in turn))).cpu(), rotate_twin(x, turn)
     if dtype in EXACT or gpu.type != "cpu":
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     else:  # three roundings, each off by a unit of the last place
@@ -176,7 +176,7 @@ def test_the_newest_token_is_appended_as_torch_does_it(dtype: torch.dtype, turns
         some = scores if noted == "scores" else None, False, worth if noted == "worth" else None
         return None if noted == "nothing" else Notes(positions, *some)
 
-    there = None if turn is None else Turn(*(each.to(gpu) for each in turn))
+    there = None if turn is None else RotationAngles(*(each.to(gpu) for each in turn))
     on_gpu = Newest(*(each.to(gpu) for each in newest))
     found = append(own[0][:, :rows], on_gpu, q.to(gpu), k.to(gpu), v.to(gpu), there, notes(*own[1:]), new_worth.to(gpu))
     expected = append_twin(image[:, :rows], newest, q, k, v, turn, notes(*kept), new_worth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.quant.codec import CODECS
@@ -22,7 +22,7 @@ def attended(
     image = torch.empty(slots, 2, rows, kv_heads, width // kind.itemsize, dtype=kind, device="meta").permute(1, 2, 3, 0, 4)
     q = torch.empty(rows, kv_heads, group, dim, dtype=dtype, device="meta")
     held = torch.empty(rows, dtype=torch.int64, device="meta")
-    decode_attention(q, Kept(image[0], codec), Kept(image[1], codec), held, held, None, gathers, cap)
+    decode_attention(q, KVSlots(image[0], codec), KVSlots(image[1], codec), held, held, None, gathers, cap)
 
 
 def launch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.quant.codec import CODECS
 from tests.kernels.gpu.launch import Launch
@@ -21,7 +21,7 @@ def launch(
     def call() -> None:
         keys, values = torch.empty(800, 2, kv_heads, width, dtype=kind, device="meta").permute(1, 2, 0, 3)
         q = torch.empty(64, kv_heads * group, dim, dtype=dtype, device="meta")
-        shared_attention(q, Kept(keys, codec), Kept(values, codec), cap)
+        shared_attention(q, KVSlots(keys, codec), KVSlots(values, codec), cap)
 
     loads = {"attend_text_kernel": widest, "join_text_kernel": 16}
     return Launch(

@@ -11,7 +11,7 @@ from h2o_flexgen.kernels.gpu.append import append, rotate
 from h2o_flexgen.kernels.gpu.evict import evict
 from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.kernels.rotate import RotationAngles
 from tests.kernels.gpu.launch import Launch
 
 ROWS, HEADS, SLOTS, DIM, PACKED = 8, 56, 543, 128, 72
@@ -31,7 +31,7 @@ COUNTS, PLACES = made(ROWS, dtype=torch.int64), made(ROWS, 1, 1, dtype=torch.int
 NEWEST = Newest(COUNTS, COUNTS, COUNTS, COUNTS[:, None])
 POSITIONS = made(ROWS, HEADS, SLOTS, dtype=torch.int32)
 SCORES = made(ROWS, HEADS, SLOTS, dtype=torch.float32)
-NEW, TURN = made(ROWS, 1, HEADS, DIM), Turn(made(ROWS, 1, 1, DIM // 2), made(ROWS, 1, 1, DIM // 2))
+NEW, TURN = made(ROWS, 1, HEADS, DIM), RotationAngles(made(ROWS, 1, 1, DIM // 2), made(ROWS, 1, 1, DIM // 2))
 
 
 def evicted(
@@ -50,7 +50,7 @@ def appended_as_they_are() -> None:
 
 
 def rotated(rows: int, tokens: int, heads: int) -> None:
-    rotate(made(rows, tokens, heads, DIM), Turn(*(made(rows, tokens, 1, DIM // 2) for _ in range(2))))
+    rotate(made(rows, tokens, heads, DIM), RotationAngles(*(made(rows, tokens, 1, DIM // 2) for _ in range(2))))
 
 
 def gathered(of: Tensor) -> None:
