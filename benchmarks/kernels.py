@@ -38,7 +38,7 @@ from h2o_flexgen.kernels.table import PRODUCT
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece, read_fully

@@ -45,16 +45,16 @@ from benchmarks.comparison.command import argument_of, commit, say
 from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.comparison.random_gguf import random_gguf
 from benchmarks.comparison.suites import Contender, Load
-from h2o_flexgen.cli.page import table
+from h2o_flexgen.cli.terminal import table
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.kernels.table import INT8
-from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import disk_read_rate
+from h2o_flexgen.session.opened_model import OpenedModel
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = "h2o_flexgen", "llama.cpp"

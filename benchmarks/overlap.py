@@ -31,8 +31,8 @@ from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.planning.pricing import lane_bounds
-from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure
+from h2o_flexgen.profiling.profile_cache import profiled
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.made_up import made_up_prompts

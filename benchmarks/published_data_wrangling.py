@@ -40,7 +40,7 @@ from benchmarks.published import (
     spec_of,
 )
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload

@@ -31,11 +31,11 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.reserve import left_to_system
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 MACHINES = Path(__file__).resolve().parents[1] / "configs" / "machines"

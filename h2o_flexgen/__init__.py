@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
-    from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
+    from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
     from h2o_flexgen.sampling.params import SamplingParams
 
 __version__ = "0.1.0"  # pyproject.toml reads it here

@@ -19,11 +19,11 @@ from h2o_flexgen.core.allowed_values import AUTO, Rule, number, optional, whole
 from h2o_flexgen.core.hints import not_installed
 from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.engine.job import Request, without_number
-from h2o_flexgen.evaluation.settings import TOKENIZER, model_settings, plan_settings
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.sampling.output import Completion, Output, StepLogprobs
+from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.params import SEED_LIMIT, SamplingParams
 from h2o_flexgen.serving.desks import SECONDS, Desks, Lengths, Turns
+from h2o_flexgen.session.answer_settings import TOKENIZER, model_settings, plan_settings
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.prompts import Prompt, read_chat, read_prompts
@@ -303,7 +303,7 @@ def _generated(completion: Response) -> helm_request.GeneratedOutput:
 # -- the tokenizer ---------------------------------------------------------------------------------------------------------
 
 
-class HelmTokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM is not installed
+class Tokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM is not installed
     """The tokenizer of a model for HELM, which fits prompts into contexts with it. It is the engine's own, from any kind of
     file. It takes the arguments of the client, and shares the model with it."""
 

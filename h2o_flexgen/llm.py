@@ -16,19 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.auto_plan import AutoPlan
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
+from h2o_flexgen.engine.chunked_logits import positions_at_once
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
 from h2o_flexgen.engine.generate import PreparedRows, Running
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.job import Job, Requests
-from h2o_flexgen.engine.many_positions import positions_at_once
 from h2o_flexgen.engine.prompts_done import OnCompletion, UseTqdm, shown_progress
-from h2o_flexgen.engine.requests import Forced, Params, RowMaker, for_each, workload_of
+from h2o_flexgen.engine.row_maker import Forced, Params, RowMaker, for_each, workload_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnLogits, OnToken
 from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_groups, params_of, read_pairs, scored_of, way_of
@@ -36,21 +35,22 @@ from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.engine.threads import keep_few_compiled_products, set_threads
+from h2o_flexgen.engine.thread_options import keep_few_compiled_products, set_threads
 from h2o_flexgen.engine.tick import OnTick, Ticker
 from h2o_flexgen.memory.threads import do_without_lost_threads
-from h2o_flexgen.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
-from h2o_flexgen.sampling.elsewhere import ARGUMENTS, refuse_unknown
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.sampling.foreign_options import ARGUMENTS, refuse_unknown
 from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.session.auto_plan import AutoPlan
+from h2o_flexgen.session.loaded_model import ModelUnderPlan
+from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts
 from h2o_flexgen.text.tokenizer import Tokenizer
-from h2o_flexgen.under_plan import ModelUnderPlan
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,9 @@ from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.lm_eval import MISSING
-from h2o_flexgen.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.chat_template import render, render_unfinished
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
 

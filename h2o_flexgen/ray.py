@@ -20,10 +20,10 @@ import numpy as np
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.engine.job import Request, without_number
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, read_chats, read_prompts

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint
-from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
@@ -29,16 +29,16 @@ from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.base import Model, Weights
-from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.session.opened_model import OpenedModel
 from tests import tiny
 from tests.probes import OF_NO_MODEL, probe_for
 from tests.quantised import FORMS, WIDE, save_quantised

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
-from h2o_flexgen.checkpoints.stored import Located, StoredAs, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredTensor
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels import operations, table
 from h2o_flexgen.kernels.factor import Factor

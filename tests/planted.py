@@ -13,4 +13,4 @@ SAID = "memory: 100.01 GB of CPU memory were held, and the budget was 100.00 GB:
 def plant_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the process of a command hold nothing when a model is opened, and more than `CPU_MEM` from then on."""
     told = iter((0,))
-    monkeypatch.setattr("h2o_flexgen.under_plan.peak_resident_bytes", lambda: next(told, BUDGET + OVER))
+    monkeypatch.setattr("h2o_flexgen.session.loaded_model.peak_resident_bytes", lambda: next(told, BUDGET + OVER))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from h2o_flexgen import under_plan
 from h2o_flexgen.memory.device import Device, DeviceTier, open_device
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.session import loaded_model
 from tests.recorded import repeated
 
 
@@ -35,5 +35,5 @@ def open_any_device(name: str) -> Device:
 @contextmanager
 def pretend() -> Iterator[None]:
     """A context in which LLM(device="pretended") works."""
-    with patch.object(under_plan, "open_device", open_any_device):
+    with patch.object(loaded_model, "open_device", open_any_device):
         yield

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Model, Weights, computed, logits
+from h2o_flexgen.models.new_tokens import NewTokens
 
 LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
 

@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import probe_bytes
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.buffer_layout import probe_bytes
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.judges import linear_judges
@@ -24,10 +24,10 @@ from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.judges.table import judge_of
-from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level, levels_of

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec
-from h2o_flexgen.models import MODELS, create_model, layout, ops
+from h2o_flexgen.models import MODELS, create_model, layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import Llama
@@ -28,7 +28,7 @@ KIND, MLPS = "llama-mha", 2
 class SideBySide(Llama):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         super().__init__(config, dtype, True, name)
-        self._activation = ops.activation(config.hidden_act)
+        self._activation = tensor_ops.activation(config.hidden_act)
         embed, *middle, head = self.spec.layers
 
         def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
@@ -38,12 +38,12 @@ class SideBySide(Llama):
         self.spec = replace(self.spec, layers=layers)
 
     def chosen(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
-        choice, out = ops.linear(x, weights, "router").argmax(-1), hidden.clone()
+        x = tensor_ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
+        choice, out = tensor_ops.linear(x, weights, "router").argmax(-1), hidden.clone()
         for number in range(MLPS):
             if len(own := x[choice == number]):
-                inner = self._activation(ops.linear(own, weights, f"mlps.{number}.up"))
-                out[choice == number] += ops.linear(inner, weights, f"mlps.{number}.down")
+                inner = self._activation(tensor_ops.linear(own, weights, f"mlps.{number}.up"))
+                out[choice == number] += tensor_ops.linear(inner, weights, f"mlps.{number}.down")
         return out
 
 

@@ -19,10 +19,10 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import JUDGED, PINNED
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.serving.counts import ServerCounts

@@ -21,7 +21,7 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams, batch
 from h2o_flexgen.jobs.output import JobOutput, waiting_file
-from h2o_flexgen.profiling import kept
+from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
@@ -162,7 +162,9 @@ def test_records_come_in_the_order_of_the_input_if_asked_for(command: Any, out: 
 
 
 def test_a_plan_is_found_where_none_is_given(command: Any, out: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("nothing has to be measured for so little"))
+    monkeypatch.setattr(
+        profile_cache, "profiled", lambda *asked, **how: pytest.fail("nothing has to be measured for so little")
+    )
     result = command("-i", write(tmp_path / "in.jsonl", requests(3)), "-o", out, "--verbose", 1)
     assert result.status == 0 and any(line.startswith("plan ") for line in result.out)
     assert any(line.startswith("speed ") for line in result.out)

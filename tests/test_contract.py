@@ -108,7 +108,7 @@ FROM_PAGES = {
 def test_blocks_keep_their_place_in_a_page(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.core.layout.PAGE_ALIGNED_FROM", 256)  # else tensors of a tiny model are too small
+    monkeypatch.setattr("h2o_flexgen.core.buffer_layout.PAGE_ALIGNED_FROM", 256)  # else tensors of a tiny model are too small
     hold_contract(Case(lengths=RAGGED[:4], gen_len=3, gpu_batch_size=2, **values), checkpoints, offload)
 
 

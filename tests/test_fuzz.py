@@ -16,7 +16,7 @@ from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.table import EXACT, INT8, TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from tests import tiny

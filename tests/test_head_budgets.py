@@ -17,11 +17,11 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
-from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.quant.codec import PLAIN

@@ -29,9 +29,9 @@ from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows_twin
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.table import EXACT, TORCH
-from h2o_flexgen.kv import scores
+from h2o_flexgen.kv import slot_scores
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
@@ -122,7 +122,7 @@ def written_down() -> Iterator[list[Decision]]:
     with (
         patch.object(Coding, "encode", of_encoding(decisions, Coding.encode)),
         patch.object(Factor, "made", of_rounding(decisions, Factor.made)),
-        patch.object(scores, "evict", of_eviction(decisions, scores.evict)),
+        patch.object(slot_scores, "evict", of_eviction(decisions, slot_scores.evict)),
         patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
     ):

@@ -19,11 +19,11 @@ import torch
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
-from h2o_flexgen.profiling import kept
+from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.patience import PATIENCE_SECONDS
 from tests.real_tokenizers import save_byte_level
@@ -259,7 +259,7 @@ def test_the_tokenizer_of_another_folder_is_taken(tmp_path: Path) -> None:
 def test_calls_of_two_kinds_in_turn_are_planned_for_once_each(
     first: tuple[int, int | None], second: tuple[int, int | None], finds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
     held_back, find = list[int](), PlanSearch.find
     monkeypatch.setattr(PlanSearch, "find", lambda wish, machine: held_back.append(wish.held_back) or find(wish, machine))
@@ -282,7 +282,7 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
         measured.append(dtype)
         return find_machine("cpu-2core")
 
-    monkeypatch.setattr(kept, "profiled", known)
+    monkeypatch.setattr(profile_cache, "profiled", known)
     save_tiny("opt", tmp_path)
     prompts = [[7 + place, 8] for place in range(9)]
     params = SamplingParams(max_tokens=4)

@@ -15,8 +15,8 @@ from torch import Tensor
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.engine.device_parts import PartsThere
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.parts_there import PartsThere
 from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.kv.step import KVStep

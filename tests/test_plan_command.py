@@ -22,7 +22,7 @@ from h2o_flexgen.kernels import native
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.profiling import kept
+from h2o_flexgen.profiling import profile_cache
 from tests.commands import Result, called
 from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, Pricing
@@ -412,7 +412,7 @@ def test_machines_of_the_package_can_be_planned_for(command: Any) -> None:
 def test_what_no_machine_could_do_is_refused_before_one_is_measured(
     opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("a machine was measured"))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: pytest.fail("a machine was measured"))
     for flags, words in (
         (("--prompt-len", "600", "--gen-len", "600"), "positions"),
         (("--prompt-len", "4", "--gen-len", "2", "--cpu-mem", "1MB"), "no plan fits"),
@@ -428,7 +428,7 @@ def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_i
 ) -> None:
     monkeypatch.setattr(plan_work, "has_profile", lambda *_: True)
     monkeypatch.setattr(plan_work, "machine_before_measuring", lambda args: pytest.fail("nobody waits for a profile"))
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
     assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err
 

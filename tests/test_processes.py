@@ -23,18 +23,18 @@ from torch import Tensor
 from h2o_flexgen import SamplingParams, batch, run
 from h2o_flexgen.checkpoints.handed import HandedSource
 from h2o_flexgen.cli import processes
+from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import Mendable
-from h2o_flexgen.cli.exchange import ProcessExchange
-from h2o_flexgen.cli.handed_round import PASSING_BYTES
 from h2o_flexgen.cli.process import ProcessPlace, PromptsPart, compute
-from h2o_flexgen.cli.process_link import PartDone, Failed, ProcessLink, Loaded, Passing, BytesTaken
-from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
+from h2o_flexgen.cli.process_exchange import ProcessExchange
+from h2o_flexgen.cli.process_link import BytesTaken, Failed, Loaded, PartDone, Passing, ProcessLink
+from h2o_flexgen.cli.weight_broadcast import PASSING_BYTES
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaDevice
 from h2o_flexgen.memory.shared import file_in_memory
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from tests.commands import Result, called
 from tests.contract import Case, Checkpoints
 from tests.patience import PATIENCE_SECONDS
@@ -275,7 +275,7 @@ from types import SimpleNamespace
 from pathlib import Path
 from h2o_flexgen.cli import processes
 from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.cli.requests import SiteRequest
+from h2o_flexgen.cli.common_requests import SiteRequest
 from tests.sleeping_process import sleeping
 names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
 llm = SimpleNamespace(offload_folder=Path(sys.argv[1]), budgets=SimpleNamespace(host=1), plan=None, device=names)

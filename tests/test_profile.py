@@ -12,7 +12,7 @@ import pytest
 from h2o_flexgen import profile
 from h2o_flexgen.cli import profile_work
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.profiling import others
+from h2o_flexgen.profiling import busy_cores
 from tests.profiling.profiles import TINY
 
 
@@ -21,8 +21,8 @@ def measure(offload: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capf
     """Runs the command: status, lines, errors."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(profile_work, "QUICK", TINY)
-    monkeypatch.setattr(others, "_busy_seconds", others._own_seconds)  # nobody else works
-    monkeypatch.setattr(others, "_moved_bytes", lambda folder: 0)
+    monkeypatch.setattr(busy_cores, "_busy_seconds", busy_cores._own_seconds)  # nobody else works
+    monkeypatch.setattr(busy_cores, "_moved_bytes", lambda folder: 0)
 
     def run(*flags: str) -> tuple[int, list[str], str]:
         status = profile.main(["--quick", "--offload-dir", str(offload), *flags])
@@ -61,7 +61,7 @@ def test_a_table_comes_first_and_json_last(measure: Any, tmp_path: Path) -> None
 
 def test_it_says_when_others_were_busy(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.perf_counter()
-    monkeypatch.setattr(others, "_busy_seconds", lambda: others._own_seconds() + 0.8 * (time.perf_counter() - clock))
+    monkeypatch.setattr(busy_cores, "_busy_seconds", lambda: busy_cores._own_seconds() + 0.8 * (time.perf_counter() - clock))
     _, lines, _ = measure()
     assert lines[-2].endswith("; `python -m h2o_flexgen.profile` measures again, and the better figures count")
     kept = Machine.load(json.loads(lines[-1])["kept"])

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams, batch
-from h2o_flexgen.checkpoints.leftovers import RAY_PREFIX
+from h2o_flexgen.checkpoints.stale_files import RAY_PREFIX
 from h2o_flexgen.cli.batch_request import RayRequest
 from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason

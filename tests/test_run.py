@@ -23,14 +23,14 @@ from h2o_flexgen import LLM, SamplingParams, run
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli import run_report, run_work
 from h2o_flexgen.cli.watch import RunWatch
-from h2o_flexgen.engine import budgets
+from h2o_flexgen.engine import memory_budgets
 from h2o_flexgen.engine.stores.kv import KVStore
-from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.profiling import kept, measure
+from h2o_flexgen.profiling import measure, profile_cache
+from h2o_flexgen.session.plan_finder import PlanSearch
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
 from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
@@ -59,7 +59,7 @@ def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are found for a machine of the package: to measure this one would take a third of a minute. Named, it is searched
     for also where everything fits."""
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +111,10 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any, opt: Path) 
 
 def test_a_run_that_held_more_than_its_budget_says_so(command: Any, opt: Path, monkeypatch: Any) -> None:
     flags = ("--model", opt, *SMALL, *IN_MEMORY)
-    kept = command(*flags)
-    assert set(kept.json["over_budget_bytes"].values()) == {0} and not [line for line in kept.err if line.startswith("memory")]
+    within = command(*flags)
+    assert set(within.json["over_budget_bytes"].values()) == {0} and not [
+        line for line in within.err if line.startswith("memory")
+    ]
     plant_a_peak(monkeypatch)
     result = command(*flags, *CPU_MEM)
     assert result.status == 0, "what was computed is right"
@@ -122,7 +124,7 @@ def test_a_run_that_held_more_than_its_budget_says_so(command: Any, opt: Path, m
 
 def test_the_peak_of_a_run_is_taken_before_the_machine_is_measured(command: Any, opt: Path, monkeypatch: Any) -> None:
     held = [300_000_000]
-    monkeypatch.setattr("h2o_flexgen.under_plan.peak_resident_bytes", lambda: held[0])
+    monkeypatch.setattr("h2o_flexgen.session.loaded_model.peak_resident_bytes", lambda: held[0])
     monkeypatch.setattr(run_report, "peak_resident_bytes", lambda: held[0])
     measuring = run_report.measure
 
@@ -469,7 +471,7 @@ def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_open
 def test_a_text_for_a_model_without_a_tokenizer_is_refused_before_the_machine_is_measured(
     command: Any, opt: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("measured"))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: pytest.fail("measured"))
     error = command("--model", opt, "--prompt", "The ferry").error
     assert f"{opt} has no tokenizer (it has none of tokenizer.json, " in error and "--tokenizer" in error
     result = command("--model", opt, *SMALL, *DISK_HEAVY)
@@ -605,7 +607,7 @@ def test_a_plan_is_found_whatever_else_is_asked(command: Any, opt: Path, flags: 
 
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("a machine was measured"))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: pytest.fail("a machine was measured"))
 
 
 @pytest.mark.parametrize(
@@ -798,7 +800,9 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(command: Any, t
 
 
 def test_a_plan_that_does_not_fit_says_what_would(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "bytes_to_begin_with", lambda: 320 << 20)  # what tests before this left here may be too much
+    monkeypatch.setattr(
+        memory_budgets, "bytes_to_begin_with", lambda: 320 << 20
+    )  # what tests before this left here may be too much
     model = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", 16, "--gen-len", 4)
     error = command(*model, "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB").error
     assert re.search(r"needs \d\.\d\d GB on host .*, the budget is 2\.00 GB; would fit: .*percent", error), error
@@ -1003,7 +1007,7 @@ def test_a_profile_at_hand_tells_of_faster_products(command: Any, monkeypatch: p
     fast = replace(slow, packed_flops_per_s={"int8 tiles4": ((1, 1e15),)})
     flags = ("--gen-len", 4, "--compress-weight", *IN_MEMORY)
     for machine, extra, times in ((fast, (), 1), (slow, (), 0), (fast, ("--compute", "int8"), 0), (None, (), 0)):
-        monkeypatch.setattr(kept, "saved_machine", lambda name, machine=machine: machine)
+        monkeypatch.setattr(profile_cache, "saved_machine", lambda name, machine=machine: machine)
         result = command(*flags, *extra)
         found = [line for line in result.err if line.startswith("slow: products are exact; --compute int8 would be ")]
         assert result.status == 0 and len(found) == times and not any("slow: " in line for line in result.out)
@@ -1020,7 +1024,7 @@ def test_random_weights_can_be_packed_too(command: Any) -> None:
 def test_a_limit_that_was_missed_is_said(command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine that is far slower than the one that the plan was found for."""
     fast = replace(find_machine("cpu-2core"), flops_per_s={"bfloat16": ((1, 1e15),), "float32": ((1, 1e15),)}, visit_seconds={})
-    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: replace(fast, task_seconds=0.0, head_seconds=0.0))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: replace(fast, task_seconds=0.0, head_seconds=0.0))
     flags = ("--prompt-len", 7, "--gen-len", 5, "--num-prompts", 2, "--latency-limit", 0.001)
     result = command("--model", opt, *flags)
     assert result.status == 0, result.err

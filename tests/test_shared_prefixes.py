@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.prefixes import PrefixGroups
+from h2o_flexgen.core.prefix_groups import PrefixGroups
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.job import Request, prefix_finder
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.kernels.table import TORCH
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.checkpoints.dummy import DummySource
-from h2o_flexgen.checkpoints.files import require_free_space
+from h2o_flexgen.checkpoints.model_files import require_free_space
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.models import create_model, known_config

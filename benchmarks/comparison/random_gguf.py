@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from benchmarks.baselines.gguf_file import add_sizes
-from h2o_flexgen.checkpoints.files import require_free_space
+from h2o_flexgen.checkpoints.model_files import require_free_space
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.layout import Config

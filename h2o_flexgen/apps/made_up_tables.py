@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
-from h2o_flexgen.apps.data_wrangling.made_up import MadeUpDataSet
+from h2o_flexgen.apps.data_wrangling.made_up_data import MadeUpDataSet
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.flags import SEED, Parser, whole
 

@@ -15,13 +15,13 @@ import torch
 from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
 from h2o_flexgen.checkpoints.experts import each_expert, matrices_of_each
-from h2o_flexgen.checkpoints.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.gguf_model import stored_in
+from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
-from h2o_flexgen.checkpoints.stored import Located, StoredAs, StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.quant.codec import PLAIN
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, Copy, DerivedFolder
-from h2o_flexgen.checkpoints.files import (
+from h2o_flexgen.checkpoints.model_files import (
     SAFETENSORS,
     TORCH,
     Progress,

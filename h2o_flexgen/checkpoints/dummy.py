@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.checkpoints.derived import alone_in
-from h2o_flexgen.checkpoints.files import Progress, flush_to_disk, require_free_space
-from h2o_flexgen.checkpoints.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
+from h2o_flexgen.checkpoints.model_files import Progress, flush_to_disk, require_free_space
 from h2o_flexgen.checkpoints.quantisation import Quantisation
 from h2o_flexgen.checkpoints.safetensors_format import tensor_bytes
-from h2o_flexgen.checkpoints.stored import StoredAs, StoredTensor
+from h2o_flexgen.checkpoints.stale_files import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
+from h2o_flexgen.checkpoints.stored_tensors import StoredAs, StoredTensor
+from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason
-from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.stored_parts import sections_of

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_flexgen.checkpoints.files import AGAIN
 from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor
 from h2o_flexgen.checkpoints.gguf_metadata import Metadata
+from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 

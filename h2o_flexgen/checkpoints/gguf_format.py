@@ -14,10 +14,10 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.files import AGAIN, refuse_pointer
 from h2o_flexgen.checkpoints.gguf_metadata import MOST_ENTRIES, HeaderBytes, Metadata, read_values
+from h2o_flexgen.checkpoints.model_files import AGAIN, refuse_pointer
+from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason, shown
-from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.quant.blocked import BLOCKED, Blocked
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
-from h2o_flexgen.checkpoints.files import AGAIN
+from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.core.hints import shown
 
 Value: TypeAlias = "str | bool | int | float | tuple[str, ...] | array[Any]"  # an array holds numbers, all of one type

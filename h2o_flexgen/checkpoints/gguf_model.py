@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.files import AGAIN
 from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, HEAD, ROPE_DIVISORS, GgufArchitecture
 from h2o_flexgen.checkpoints.gguf_format import BLOCKS, Gguf, GgufTensor, read_gguf
-from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.model_files import AGAIN
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.hints import shown
 
 IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>[\w.]+\.(weight|bias))")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
-from h2o_flexgen.checkpoints.stored import Located, StoredAs, unchecked
+from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, unchecked
 from h2o_flexgen.core.model_spec import TensorSpec
 
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.files import SAFETENSORS, TORCH
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, first_part, has_magic, is_gguf
+from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.demo import DEMO_MODELS, demo_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS

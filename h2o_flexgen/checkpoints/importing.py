@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.file_reading import PART_BYTES, read_rows, read_whole
 from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, GPTQ
-from h2o_flexgen.checkpoints.reading import PART_BYTES, read_rows, read_whole
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS
-from h2o_flexgen.checkpoints.stored import StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.checkpoints.unpacking import (
     PER_WORD,
     awq_codes,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.checkpoints.files import AGAIN, read_object
+from h2o_flexgen.checkpoints.model_files import AGAIN, read_object
 from h2o_flexgen.core.hints import shown
 
 KEYS = ("quantization_config", "compression_config")  # the second one in older checkpoints

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from h2o_flexgen.checkpoints.importing import WORD, Importing, values_of
 from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, FP8, GPTQ, MXFP4, WHOLE, Quantisation
-from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.checkpoints.unpacking import PER_WORD, order_of
 from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.quant.sectioned import FP4, FP8_BLOCKS, INT4, Fp8, Int4

@@ -15,7 +15,7 @@ from hashlib import blake2b, shake_256
 
 import numpy
 
-from h2o_flexgen.core.layout import ALIGNMENT, aligned
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, aligned
 
 STRETCH_BYTES = 1 << 20  # a reader of a part of a tensor reads whole stretches
 WORDS = ALIGNMENT // 8  # of a page

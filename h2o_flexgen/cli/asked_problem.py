@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from h2o_flexgen.cli.common_requests import SiteRequest, check_device
 from h2o_flexgen.cli.plan_request import PlanRequest
-from h2o_flexgen.cli.requests import SiteRequest, check_device
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.site import Site
@@ -20,14 +20,14 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.kernels.table import TRITON, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.site import site_of
-from h2o_flexgen.open import OpenedModel
-from h2o_flexgen.planning.asked import PlanRequirements
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import SearchProblem
-from h2o_flexgen.profiling.kept import is_profiled, machine_before_profile, this_machine
+from h2o_flexgen.planning.tier_budgets import Budgets
+from h2o_flexgen.profiling.profile_cache import is_profiled, machine_before_profile, this_machine
+from h2o_flexgen.session.opened_model import OpenedModel
 
 PROCESS_STEP = 64 << 20  # what a process holds varies a little; plans should not. One step more is for a tokenizer
 

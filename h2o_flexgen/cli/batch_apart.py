@@ -14,9 +14,9 @@ from h2o_flexgen.cli.process_link import AtStage, Broken, Noted
 from h2o_flexgen.cli.processes import Processes
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.jobs.job import FileJob
+from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 
 def dealt_requests(job: FileJob, processes: int) -> Sequence[FileJob]:

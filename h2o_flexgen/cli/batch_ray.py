@@ -21,14 +21,14 @@ from h2o_flexgen.cli.batch_watch import Ticks
 from h2o_flexgen.cli.ray_cluster import Pool, answer_sigterm_again, connected, joined, waiting
 from h2o_flexgen.cli.ray_handing import Handing, Lost, WaitingPortions, new_actor
 from h2o_flexgen.cli.ray_portions import cut, cut_evenly
-from h2o_flexgen.cli.ray_worker import WorkerMessage, SharedJob
+from h2o_flexgen.cli.ray_worker import SharedJob, WorkerMessage
 from h2o_flexgen.cli.slow import SLOW, one_worker_reason, small_job_reason
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.jobs.job import FileJob
+from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 LEAST_PORTION = 256  # requests, where nothing says how many a block holds: few blocks run empty then
 BLOCKS = 4  # blocks that a portion fills at least, for the same reason

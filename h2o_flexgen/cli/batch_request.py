@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from h2o_flexgen.cli.files import check_writable
+from h2o_flexgen.cli.common_requests import (
+    GPUS,
+    PACK,
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    sampling_of,
+    site_of,
+)
 from h2o_flexgen.cli.flags import (
     NOISE,
     TOKENS,
@@ -26,33 +38,21 @@ from h2o_flexgen.cli.flags import (
     sampled,
     whole,
 )
-from h2o_flexgen.cli.requests import (
-    GPUS,
-    PACK,
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    sampling_of,
-    site_of,
-)
+from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.jobs.check import CheckedFile, check_file
-from h2o_flexgen.jobs.fields import Options
+from h2o_flexgen.jobs.input_check import CheckedFile, check_file
 from h2o_flexgen.jobs.input_file import InputFile
+from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Manifest, Settings, manifest_file
 from h2o_flexgen.jobs.output import waiting_file
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import STYLES
 

@@ -16,14 +16,14 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.index import SOUND, ChangedInput, Index
-from h2o_flexgen.jobs.job import FileJob
 from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import BROKEN, RecordMaker
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 
 ENDING = "ending: what is computed now is finished first; another signal ends at once"

@@ -19,9 +19,9 @@ from h2o_flexgen.core.hints import reason
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.jobs.job import RequestSizes
+from h2o_flexgen.jobs.file_job import RequestSizes
 from h2o_flexgen.jobs.recovery import Finished
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 SECONDS_BETWEEN_METRICS = 2.0
 SUMMED = (

@@ -18,32 +18,32 @@ from h2o_flexgen.cli.batch_run import Elsewhere, JobRun, Listening, OnBroken, en
 from h2o_flexgen.cli.batch_settings import option_settings, refuse_other, refuse_other_seed, versions
 from h2o_flexgen.cli.batch_watch import JobFigures
 from h2o_flexgen.cli.open_llm import open_together
-from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport, together_lines
 from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.stats import Peaks
-from h2o_flexgen.evaluation.settings import model_settings, plan_settings
-from h2o_flexgen.finding import PlanSearch
-from h2o_flexgen.jobs.answers import Answers
+from h2o_flexgen.jobs.file_job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.index import SOUND
-from h2o_flexgen.jobs.job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.manifest import Manifest, Settings
-from h2o_flexgen.jobs.output import OrderedOutput, JobOutput
+from h2o_flexgen.jobs.openai_answers import Answers
+from h2o_flexgen.jobs.output import JobOutput, OrderedOutput
 from h2o_flexgen.jobs.records import RecordMaker
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
+from h2o_flexgen.session.answer_settings import model_settings, plan_settings
+from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.dialogue import choose_style
 
 SOME_FAILED = 1  # exit status of a job that has come to its end with errors among its records

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
 from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, add_compute, add_placement
-from h2o_flexgen.cli.requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import STYLES
 from h2o_flexgen.text.prompt_file import read_lines

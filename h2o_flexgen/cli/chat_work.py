@@ -14,10 +14,10 @@ from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.page import printable, say
 from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visits_reason
-from h2o_flexgen.cli.stored import StoredWeights
+from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import OpeningReport, say_threads
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.core.tiers import HOST
@@ -27,8 +27,8 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
-from h2o_flexgen.profiling.kept import profile_at_hand
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.profiling.profile_cache import profile_at_hand
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style, choose_style
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from h2o_flexgen.cli.slow import SLOW
 from h2o_flexgen.core.cores import cores
-from h2o_flexgen.engine.threads import crowding, get_num_threads
-from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.engine.thread_options import crowding, get_num_threads
+from h2o_flexgen.profiling.busy_cores import Others
 
 LOOK_SECONDS = 1.0  # between two looks: the system counts busy time in hundredths
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from h2o_flexgen.cli.files import open_output_folder
+from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
 from h2o_flexgen.cli.flags import (
     BESIDE_BUDGET,
     SEED,
@@ -22,13 +22,13 @@ from h2o_flexgen.cli.flags import (
     add_sizes,
     whole,
 )
-from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
+from h2o_flexgen.cli.output_files import open_output_folder
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, BudgetShare, BudgetSlots
+from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, BudgetShare, BudgetSlots, Grid
 from h2o_flexgen.evaluation.study.asked_facts import FactsAsked
 from h2o_flexgen.evaluation.tasks.task import (
     EXAMPLES,
@@ -38,22 +38,22 @@ from h2o_flexgen.evaluation.tasks.task import (
     MOST_MENTIONS,
     QUESTIONS,
     WINDOW,
-    TaskOptions,
     EvaluationTask,
+    TaskOptions,
 )
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.kernels.table import PRODUCTS
-from h2o_flexgen.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.head_budgets_file import OWN
-from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
+from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
 
 PROGRAM = "python -m h2o_flexgen.evaluate"
 USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"

@@ -16,23 +16,23 @@ from pathlib import Path
 
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
 from h2o_flexgen.cli.open_llm import make_llm, open_llm
-from h2o_flexgen.cli.page import say
-from h2o_flexgen.cli.stored import StoredWeights
+from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import EvaluationWatch
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.cells import Cell, Cells
 from h2o_flexgen.evaluation.figures import Figure
 from h2o_flexgen.evaluation.grid import Setting
+from h2o_flexgen.evaluation.grid_picture import draw_quality, panels_of
+from h2o_flexgen.evaluation.grid_run import Evaluation
 from h2o_flexgen.evaluation.model_identity import model_identity
-from h2o_flexgen.evaluation.picture import draw_quality, panels_of
-from h2o_flexgen.evaluation.run import Evaluation
+from h2o_flexgen.evaluation.result_table import Results, details, tables
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.facts_picture import draw_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.pictures import draw
-from h2o_flexgen.evaluation.study.reading import OnLayer
-from h2o_flexgen.evaluation.table import Results, details, tables
+from h2o_flexgen.evaluation.study.text_reading import OnLayer
 from h2o_flexgen.evaluation.tasks.task import EvaluationTask, window_of
 from h2o_flexgen.evaluation.texts import windows
 from h2o_flexgen.llm import LLM

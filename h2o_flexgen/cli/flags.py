@@ -28,8 +28,8 @@ from h2o_flexgen.planning.plan import GRAPHS, JUDGED, ON, PINNED, PREFIX_POLICIE
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets_file import OWN
+from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.kvzap import KVzap
-from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.policy import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import system_share
-from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.cli.plan_report import NAMES, PlanReport, Predicted
 from h2o_flexgen.cli.plan_request import PlanRequest
-from h2o_flexgen.cli.stored import StoredWeights
+from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import EXACT
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
-from h2o_flexgen.planning.search import Candidate, SearchResult, NoPlan, SearchProblem, rule_of, search
+from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 

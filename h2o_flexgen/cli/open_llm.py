@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from h2o_flexgen.cli.requests import GPUS, ModelRequest, SiteRequest, site_of_each
+from h2o_flexgen.cli.common_requests import GPUS, ModelRequest, SiteRequest, site_of_each
 from h2o_flexgen.cli.watch import OpeningReport
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.engine.progress import Progress

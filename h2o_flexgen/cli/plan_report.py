@@ -11,21 +11,21 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.cli.page import page_width, table
-from h2o_flexgen.cli.requests import ModelRequest
-from h2o_flexgen.cli.stored import StoredWeights
-from h2o_flexgen.core.layout import hidden_bytes
+from h2o_flexgen.cli.common_requests import ModelRequest
+from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.terminal import page_width, table
+from h2o_flexgen.core.buffer_layout import hidden_bytes
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.engine.budgets import Packing
+from h2o_flexgen.engine.memory_budgets import Packing
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.sections import layers_of
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -34,7 +34,7 @@ from h2o_flexgen.quant.codec import PLAIN, chosen_codec, matrix_form
 from h2o_flexgen.schedule.schedule import Schedule
 
 if TYPE_CHECKING:  # a plan for another machine opens no model
-    from h2o_flexgen.under_plan import ModelUnderPlan
+    from h2o_flexgen.session.loaded_model import ModelUnderPlan
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 KINDS = ("weights", "KV", "activations")
@@ -91,7 +91,7 @@ class PlanReport:
         return {
             "model": f"{spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             "schedule": f"{schedule.name}, {_buffers(schedule)}, attention and MLP {layers}",
-            "KV": f"{Kept(self.planned).line()}{packed}{beside}",
+            "KV": f"{KeptByPolicy(self.planned).line()}{packed}{beside}",
             "numbers": self.arithmetic.line(),
             "kernels": self.planned.site.processor.kernels,
         }

@@ -8,7 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from h2o_flexgen.cli.files import check_picture
+from h2o_flexgen.cli.common_requests import (
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    site_of,
+)
 from h2o_flexgen.cli.flags import (
     DUMMY_PATH,
     GRAPHS_FLAG,
@@ -24,26 +33,17 @@ from h2o_flexgen.cli.flags import (
     memory_size,
     whole,
 )
-from h2o_flexgen.cli.requests import (
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    site_of,
-)
+from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import MOST_PROMPTS
-from h2o_flexgen.options import HEAD_BUDGETS, PROBE
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.made_up import DEFAULT_TOKENS
 
 PROGRAM = "python -m h2o_flexgen.plan"

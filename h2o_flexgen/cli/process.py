@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.handed_round import HandedRound
 from h2o_flexgen.cli.open_llm import make_llm
-from h2o_flexgen.cli.process_link import Broken, PartDone, Failed, PartFigures, ProcessLink, Loaded, Noted
-from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
+from h2o_flexgen.cli.process_link import Broken, Failed, Loaded, Noted, PartDone, PartFigures, ProcessLink
+from h2o_flexgen.cli.weight_broadcast import HandedRound
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stats import Stats
-from h2o_flexgen.jobs.job import Apart, FileJob, LineReading
+from h2o_flexgen.jobs.file_job import Apart, FileJob, LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.shared import SharedWeights
 from h2o_flexgen.planning.plan import Plan

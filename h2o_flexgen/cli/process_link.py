@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 Message = TypeVar("Message")
 

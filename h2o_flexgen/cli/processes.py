@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from h2o_flexgen.cli.exchange import ProcessExchange, Waits
+from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, site_of_each
 from h2o_flexgen.cli.process import ProcessPart, ProcessPlace, compute
-from h2o_flexgen.cli.process_link import ProcessLink, News
-from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, site_of_each
+from h2o_flexgen.cli.process_exchange import ProcessExchange, Waits
+from h2o_flexgen.cli.process_link import News, ProcessLink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import OffloadFolder
 from h2o_flexgen.memory.shared import file_in_memory

@@ -12,7 +12,7 @@ import ray
 
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.ray_cluster import Pool
-from h2o_flexgen.cli.ray_worker import Portion, WorkerMessage, Worker
+from h2o_flexgen.cli.ray_worker import Portion, Worker, WorkerMessage
 
 POLL_SECONDS = 0.2  # within which the end of the job is seen
 RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause

@@ -7,25 +7,25 @@ import socket
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
-from h2o_flexgen.auto_plan import AutoPlan
+from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.open_llm import make_llm
-from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.evaluation.settings import TOKENIZER, WEIGHTS, model_settings
+from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.index import read_line
-from h2o_flexgen.jobs.job import LineReading
 from h2o_flexgen.jobs.line import LineReader
 from h2o_flexgen.jobs.manifest import Settings
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.ray import memory_of_actor
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
+from h2o_flexgen.session.answer_settings import TOKENIZER, WEIGHTS, model_settings
+from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.text.dialogue import choose_style
 
 

@@ -13,7 +13,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.cli.page import NARROWEST, page_width, say, table
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.run_request import NamedByPlan
@@ -28,18 +27,19 @@ from h2o_flexgen.cli.summary import (
     summary_lines,
     timing_json,
 )
+from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, table
 from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.engine.stats import Stats
-from h2o_flexgen.engine.threads import get_num_threads
+from h2o_flexgen.engine.thread_options import get_num_threads
 from h2o_flexgen.memory.host import peak_resident_bytes
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.schedule.ops import ATTEND_LANE, COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
 

@@ -9,7 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from h2o_flexgen.cli.files import check_output_file, check_picture, check_writable
+from h2o_flexgen.cli.common_requests import (
+    DEMO_SAMPLING,
+    GPUS,
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    sampling_of,
+    site_of,
+)
 from h2o_flexgen.cli.flags import (
     REPEATABLE,
     TOKENS,
@@ -25,27 +37,15 @@ from h2o_flexgen.cli.flags import (
     sampled,
     whole,
 )
-from h2o_flexgen.cli.requests import (
-    DEMO_SAMPLING,
-    GPUS,
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    sampling_of,
-    site_of,
-)
+from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.h2o import H2O
-from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.made_up import DEFAULT_TOKENS
 from h2o_flexgen.text.prompt_file import given_prompts

@@ -9,29 +9,29 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
-from h2o_flexgen.cli.files import CompletionsFile
+from h2o_flexgen.cli.common_requests import check_device
+from h2o_flexgen.cli.multi_process_run import RunApart
 from h2o_flexgen.cli.open_llm import open_together
-from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.output_files import CompletionsFile
 from h2o_flexgen.cli.plan_report import PlanReport, Predicted, together_lines
-from h2o_flexgen.cli.requests import check_device
-from h2o_flexgen.cli.run_apart import RunApart
 from h2o_flexgen.cli.run_report import RunOutcome
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
 from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.summary import after_first_layers
+from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import RunWatch, say_threads
 from h2o_flexgen.core.dealing import longest_part
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.profiling.kept import profile_at_hand
+from h2o_flexgen.profiling.profile_cache import profile_at_hand
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.made_up import check_room, made_up_prompts
 from h2o_flexgen.text.prompts import Prompt
 

@@ -8,6 +8,16 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from h2o_flexgen.cli.common_requests import (
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    site_of,
+)
 from h2o_flexgen.cli.flags import (
     NOISE,
     SEED,
@@ -23,25 +33,15 @@ from h2o_flexgen.cli.flags import (
     number,
     whole,
 )
-from h2o_flexgen.cli.requests import (
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    site_of,
-)
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.serve"

@@ -19,37 +19,35 @@ from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import OpeningReport, say_threads
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
-from h2o_flexgen.evaluation.settings import model_settings, plan_settings
-from h2o_flexgen.finding import PlanSearch
-from h2o_flexgen.jobs.answers import Answers
-from h2o_flexgen.jobs.fields import Options
-from h2o_flexgen.jobs.job import LineReading
+from h2o_flexgen.jobs.file_job import LineReading
+from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.planning.prefix_room import first_that_fits, rooms_to_search
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.app import make_app
+from h2o_flexgen.serving.batches.batch_threads import BatchWork
 from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
 from h2o_flexgen.serving.batches.routes import BatchRoutes
-from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desk import Desk, Terms
@@ -58,6 +56,8 @@ from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import ServerAddress, bound, is_loopback, listening, place_of
 from h2o_flexgen.serving.service import Service
 from h2o_flexgen.serving.status import Facts, Tier
+from h2o_flexgen.session.answer_settings import model_settings, plan_settings
+from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.dialogue import choose_style
 
 TEMPERATURE, MAX_TOKENS = 1.0, 16  # of OpenAI, where a request does not say

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.cli.page import printable
+from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.sampling.output import Completion, StepLogprobs
+from h2o_flexgen.sampling.completion import Completion, StepLogprobs
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Task
 

@@ -9,17 +9,17 @@ from collections import Counter
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.crowd import Crowd
-from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.slow import say_slow
+from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import MADE_AGAIN, Stage, how_far, made_again
-from h2o_flexgen.engine.threads import crowding, get_num_threads, make_room_for_others
+from h2o_flexgen.engine.thread_options import crowding, get_num_threads, make_room_for_others
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
-from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.schedule.task import Task
 
 COPIES = {  # how copies are made, and where in the cache they are kept

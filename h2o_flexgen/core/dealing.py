@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from h2o_flexgen.core.prefixes import NOBODY
+from h2o_flexgen.core.prefix_groups import NOBODY
 from h2o_flexgen.core.workload import Workload
 
 CUTS = 4  # portions of a part's work into which those that share a prefix are cut, so that no part gets much more than others

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from h2o_flexgen.core.prefixes import NOBODY, SharedPrefix, room_of
+from h2o_flexgen.core.prefix_groups import NOBODY, SharedPrefix, room_of
 
 
 class SeatNeed(NamedTuple):

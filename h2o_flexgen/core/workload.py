@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.prefixes import SharedPrefix, room_of
-from h2o_flexgen.core.seats import SeatNeed, PrefixRoom, Seats, seats_of
+from h2o_flexgen.core.prefix_groups import SharedPrefix, room_of
+from h2o_flexgen.core.seats import PrefixRoom, SeatNeed, Seats, seats_of
 
 MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
 MOST_BATCHES = 10_000  # batches in a block

@@ -23,7 +23,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import longest_text
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.levels import Level
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams, one_params
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.task import Task

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.engine.chunked_logits import LogitsOf
+from h2o_flexgen.engine.device_parts import PartsThere
 from h2o_flexgen.engine.executor import Executor, shortage_in
 from h2o_flexgen.engine.graphs import Compute, GraphPlace, StepGraphs
 from h2o_flexgen.engine.head import AtHead
-from h2o_flexgen.engine.many_positions import LogitsOf
-from h2o_flexgen.engine.parts_there import PartsThere
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, RowsPart
-from h2o_flexgen.engine.seated import SeatedRows
-from h2o_flexgen.engine.stores.asked import AskedStore
+from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
+from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.judges import judges_of
 from h2o_flexgen.engine.stores.kv_levels import KVLevels
-from h2o_flexgen.engine.stores.prefixes import PrefixStore
+from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.tick import OnPass, Pass
 from h2o_flexgen.engine.waiting import Waiting
@@ -42,7 +42,7 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shortage import HostGuard, Shortage
 from h2o_flexgen.memory.threads import refuse_forked
 from h2o_flexgen.models import base
-from h2o_flexgen.models.attention import Attend
+from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan

@@ -16,7 +16,7 @@ from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from h2o_flexgen.engine.many_positions import LogitsOf
+from h2o_flexgen.engine.chunked_logits import LogitsOf
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.rows import BatchRows, OnLogits, OnToken
 from h2o_flexgen.sampling.sampler import Sampler

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
+from h2o_flexgen.core.prefix_groups import PrefixFinder, PrefixGroups, SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.plan import Plan

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.many_positions import LogitsOf, side_by_side
+from h2o_flexgen.engine.chunked_logits import LogitsOf, side_by_side
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, SharedOf
-from h2o_flexgen.engine.stores.prefixes import Prefix
-from h2o_flexgen.sampling.output import StepLogprobs
+from h2o_flexgen.engine.stores.prefix_store import Prefix
+from h2o_flexgen.sampling.completion import StepLogprobs
 from h2o_flexgen.sampling.ranking import logprobs_of
 
 

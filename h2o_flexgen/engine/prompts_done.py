@@ -13,7 +13,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnToken
 from h2o_flexgen.engine.stage import MADE_AGAIN, OnStage, Stage, how_far, made_again
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 OnCompletion: TypeAlias = Callable[[Completion], object]
 UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # True: on stderr; or a function that makes a bar like tqdm's

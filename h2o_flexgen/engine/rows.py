@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.stores.prefixes import Prefix
+from h2o_flexgen.engine.stores.prefix_store import Prefix
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import StepSlots

@@ -11,12 +11,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.many_positions import LogitsOf, side_by_side
+from h2o_flexgen.engine.chunked_logits import LogitsOf, side_by_side
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnToken
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt, read_pair
 from h2o_flexgen.text.tokenizer import Tokenizer

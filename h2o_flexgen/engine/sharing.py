@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import NamedTuple
 
-from h2o_flexgen.core.prefixes import Beginnings, SharedPrefix, bytes_of, common_tokens
-from h2o_flexgen.engine.stores.prefixes import Prefix, PrefixStore
+from h2o_flexgen.core.prefix_groups import Beginnings, SharedPrefix, bytes_of, common_tokens
+from h2o_flexgen.engine.stores.prefix_store import Prefix, PrefixStore
 from h2o_flexgen.planning.plan import Plan
 
 

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.stores.prefixes import PrefixStore
+from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.queues import Queues
 

@@ -16,7 +16,7 @@ from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
@@ -80,7 +80,7 @@ class BudgetSlots:
         return KVOptions() if self.slots is None else POLICIES[policy].options_of(self.slots, sinks)
 
 
-Amount: TypeAlias = "Share | Size"  # how much of a text is kept
+Amount: TypeAlias = "BudgetShare | BudgetSlots"  # how much of a text is kept
 
 
 @dataclass(frozen=True)

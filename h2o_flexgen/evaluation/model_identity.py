@@ -13,8 +13,8 @@ from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.open import DUMMY_SEED
 from h2o_flexgen.profiling.measure import describe_machine
+from h2o_flexgen.session.opened_model import DUMMY_SEED
 from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES
 
 CONFIG = "config.json"

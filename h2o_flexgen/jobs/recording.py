@@ -8,7 +8,7 @@ from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import BadLine
 from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.jobs.records import BAD_REQUEST, RecordMaker, as_line, refusal
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 
 @dataclass(frozen=True)

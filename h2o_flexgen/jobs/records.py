@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from h2o_flexgen.jobs.answers import Answers, Said, error_body
 from h2o_flexgen.jobs.line import Line
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.jobs.openai_answers import Answers, Said, error_body
+from h2o_flexgen.sampling.completion import Completion
 
 FINE, BAD_REQUEST, BROKEN = 200, 400, 500
 KINDS = {BAD_REQUEST: "invalid_request", BROKEN: "server_error"}

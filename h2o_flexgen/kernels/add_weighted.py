@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.threads import threads_for
+from h2o_flexgen.kernels.thread_counts import threads_for
 
 
 def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, point
 from h2o_flexgen.kernels.newest import Newest, Notes
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.rotate import RotationAngles, rotate_twin
-from h2o_flexgen.kernels.threads import threads_for
+from h2o_flexgen.kernels.thread_counts import threads_for
 
 
 def append(

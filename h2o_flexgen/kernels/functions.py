@@ -25,7 +25,7 @@ from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.halves_apart import halves_apart, halves_apart_twin
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin, int8_products
 from h2o_flexgen.kernels.pair_product import pair_product, pair_products
-from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
+from h2o_flexgen.kernels.plain_product import plain_decode, plain_encode, plain_product
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
 from h2o_flexgen.kernels.rms_norm import rms_norm, rms_norm_twin
 from h2o_flexgen.kernels.rotate import rotate, rotate_twin

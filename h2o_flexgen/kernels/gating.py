@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.threads import threads_for
+from h2o_flexgen.kernels.thread_counts import threads_for
 
 SILU, GELU_TANH, GELU = range(3)  # as in C
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
-from h2o_flexgen.kernels.gathering import SUM
+from h2o_flexgen.kernels.gathers import SUM
 from h2o_flexgen.kernels.gating import gated_silu_twin
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.threads import threads_for
+from h2o_flexgen.kernels.thread_counts import threads_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

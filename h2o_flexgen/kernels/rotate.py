@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
-from h2o_flexgen.kernels.threads import threads_for
+from h2o_flexgen.kernels.thread_counts import threads_for
 
 
 class RotationAngles(NamedTuple):

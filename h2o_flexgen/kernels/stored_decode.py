@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.kernels.stored_matrix import Stored, MatrixInC, form_of, order_of
+from h2o_flexgen.kernels.stored_matrix import MatrixInC, Stored, form_of, order_of
 from h2o_flexgen.kernels.stored_parts import blocked_parts, fp8_parts, sectioned_parts
 from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.sectioned import Fp4, Fp8, Int4

@@ -13,7 +13,7 @@ from torch.nn import functional
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Product, call, products
 from h2o_flexgen.kernels.stored_decode import stored_decode_twin
-from h2o_flexgen.kernels.stored_matrix import Stored, MatrixInC, form_of, order_of
+from h2o_flexgen.kernels.stored_matrix import MatrixInC, Stored, form_of, order_of
 
 
 def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

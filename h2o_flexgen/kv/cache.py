@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gathering import SUM
+from h2o_flexgen.kernels.gathers import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.echo import attend_with_echo
 from h2o_flexgen.kv.judges.judge import Held, Judge, Written
-from h2o_flexgen.kv.reading import PromptReading
-from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.prompt_reading import PromptReading
+from h2o_flexgen.kv.prompt_repeat import attend_with_echo
+from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.attention import NewTokens, Rotation
+from h2o_flexgen.models.new_tokens import NewTokens, Rotation
 from h2o_flexgen.quant.codec import PLAIN
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.step import KVStep, Upload
-from h2o_flexgen.models.attention import NewTokens, Rotation, by_kv_head, picked
+from h2o_flexgen.models.new_tokens import NewTokens, Rotation, by_kv_head, picked
 from h2o_flexgen.policies.levels import Level
 
 Steps: TypeAlias = "Sequence[KVStep]"  # a step as each level of the plan has it

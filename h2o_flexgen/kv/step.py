@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.workload import ECHO_TOKENS, evenly
 from h2o_flexgen.kernels.newest import Leaving, Newest
 from h2o_flexgen.kernels.rotate import RotationAngles
-from h2o_flexgen.models.attention import Rotation
+from h2o_flexgen.models.new_tokens import Rotation
 from h2o_flexgen.policies.occupancy import StepSlots
 
 Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device

@@ -23,7 +23,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import region_bytes
+from h2o_flexgen.core.buffer_layout import region_bytes
 from h2o_flexgen.memory.tier import Meter
 
 CODE_BYTES = 16 << 20

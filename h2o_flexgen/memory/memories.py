@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from h2o_flexgen.memory.device import Device, DeviceTier
-from h2o_flexgen.memory.disk import DiskTier, DiskFiles, OffloadFolder
+from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.shared import SharedTier, SharedWeights
 

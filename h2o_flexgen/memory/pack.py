@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import ALIGNMENT, Arena, aligned
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, Arena, aligned
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode_rows
 from h2o_flexgen.quant.codec import CODECS, PLAIN

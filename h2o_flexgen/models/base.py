@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.models.attention import Attend, NewTokens
+from h2o_flexgen.models.new_tokens import Attend, NewTokens
 
 
 class Matrix(Protocol):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec
-from h2o_flexgen.models import layout, ops
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import FULL, MLP, SLIDING, Llama, Traits, attention_parameters, windows_by_kind
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rope, Rotary
 
 SECOND = "gemma2"
@@ -64,7 +64,7 @@ class Gemma(Llama):
         return everything.rotary(self.spec.head_dim)
 
     def normed(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        return ops.rms_norm_from_one(x, weights, name, self._eps)
+        return tensor_ops.rms_norm_from_one(x, weights, name, self._eps)
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Gemma(Llama):
         return torch.cat((hidden, self._attended(hidden, weights, given, self._rotary_near)), dim=-1)
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        return self.normed(ops.linear(out, weights, "self_attn.o_proj"), weights, BEHIND_ATTENTION).add_(hidden)
+        return self.normed(tensor_ops.linear(out, weights, "self_attn.o_proj"), weights, BEHIND_ATTENTION).add_(hidden)
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         out = self.gated(self.normed(hidden, weights, BEFORE_MLP), weights, MLP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Parameters
 from h2o_flexgen.models.llama import GatedMlp, Traits
@@ -46,9 +46,9 @@ class GlmMoe(MixtureOfExperts):
         )
 
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        correction = ops.plain(weights, CORRECTION)
+        correction = tensor_ops.plain(weights, CORRECTION)
         assert correction is not None
-        scores = ops.sigmoid(ops.wide_linear(x, weights, ROUTER))  # in 16 bits it would choose others
+        scores = tensor_ops.sigmoid(tensor_ops.wide_linear(x, weights, ROUTER))  # in 16 bits it would choose others
         experts = (scores + correction).topk(self._mixture.chosen, dim=-1).indices
         shares = scores.gather(-1, experts)
         if self._mixture.sums_to_one:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.operations import halves_apart
-from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Parameters
 from h2o_flexgen.models.llama import Traits, windows_by_kind
@@ -69,13 +69,13 @@ class GptOss(MixtureOfExperts):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        likeliest, experts = ops.linear(x, weights, ROUTER).topk(self._mixture.chosen, dim=-1)
+        likeliest, experts = tensor_ops.linear(x, weights, ROUTER).topk(self._mixture.chosen, dim=-1)
         return functional.softmax(likeliest, dim=-1, dtype=torch.float32), experts
 
     def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
         if self._are_apart:
             return super().gate_and_up(asked, x, weights)
-        (both,) = ops.linears_of_each(x, asked.counts, weights, [_both(number) for number in asked.experts])
+        (both,) = tensor_ops.linears_of_each(x, asked.counts, weights, [_both(number) for number in asked.experts])
         return halves_apart(both.flatten()).view(2, len(both), -1)
 
     def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:

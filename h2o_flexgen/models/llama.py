@@ -11,11 +11,11 @@ from torch import Tensor
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import halves_apart
-from h2o_flexgen.models import layout, ops
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rope, Rotary
 
 
@@ -76,7 +76,7 @@ class Llama(InHalves):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._traits = self.traits_of(config)
         self.spec = self._spec(config, dtype, sep_layer, name)
-        self._gating = ops.gating(self.activation_of(config))
+        self._gating = tensor_ops.gating(self.activation_of(config))
         self._eps = config.rms_norm_eps
         self._rotary = self.rotary_of(config)
         self._interleaved = bool(getattr(config, "rope_interleave", False))
@@ -108,10 +108,10 @@ class Llama(InHalves):
 
     def projected(self, x: Tensor, weights: Weights) -> Sequence[Tensor]:
         """Queries, keys and values, all heads of each side by side."""
-        return [*ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))]
+        return [*tensor_ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))]
 
     def normed(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        return ops.rms_norm(x, weights, name, self._eps)
+        return tensor_ops.rms_norm(x, weights, name, self._eps)
 
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         """The layers of a block behind its attention."""
@@ -120,11 +120,11 @@ class Llama(InHalves):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
-        return ops.embedding(tokens, weights, "embed_tokens")
+        return tensor_ops.embedding(tokens, weights, "embed_tokens")
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
-        return given.attend(NewTokens(q, k, v, self._rotary, x, ops.plain(weights, SINKS)))
+        return given.attend(NewTokens(q, k, v, self._rotary, x, tensor_ops.plain(weights, SINKS)))
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a layer makes queries, keys and values of, and these, head by head."""
@@ -134,7 +134,7 @@ class Llama(InHalves):
             q, k = self._normed(q, k, weights)
         if (most := self._traits.clip) is not None:
             q, k, v = (each.clamp(-most, most) for each in (q, k, v))
-        q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in (q, k, v))
+        q, k, v = (tensor_ops.split_heads(each, self.spec.head_dim) for each in (q, k, v))
         if self._interleaved:
             q, k = halves_apart(q), halves_apart(k)
         if self._traits.head_norm:
@@ -145,7 +145,7 @@ class Llama(InHalves):
         return self.normed(q, weights, "self_attn.q_norm"), self.normed(k, weights, "self_attn.k_norm")
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        out = ops.linear(out, weights, "self_attn.o_proj")
+        out = tensor_ops.linear(out, weights, "self_attn.o_proj")
         out += hidden
         return out
 
@@ -155,11 +155,11 @@ class Llama(InHalves):
         return out
 
     def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
-        made = self._gating(*ops.linears(x, weights, names.gate, names.up))  # from here on nothing holds gate or up
-        return ops.linear(made, weights, names.down)
+        made = self._gating(*tensor_ops.linears(x, weights, names.gate, names.up))  # from here on nothing holds gate or up
+        return tensor_ops.linear(made, weights, names.down)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return ops.linear(self.normed(hidden, weights, "norm"), weights, "lm_head")
+        return tensor_ops.linear(self.normed(hidden, weights, "norm"), weights, "lm_head")
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 

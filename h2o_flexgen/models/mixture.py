@@ -20,7 +20,7 @@ from torch.nn import functional
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, LayerSpec
 from h2o_flexgen.kernels.operations import add_weighted
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES
-from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import MLP_STATES, Config, Origin
 from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, same_windows, windows_by_kind
@@ -183,7 +183,7 @@ class MixtureOfExperts(Llama):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
+        x = tensor_ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
         shares, experts = self.chosen(x, weights)
         given.chosen(experts)
         total = self.through_shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
@@ -191,7 +191,7 @@ class MixtureOfExperts(Llama):
 
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Chooses experts for each token: their weights, in fp32, and their numbers. (rows, tokens, chosen) each"""
-        likely = functional.softmax(ops.linear(x, weights, ROUTER), dim=-1, dtype=torch.float32)
+        likely = functional.softmax(tensor_ops.linear(x, weights, ROUTER), dim=-1, dtype=torch.float32)
         shares, experts = likely.topk(self._mixture.chosen, dim=-1)
         if self._mixture.sums_to_one:
             shares /= shares.sum(dim=-1, keepdim=True)
@@ -199,7 +199,7 @@ class MixtureOfExperts(Llama):
 
     def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
         """What comes of the mlp that all tokens pass through."""
-        gate = ops.sigmoid(ops.linear(x, weights, SHARED_GATE))
+        gate = tensor_ops.sigmoid(tensor_ops.linear(x, weights, SHARED_GATE))
         return self.gated(x, weights, SHARED).float().mul_(gate)
 
     def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
@@ -219,17 +219,19 @@ class MixtureOfExperts(Llama):
         """What some experts make of their rows, which follow each other."""
         gate, up = self.gate_and_up(asked, x, weights)
         inner = self.gated_by_expert(gate, up, asked.counts)
-        (down,) = ops.linears_of_each(inner, asked.counts, weights, [self._names[number].down for number in asked.experts])
+        (down,) = tensor_ops.linears_of_each(
+            inner, asked.counts, weights, [self._names[number].down for number in asked.experts]
+        )
         return down
 
     def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
         """Both ways into these experts, of their rows."""
         names = [self._names[number] for number in asked.experts]
-        return ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
+        return tensor_ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
 
     def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
         """The input of the down projection, from `gate` and `up`, which are not used elsewhere."""
-        return ops.gated_each(self._gating, gate, up, counts)
+        return tensor_ops.gated_each(self._gating, gate, up, counts)
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         state = Routed.of(joined, self.spec.width, self._mixture.chosen)

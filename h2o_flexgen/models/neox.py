@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.models import layout, ops
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rope
 
 
@@ -20,24 +20,24 @@ class NeoX(InHalves):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         _refuse_other_heads(config)
         self.spec = _spec(config, dtype, sep_layer, name)
-        self._activation = ops.activation(config.hidden_act)
+        self._activation = tensor_ops.activation(config.hidden_act)
         self._eps = config.layer_norm_eps
         self._parallel = bool(config.use_parallel_residual)
         rope = Rope.of(config)
         self._rotary = rope.rotary(int(self.spec.head_dim * rope.share))
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
-        return ops.embedding(tokens, weights, "embed_in")
+        return tensor_ops.embedding(tokens, weights, "embed_in")
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = ops.layer_norm(hidden, weights, "input_layernorm", self._eps)
+        x = tensor_ops.layer_norm(hidden, weights, "input_layernorm", self._eps)
         # one head's query, key and value lie side by side
-        fused = ops.split_heads(ops.linear(x, weights, "attention.query_key_value"), 3 * self.spec.head_dim)
+        fused = tensor_ops.split_heads(tensor_ops.linear(x, weights, "attention.query_key_value"), 3 * self.spec.head_dim)
         q, k, v = fused.chunk(3, dim=-1)
         return given.attend(NewTokens(q, k, v, self._rotary, x))
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        out = ops.linear(out, weights, "attention.dense")
+        out = tensor_ops.linear(out, weights, "attention.dense")
         if self._parallel:
             return torch.cat((hidden, out), dim=-1)
         out += hidden
@@ -45,15 +45,15 @@ class NeoX(InHalves):
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, *attended = hidden.chunk(2, dim=-1) if self._parallel else (hidden,)
-        normed = ops.layer_norm(x, weights, "post_attention_layernorm", self._eps)
-        wide = self._activation(ops.linear(normed, weights, "mlp.dense_h_to_4h"))
-        out = ops.linear(wide, weights, "mlp.dense_4h_to_h")
+        normed = tensor_ops.layer_norm(x, weights, "post_attention_layernorm", self._eps)
+        wide = self._activation(tensor_ops.linear(normed, weights, "mlp.dense_h_to_4h"))
+        out = tensor_ops.linear(wide, weights, "mlp.dense_4h_to_h")
         for residual in (*attended, x):
             out += residual
         return out
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return ops.linear(ops.layer_norm(hidden, weights, "final_layer_norm", self._eps), weights, "embed_out")
+        return tensor_ops.linear(tensor_ops.layer_norm(hidden, weights, "final_layer_norm", self._eps), weights, "embed_out")
 
 
 def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.models import layout, ops
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
+from h2o_flexgen.models.new_tokens import NewTokens
 
 POSITION_OFFSET = 2  # the first rows of the position table belong to padding, which is never embedded here
 
@@ -19,38 +19,38 @@ class OPT(InHalves):
         self.spec = _spec(config, dtype, sep_layer, name)
         self._norm_first = bool(config.do_layer_norm_before)
         self._norm_last = _has_last_norm(config)
-        self._activation = ops.activation(config.activation_function)
+        self._activation = tensor_ops.activation(config.activation_function)
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
-        hidden = ops.embedding(tokens, weights, "embed_tokens")
+        hidden = tensor_ops.embedding(tokens, weights, "embed_tokens")
         if "project_in.weight" in weights:
-            hidden = ops.linear(hidden, weights, "project_in")
-        hidden += ops.embedding(given.positions + POSITION_OFFSET, weights, "embed_positions")
+            hidden = tensor_ops.linear(hidden, weights, "project_in")
+        hidden += tensor_ops.embedding(given.positions + POSITION_OFFSET, weights, "embed_positions")
         return hidden
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
-        products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
-        q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
+        x = tensor_ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
+        products = tensor_ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
+        q, k, v = (tensor_ops.split_heads(each, self.spec.head_dim) for each in products)
         return given.attend(NewTokens(q, k, v, x=x))
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        out = ops.linear(out, weights, "self_attn.out_proj")
+        out = tensor_ops.linear(out, weights, "self_attn.out_proj")
         out += hidden
-        return out if self._norm_first else ops.layer_norm(out, weights, "self_attn_layer_norm")
+        return out if self._norm_first else tensor_ops.layer_norm(out, weights, "self_attn_layer_norm")
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = ops.layer_norm(hidden, weights, "final_layer_norm") if self._norm_first else hidden
-        out = ops.linear(self._activation(ops.linear(x, weights, "fc1")), weights, "fc2")
+        x = tensor_ops.layer_norm(hidden, weights, "final_layer_norm") if self._norm_first else hidden
+        out = tensor_ops.linear(self._activation(tensor_ops.linear(x, weights, "fc1")), weights, "fc2")
         out += hidden
-        return out if self._norm_first else ops.layer_norm(out, weights, "final_layer_norm")
+        return out if self._norm_first else tensor_ops.layer_norm(out, weights, "final_layer_norm")
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         if self._norm_last:
-            hidden = ops.layer_norm(hidden, weights, "final_layer_norm")
+            hidden = tensor_ops.layer_norm(hidden, weights, "final_layer_norm")
         if "project_out.weight" in weights:
-            hidden = ops.linear(hidden, weights, "project_out")
-        return ops.linear(hidden, weights, "lm_head")
+            hidden = tensor_ops.linear(hidden, weights, "project_out")
+        return tensor_ops.linear(hidden, weights, "lm_head")
 
 
 def _has_last_norm(config: Config) -> bool:

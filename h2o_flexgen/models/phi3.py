@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec
-from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import GatedMlp, Llama, Traits, same_windows
@@ -28,12 +28,12 @@ class Phi3(Llama):
 
     def projected(self, x: Tensor, weights: Weights) -> Sequence[Tensor]:
         q_width, kv_width = (heads * self.spec.head_dim for heads in (self.spec.heads, self.spec.kv_heads))
-        parts: tuple[Tensor, ...] = ops.linear(x, weights, QKV).split((q_width, kv_width, kv_width), dim=-1)
+        parts: tuple[Tensor, ...] = tensor_ops.linear(x, weights, QKV).split((q_width, kv_width, kv_width), dim=-1)
         return parts
 
     def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
-        made = self._gating(*(half.contiguous() for half in ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1)))
-        return ops.linear(made, weights, OUT_OF_MLP)
+        made = self._gating(*(half.contiguous() for half in tensor_ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1)))
+        return tensor_ops.linear(made, weights, OUT_OF_MLP)
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The footprint of a plan: the bytes that a block holds on every tier, peak included, before anything is allocated.
 
-Sizes come from the functions by which allocators and stores lay data out (core/layout). Only the working space is an estimate.
+Sizes come from the functions by which allocators and stores lay data out (core/buffer_layout). Only the working space is an
+estimate.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from h2o_flexgen.core.layout import (
+from h2o_flexgen.core.buffer_layout import (
     READERS,
     Arena,
     KVLayout,

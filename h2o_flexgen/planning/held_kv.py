@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.core.layout import KVLayout
+from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.plan import Plan

@@ -10,15 +10,15 @@ from functools import cached_property
 from h2o_flexgen.core.allowed_values import AUTO, Rule, number, whole
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.prefixes import LEAST_TOKENS
+from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
 from h2o_flexgen.kernels.table import EXACT, PRODUCTS
 from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.levels import Level, levels_of
-from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import PLAIN, of_rows

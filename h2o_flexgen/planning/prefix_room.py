@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from h2o_flexgen.core.allowed_values import Rule, whole
-from h2o_flexgen.core.prefixes import ROOM_TOKENS, room_of
+from h2o_flexgen.core.prefix_groups import ROOM_TOKENS, room_of
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
 
-from h2o_flexgen.core.layout import part_starts
+from h2o_flexgen.core.buffer_layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.kernels.table import Kernel

@@ -22,11 +22,11 @@ from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.table import EXACT
-from h2o_flexgen.planning.budgets import Budgets
-from h2o_flexgen.planning.linear import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_slots
+from h2o_flexgen.planning.linear_program import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_slots
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 
 THROUGHPUT, LATENCY = "throughput", "latency"

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.planning.batch_pass import NOTHING_SHARED, Prompts, SharedTokens, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan

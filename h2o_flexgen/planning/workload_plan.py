@@ -16,9 +16,9 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.planning.tier_budgets import Budgets
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from math import inf, log
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
-from h2o_flexgen.policies.options import DEFAULT_KEPT, KVOptions
+from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.window import Window
 

@@ -15,7 +15,7 @@ from math import isqrt
 from statistics import fmean
 from typing import TypeVar
 
-from h2o_flexgen.core.layout import KVLayout
+from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 

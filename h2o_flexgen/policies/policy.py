@@ -1,6 +1,6 @@
 """KVPolicy: a policy as data: how many slots a row has, which tokens are protected, and by what the others are ranked.
 
-Planning reads policies too, so their arithmetic does without torch; kv/scores.py and kv/cache.py carry them out.
+Planning reads policies too, so their arithmetic does without torch; kv/slot_scores.py and kv/cache.py carry them out.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from h2o_flexgen.core.seats import SeatNeed, Seats
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.gathering import SUM
-from h2o_flexgen.policies.occupancy import RowBudget, Occupancy, StepSlots
-from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
+from h2o_flexgen.kernels.gathers import SUM
+from h2o_flexgen.policies.kv_options import ROLLING, KVOptions, row_of
+from h2o_flexgen.policies.occupancy import Occupancy, RowBudget, StepSlots
 
 NONE, ATTENTION, AGE, CHANCE, WORTH = "none", "attention", "age", "chance", "worth"  # what tokens are ranked by
 # what says how much a token is worth when it is written

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from h2o_flexgen.policies.kv_options import KVOptions, row_of
 from h2o_flexgen.policies.occupancy import RowBudget
-from h2o_flexgen.policies.options import KVOptions, row_of
 from h2o_flexgen.policies.policy import AGE, COMMON, SHARES, SINKS, KVPolicy
 
 

@@ -18,20 +18,20 @@ import psutil
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.folders import existing_folder
-from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.table import PRODUCT, choose
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.disk import DiskTier, DiskFiles, OffloadFolder, FilePiece
+from h2o_flexgen.memory.disk import DiskFiles, DiskTier, FilePiece, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Curve, Machine
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.profiling.multiplied import multiplied
 from h2o_flexgen.profiling.pool import sound_bytes
 from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.profiling.budget import NOW, Now
-from h2o_flexgen.profiling.sizes import ProfileSizes
-from h2o_flexgen.profiling.subject import Bench, Figures, Subject, ProfileWatch
+from h2o_flexgen.profiling.profile_sizes import ProfileSizes
+from h2o_flexgen.profiling.subject import Bench, Figures, ProfileWatch, Subject
 from h2o_flexgen.schedule import ops
 
 SHARE_OF_DISK = 4  # at most a quarter of the free space is written

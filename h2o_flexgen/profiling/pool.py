@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import ALIGNMENT
+from h2o_flexgen.core.buffer_layout import ALIGNMENT
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.profiling.budget import TimeLimit

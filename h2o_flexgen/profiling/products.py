@@ -17,10 +17,10 @@ from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels_of, measured_forms, rounds
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.models.attention import NewTokens
 from h2o_flexgen.models.base import Given, Model, computed
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.profiling.multiplied import in_units, multiplied
-from h2o_flexgen.profiling.sizes import ProfileSizes
+from h2o_flexgen.profiling.profile_sizes import ProfileSizes
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Figures, Subject
 from h2o_flexgen.quant.blocked import LARGE

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from h2o_flexgen.profiling.budget import TimeLimit
-from h2o_flexgen.profiling.subject import Figures, Subject, ProfileWatch
+from h2o_flexgen.profiling.subject import Figures, ProfileWatch, Subject
 
 FIRST = 0  # the round that finds the sizes
 SLOW = 0.04  # the share of the whole time above which a measurement is not repeated

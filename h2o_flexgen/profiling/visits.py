@@ -26,9 +26,9 @@ from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.profiling.sizes import ProfileSizes
+from h2o_flexgen.profiling.profile_sizes import ProfileSizes
 from h2o_flexgen.profiling.small_models import HEAD_DIM, small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Clock, Figures, Subject, ProfileWatch
+from h2o_flexgen.profiling.subject import Bench, Clock, Figures, ProfileWatch, Subject
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op

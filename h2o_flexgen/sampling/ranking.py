@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import PICKED_VALUES
-from h2o_flexgen.sampling.output import StepLogprobs, TokenLogprob
+from h2o_flexgen.core.buffer_layout import PICKED_VALUES
+from h2o_flexgen.sampling.completion import StepLogprobs, TokenLogprob
 
 Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.sampling.adjusting import History, adjusted
-from h2o_flexgen.sampling.output import StepLogprobs
+from h2o_flexgen.sampling.completion import StepLogprobs
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.ranking import Upload, kth_largest, logprobs_of, portions, ranked
 

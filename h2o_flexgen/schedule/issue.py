@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from h2o_flexgen.schedule.chains import Chains, ChainLink, chains
+from h2o_flexgen.schedule.chains import ChainLink, Chains, chains
 from h2o_flexgen.schedule.ops import MOVED, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Key, Task, Visit

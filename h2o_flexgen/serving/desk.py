@@ -14,10 +14,10 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import one_params
 from h2o_flexgen.sampling.sampler import NoTokenLeft
-from h2o_flexgen.serving.counts import ServerCounts, Now
+from h2o_flexgen.serving.counts import Now, ServerCounts
 from h2o_flexgen.serving.problems import ApiProblem, Refused, broken, broken_by_itself, ending, queue_full, too_many
 
 RETRY_SECONDS = 2  # when a client may retry that a full queue has refused
@@ -33,7 +33,7 @@ class RequestListener:
     fail: Callable[[ApiProblem, BaseException | None], object]  # why, and what the computation has raised
 
 
-Prepared: TypeAlias = "tuple[Arrival, Listener]"
+Prepared: TypeAlias = "tuple[Arrival, RequestListener]"
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from h2o_flexgen.engine.arrivals import Arrivals, Closed
 from h2o_flexgen.engine.job import Request, RequestSize
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.threads import starting
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desk import Desk, RequestListener, Terms
 from h2o_flexgen.serving.problems import ApiProblem, Refused

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.jobs.answers import Said, error_body
+from h2o_flexgen.jobs.openai_answers import Said, error_body
 
 RETRY = "Retry-After"
 WRONG, BROKEN, CROWDED = "invalid_request_error", "server_error", "rate_limit_error"

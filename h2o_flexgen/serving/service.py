@@ -17,17 +17,17 @@ from starlette.types import Receive, Scope, Send
 
 from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
 from h2o_flexgen.engine.job import Request, prompt_of, without_number
-from h2o_flexgen.jobs.answers import Answers
-from h2o_flexgen.jobs.fields import Options, as_given
-from h2o_flexgen.jobs.job import LineReading
+from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.line import Line
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.jobs.line_fields import Options, as_given
+from h2o_flexgen.jobs.openai_answers import Answers
+from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.serving.answer_chunks import END, AnswerChunks, as_event
 from h2o_flexgen.serving.bodies import Limits, read_body
-from h2o_flexgen.serving.chunks import END, AnswerChunks, as_event
+from h2o_flexgen.serving.body_fields import CompletionsRequest, blamed, read_asked
 from h2o_flexgen.serving.desk import Desk, RequestListener
-from h2o_flexgen.serving.exchange import RequestExchange, WholeAnswer
-from h2o_flexgen.serving.fields import CompletionsRequest, blamed, read_asked
 from h2o_flexgen.serving.problems import TOO_LONG, ApiProblem, Refused, bad_request, ending
+from h2o_flexgen.serving.request_exchange import RequestExchange, WholeAnswer
 
 CLIENT_HAS_GONE = 499  # as other servers log it; no client reads it
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that chunks pass proxies as they come

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from h2o_flexgen.serving.counts import ServerCounts, Now
+from h2o_flexgen.serving.counts import Now, ServerCounts
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.text.messages import ASSISTANT, CALLS, SYSTEM, USER
 from h2o_flexgen.text.prompts import Prompt
 from h2o_flexgen.text.tokenizer import Message, Tokenizer

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.files import AGAIN
 from h2o_flexgen.checkpoints.gguf_metadata import Metadata
+from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.text.gguf_words import DEFAULT, USUAL, WORD_RULES, WordRule
 from h2o_flexgen.text.tokenizer import BYTES as TOKENS_ARE_BYTES

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from h2o_flexgen.checkpoints.files import read_object
 from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_metadata
+from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.models.config_values import EOS, eos_ids_of

@@ -9,7 +9,7 @@ import pytest
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
 from h2o_flexgen.apps.data_wrangling.examples import Examples, by_hand, drawn
-from h2o_flexgen.apps.data_wrangling.prompts import asked, requests_of
+from h2o_flexgen.apps.data_wrangling.question_prompts import asked, requests_of
 from h2o_flexgen.apps.data_wrangling.questions import Question
 
 ROWS = [Question(line, f"Is {line} odd? ", "Yes" if line % 8 == 1 else "No") for line in range(2, 26)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.apps.data_wrangling.answers import JudgedAnswer, AnswerRecord, Verdict, answers_of, judged
+from h2o_flexgen.apps.data_wrangling.answers import AnswerRecord, JudgedAnswer, Verdict, answers_of, judged
 from h2o_flexgen.apps.data_wrangling.data_sets import BEGINS, EXACT
 from h2o_flexgen.apps.data_wrangling.metrics import AnswerCounts, accuracy, number_of
-from h2o_flexgen.apps.data_wrangling.prompts import PromptedQuestion
+from h2o_flexgen.apps.data_wrangling.question_prompts import PromptedQuestion
 from h2o_flexgen.apps.data_wrangling.questions import Question
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DETECT, IMPUTE, MATCH, SPLITS, TASKS
 from h2o_flexgen.apps.data_wrangling.folder import Folder
-from h2o_flexgen.apps.data_wrangling.made_up import MadeUpDataSet
+from h2o_flexgen.apps.data_wrangling.made_up_data import MadeUpDataSet
 from h2o_flexgen.apps.data_wrangling.questions import Question, Questions, Serialising
 
 GOODS = "id,title,manufacturer,price\n"

@@ -12,7 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from h2o_flexgen.checkpoints.checkpoint import folder_checkpoint, open_checkpoint
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, read_header, write_safetensors
-from h2o_flexgen.checkpoints.stored import StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.core.model_spec import TensorSpec
 from tests.refusals import one_line
 

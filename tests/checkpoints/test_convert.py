@@ -19,9 +19,9 @@ from h2o_flexgen.checkpoints import derived
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.convert import load_shard
 from h2o_flexgen.checkpoints.derived import CONVERTED
-from h2o_flexgen.checkpoints.files import Progress
-from h2o_flexgen.checkpoints.leftovers import writer
+from h2o_flexgen.checkpoints.model_files import Progress
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.checkpoints.stale_files import writer
 from h2o_flexgen.checkpoints.sums import Sums
 from h2o_flexgen.core.folders import cache_folder
 from tests.patience import PATIENCE_SECONDS

@@ -19,7 +19,7 @@ from h2o_flexgen.checkpoints import derived as derived_module
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.derived import FORMATS, MANIFEST, Copy, Damaged, model_name
 from h2o_flexgen.checkpoints.safetensors_format import raw_header
-from h2o_flexgen.checkpoints.stored import StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.cli.watch import OpeningReport
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage

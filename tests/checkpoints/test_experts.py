@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.decoded_values import stored_values
 from h2o_flexgen.checkpoints.experts import usual_name
-from h2o_flexgen.checkpoints.stored import StoredTensor
-from h2o_flexgen.checkpoints.stored_values import stored_values
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.llm import LLM
 from tests.contract import Case, Checkpoints, generate_with
 from tests.refusals import one_line

@@ -17,8 +17,8 @@ from gguf import GGUFReader, GGUFWriter
 from transformers import PretrainedConfig, PreTrainedModel
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
-from h2o_flexgen.checkpoints.stored import StoredMatrix
-from h2o_flexgen.core import layout
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
+from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 from h2o_flexgen.evaluation.model_identity import folder_digest
 from h2o_flexgen.llm import LLM
@@ -99,13 +99,13 @@ def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
 ) -> None:
     """Whatever place that is; what small tensors share pages for goes through a buffer."""
     model = save_gguf("qwen3-moe", file := tmp_path / "tiny.gguf", "q4_0", decoder_sparse_step=1)
-    monkeypatch.setattr(layout, "PAGE_ALIGNED_FROM", 256)
+    monkeypatch.setattr(buffer_layout, "PAGE_ALIGNED_FROM", 256)
     straight, whole, within = set[int](), DiskFiles._read_checked, set[int]()
 
     def watched(self: DiskFiles, wanted: FilePiece, pages: memoryview) -> memoryview:
         if isinstance(wanted, FilePiece) and wanted.pages is not None:
             straight.add(wanted.offset)
-            within.add(wanted.out.data_ptr() % layout.ALIGNMENT)
+            within.add(wanted.out.data_ptr() % buffer_layout.ALIGNMENT)
         return whole(self, wanted, pages)
 
     monkeypatch.setattr(DiskFiles, "_read_checked", watched)

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from h2o_flexgen import LLM
-from h2o_flexgen.checkpoints import leftovers
+from h2o_flexgen.checkpoints import stale_files
 from h2o_flexgen.checkpoints.derived import MANIFEST, DerivedFolder
-from h2o_flexgen.checkpoints.leftovers import (
+from h2o_flexgen.checkpoints.stale_files import (
     RAY_PREFIX,
     Leftovers,
     held_folder,
@@ -36,7 +36,7 @@ def locked(place: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def disk_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever file system the tests run on."""
-    monkeypatch.setattr(leftovers, "is_on_disk_of_one_host", lambda folder: True)
+    monkeypatch.setattr(stale_files, "is_on_disk_of_one_host", lambda folder: True)
 
 
 def weights_of(folder: Path, who: str, nbytes: int = 100) -> Path:
@@ -91,7 +91,7 @@ def test_a_temporary_folder_stays_while_its_process_lives(tmp_path: Path, monkey
         (folder / "socket").touch()
     assert not folder.exists()
     dead.mkdir()
-    monkeypatch.setattr(leftovers, "is_on_disk_of_one_host", lambda folder: False)
+    monkeypatch.setattr(stale_files, "is_on_disk_of_one_host", lambda folder: False)
     assert remove_leftovers(nowhere, [], tmp_path) is None and dead.is_dir(), "its lock may be on another host"
 
 
@@ -117,7 +117,7 @@ def test_a_temporary_folder_that_is_removed_before_it_is_locked_is_made_again(
 def test_where_other_hosts_write_too_only_what_this_one_wrote_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "is_on_disk_of_one_host", lambda folder: False)
+    monkeypatch.setattr(stale_files, "is_on_disk_of_one_host", lambda folder: False)
     offload, cache = tmp_path / "offload", tmp_path / "packed"
     own = [weights_of(offload, writer()), partial_of(cache, writer())]
     others = [
@@ -164,7 +164,7 @@ def test_a_folder_that_is_made_is_known_by_its_writer(tmp_path: Path) -> None:
 def test_any_run_removes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sockets = tmp_path / "sockets"
-    monkeypatch.setattr("h2o_flexgen.under_plan.folder_of_sockets", lambda: sockets)
+    monkeypatch.setattr("h2o_flexgen.session.loaded_model.folder_of_sockets", lambda: sockets)
     dead = [weights_of(tmp_path / "offload", "a"), partial_of(cache_folder(kind), "b@2"), sockets / f"{RAY_PREFIX}c"]
     dead[-1].mkdir(parents=True)
     with LLM("demo", offload_dir=tmp_path / "offload") as llm:

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.checkpoints import derived as derived_module
+from h2o_flexgen.checkpoints import file_reading as reading_module
 from h2o_flexgen.checkpoints import packed as packed_module
-from h2o_flexgen.checkpoints import reading as reading_module
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.decoded_values import stored_values
 from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
-from h2o_flexgen.checkpoints.leftovers import nbytes_in, remove_leftovers
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
-from h2o_flexgen.checkpoints.stored import StoredTensor
-from h2o_flexgen.checkpoints.stored_values import stored_values
+from h2o_flexgen.checkpoints.stale_files import nbytes_in, remove_leftovers
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.checkpoints.sums import STRETCH_BYTES
 from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec

@@ -12,9 +12,9 @@ from h2o_flexgen.cli.batch_watch import JobFigures, JobWatch, Metrics
 from h2o_flexgen.engine.job import RequestSize
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.jobs.job import RequestSizes
+from h2o_flexgen.jobs.file_job import RequestSizes
 from h2o_flexgen.jobs.recovery import DONE, FAILED, OPEN, Finished
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 
 TICK = Tick(9, 1, 3, 4, 60, 30, 100, 2.0, 1.0, {"compute": 2.0, "read": 9.0})
 

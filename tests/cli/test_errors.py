@@ -20,7 +20,7 @@ import pytest
 from h2o_flexgen import calibrate, chat, evaluate, plan, profile, run
 from h2o_flexgen.cli.chat_work import typed_turns
 from h2o_flexgen.cli.errors import UNREAD, exit_status
-from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.schedule.ops import Op

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli.files import CompletionsFile
+from h2o_flexgen.cli.output_files import CompletionsFile
 from tests.cli.test_report import completion
 
 

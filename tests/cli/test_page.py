@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.cli.page import table, wrapped
+from h2o_flexgen.cli.terminal import table, wrapped
 
 WORDS = st.lists(st.text("abcdef,.%", min_size=1, max_size=30), min_size=1, max_size=40).map(" ".join)
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.page import table
 from h2o_flexgen.cli.plan_report import PlanReport
 from h2o_flexgen.cli.summary import FIRST, INDENT, completion_lines, log_name
+from h2o_flexgen.cli.terminal import table
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
+from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Task
 from tests.planning.worlds import tiny_spec

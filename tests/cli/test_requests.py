@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli.requests import ModelRequest, choose_model
+from h2o_flexgen.cli.common_requests import ModelRequest, choose_model
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from h2o_flexgen.cli import serve_request
 from h2o_flexgen.cli.serve_request import KeepRequest, ServeRequest, parse, request_of, seconds
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.planning.asked import PlanRequirements
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from tests.refusals import one_line
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.cli.stored import StoredWeights
+from h2o_flexgen.cli.stored_weights import StoredWeights
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.open import OpenedModel
+from h2o_flexgen.session.opened_model import OpenedModel
 from tests.contract import Checkpoints
 
 LINES = {

@@ -16,7 +16,7 @@ from h2o_flexgen.cli.watch import RunWatch, clock, say_threads
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine import threads as engine_threads
+from h2o_flexgen.engine import thread_options as engine_threads
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans

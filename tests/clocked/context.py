@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import torch
 
-from h2o_flexgen import under_plan
 from h2o_flexgen.engine.executor import Executor, _Pending
 from h2o_flexgen.kernels import raw_memory
 from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.disk import DiskFiles
 from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.session import loaded_model
 from tests.clocked.checker import Checker, listening
 from tests.clocked.device import ClockedDevice
 from tests.clocked.tensor import NAME, Watched
@@ -44,7 +44,7 @@ def checked() -> Iterator[Checker]:
     with ExitStack() as stack:
         checker = stack.enter_context(listening())
         for owner, name, replacement in (
-            (under_plan, "open_device", open_clocked),
+            (loaded_model, "open_device", open_clocked),
             (raw_memory, "touched", checker.touched),
             (DiskFiles, "each", _each(checker, DiskFiles.each)),
             (Executor, "_act", _act(checker, Executor._act)),

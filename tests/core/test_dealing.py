@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from h2o_flexgen.core.dealing import CUTS, dealt, longest_part
-from h2o_flexgen.core.prefixes import NOBODY
+from h2o_flexgen.core.prefix_groups import NOBODY
 from h2o_flexgen.core.workload import Workload
 
 

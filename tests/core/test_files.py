@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.checkpoints.files import read_object
+from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.core import files
 from h2o_flexgen.core.files import read_text, write_text

@@ -7,7 +7,15 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.core.layout import ALIGNMENT, PAGE_ALIGNED_FROM, VIEW_ALIGNMENT, Arena, aligned, keeps_its_place, read_arena
+from h2o_flexgen.core.buffer_layout import (
+    ALIGNMENT,
+    PAGE_ALIGNED_FROM,
+    VIEW_ALIGNMENT,
+    Arena,
+    aligned,
+    keeps_its_place,
+    read_arena,
+)
 from h2o_flexgen.core.model_spec import TensorSpec
 from h2o_flexgen.quant.codec import PLAIN
 

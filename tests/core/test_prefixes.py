@@ -9,7 +9,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.core.prefixes import Beginnings, PrefixFinder, PrefixGroups, SharedPrefix
+from h2o_flexgen.core.prefix_groups import Beginnings, PrefixFinder, PrefixGroups, SharedPrefix
 
 TEXTS = draw.lists(draw.tuples(draw.lists(draw.integers(0, 1), min_size=1, max_size=7), draw.integers(1, 3)), max_size=7)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed, Seats, seats_of
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.policies.full import Full

@@ -13,7 +13,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.table import CUDA, Processor
 from h2o_flexgen.planning.machines import find_machine
-from h2o_flexgen.profiling.machine import measured_dtypes
+from h2o_flexgen.profiling.measured_machine import measured_dtypes
 
 T4 = Site(True, processor=Processor(CUDA, instructions=("float16",)))
 A100 = Site(True, processor=Processor(CUDA, instructions=("float16", "bfloat16")))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen import under_plan
 from h2o_flexgen.schedule.ops import LANES
+from h2o_flexgen.session import loaded_model
 from tests.contract import Case, Checkpoints, hold_contract
 from tests.delayed.device import LEAST, MOST, Delays, delayed, delayed_gpu
 from tests.delayed.sanitizer import LaneSanitizer, of_torch
@@ -29,7 +29,7 @@ def test_nobody_is_early_where_lanes_are_late(
 ) -> None:
     watch = of_torch()
     device = delayed_gpu(number, watch)
-    monkeypatch.setattr(under_plan, "open_device", lambda name: device)
+    monkeypatch.setattr(loaded_model, "open_device", lambda name: device)
     with watch():
         hold_contract(Case(**PLANS[number], device="cuda"), checkpoints, offload)
 
@@ -52,7 +52,7 @@ def test_every_lane_is_late_and_its_thread_is_watched(
     slept, noting = list[int](), Noting()
     delays = Delays(number, slept.append)
     device = delayed(PretendedDevice, delays, LaneSanitizer(noting))
-    monkeypatch.setattr(under_plan, "open_device", lambda name: device)
+    monkeypatch.setattr(loaded_model, "open_device", lambda name: device)
     case = Case("llama-gqa", MIXES[3 + number], MANY, num_gpu_batches=3, device="pretended")
     hold_contract(case, checkpoints, offload)
     late = {lane for lane, count in delays.drawn.items() if count > 10}

@@ -21,7 +21,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core import layout
+from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch, Block
@@ -146,7 +146,7 @@ def test_only_what_changed_is_stored_and_all_that_is_held_is_fetched(any_device:
 
 
 def test_large_ranges_are_cut_for_the_disk_threads(offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "CHUNK_BYTES", 2 * 4096)  # two slots
+    monkeypatch.setattr(buffer_layout, "CHUNK_BYTES", 2 * 4096)  # two slots
     with opened_store(ON_DISK, "cpu", offload) as (store, made, _, block, memories), torch.inference_mode():
         counts: list[int] = []
         each = memories.files.each

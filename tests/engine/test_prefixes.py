@@ -10,11 +10,11 @@ from random import Random
 import pytest
 import torch
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.stores.prefixes import PrefixStore
+from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.sampling.output import StepLogprobs, TokenLogprob
+from h2o_flexgen.sampling.completion import StepLogprobs, TokenLogprob
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 

@@ -24,7 +24,7 @@ from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory import host, shortage
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op

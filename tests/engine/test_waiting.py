@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import BlockSize, Workload

@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.evaluation.grid import Grid, Setting, BudgetShare, BudgetSlots
+from h2o_flexgen.evaluation.grid import BudgetShare, BudgetSlots, Grid, Setting
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.table import POLICIES

@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.demo import DEMO, held_out_prose
-from h2o_flexgen.evaluation.recall import Recall, RecallExample
+from h2o_flexgen.evaluation.recall_questions import Recall, RecallExample
 from h2o_flexgen.evaluation.texts import start_tokens
 
 LENGTH, KEPT = 512, 0.2

@@ -9,9 +9,9 @@ import pytest
 
 from h2o_flexgen.evaluation.cells import Cell
 from h2o_flexgen.evaluation.figures import Figure, mean
-from h2o_flexgen.evaluation.grid import Grid, BudgetShare
-from h2o_flexgen.evaluation.picture import _scale, draw_quality, panel_title, panels_of, style
-from h2o_flexgen.evaluation.table import Results, details, tables
+from h2o_flexgen.evaluation.grid import BudgetShare, Grid
+from h2o_flexgen.evaluation.grid_picture import _scale, draw_quality, panel_title, panels_of, style
+from h2o_flexgen.evaluation.result_table import Results, details, tables
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RecallTask
 from h2o_flexgen.evaluation.tasks.task import Shown

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from h2o_flexgen.evaluation.cells import Cells
 from h2o_flexgen.evaluation.figures import Figure
-from h2o_flexgen.evaluation.grid import Setting, BudgetShare
-from h2o_flexgen.evaluation.recall import RECALL_TASKS
-from h2o_flexgen.evaluation.run import Evaluation
+from h2o_flexgen.evaluation.grid import BudgetShare, Setting
+from h2o_flexgen.evaluation.grid_run import Evaluation
+from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS
 from h2o_flexgen.evaluation.tasks.agreement import Agreement
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import BoundRecall, RecallTask
-from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, TaskOptions, Bound, EvaluationTask
+from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Bound, EvaluationTask, TaskOptions
 from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
 from h2o_flexgen.evaluation.texts import Text, start_tokens, windows
 from h2o_flexgen.llm import LLM

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.engine.job import Request, RequestSize
-from h2o_flexgen.jobs.check import CheckedFile, check_file
-from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.index import Index
+from h2o_flexgen.jobs.input_check import CheckedFile, check_file
 from h2o_flexgen.jobs.input_file import InputFile
+from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt
 from h2o_flexgen.text.tokenizer import ByteTokenizer

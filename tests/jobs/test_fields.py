@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.jobs.fields import Options, read_options
+from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.refusals import one_line
 

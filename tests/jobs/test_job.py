@@ -7,9 +7,9 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
-from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
+from h2o_flexgen.core.prefix_groups import PrefixFinder, PrefixGroups, SharedPrefix
 from h2o_flexgen.engine.job import RequestSize
-from h2o_flexgen.jobs.job import FileJob, LineReading
+from h2o_flexgen.jobs.file_job import FileJob, LineReading
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Script
 from h2o_flexgen.text.prompts import Prompt

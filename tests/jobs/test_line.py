@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.line import BadLine, Line, LineReader
+from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Script
 from tests.jobs.made import BYTES, DEFAULTS

@@ -13,7 +13,7 @@ import pytest
 
 from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.index import Index
-from h2o_flexgen.jobs.output import OrderedOutput, JobOutput, waiting_file
+from h2o_flexgen.jobs.output import JobOutput, OrderedOutput, waiting_file
 from h2o_flexgen.jobs.records import as_line, refusal
 from h2o_flexgen.jobs.recovery import OutputReader
 from tests.jobs.made import index_of

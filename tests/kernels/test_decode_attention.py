@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
-from h2o_flexgen.kernels.gathering import MAX, SUM
+from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.all_of import all_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.append import append_twin
 from h2o_flexgen.kernels.evict import LEAST_SCORE, chances, evict_twin
-from h2o_flexgen.kernels.gathering import MAX, SUM
+from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 from h2o_flexgen.kernels.operations import evict
 from tests.all_of import all_of

@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.policies.full import Full
 
 HEADS, DIM, STEPS = 4, 8, 5

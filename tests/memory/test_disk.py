@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES, aligned
-from h2o_flexgen.memory.disk import Checked, DiskRegion, DiskTier, DiskFiles, OffloadFolder, FilePiece
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, aligned
+from h2o_flexgen.memory.disk import Checked, DiskFiles, DiskRegion, DiskTier, FilePiece, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

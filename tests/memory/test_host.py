@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from h2o_flexgen.core.layout import ALIGNMENT
+from h2o_flexgen.core.buffer_layout import ALIGNMENT
 from h2o_flexgen.memory import host
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes

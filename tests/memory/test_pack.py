@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.core.layout import ALIGNMENT, PAGE_ALIGNED_FROM
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, PAGE_ALIGNED_FROM
 from h2o_flexgen.kernels.operations import decode, encode
-from h2o_flexgen.memory.pack import PackEntry, Layout, Pack, Range, copies_between, slices
+from h2o_flexgen.memory.pack import Layout, Pack, PackEntry, Range, copies_between, slices
 from h2o_flexgen.quant.codec import PLAIN
 from tests.inverted import Inverted, registered
 

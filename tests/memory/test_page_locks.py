@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen import under_plan
-from h2o_flexgen.finding import PlanSearch
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, Pages
@@ -24,9 +22,11 @@ from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.memory.tier import Meter
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
-from h2o_flexgen.profiling import kept, moving
-from h2o_flexgen.profiling.machine import profile
+from h2o_flexgen.profiling import moving, profile_cache
+from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session import loaded_model
+from h2o_flexgen.session.plan_finder import PlanSearch
 from tests.contract import Case, Checkpoints
 from tests.pretended_cudart import LockingDevice, PretendedCudart, failing_once, watched_pages
 from tests.profiling.profiles import TINY
@@ -43,7 +43,7 @@ def cudart() -> PretendedCudart:
 def locker(cudart: PretendedCudart, monkeypatch: pytest.MonkeyPatch) -> Iterator[LockingDevice]:
     """The device of every LLM. When a test ends, nothing may be locked, and nothing may have gone while it was."""
     device = LockingDevice(cudart)
-    monkeypatch.setattr(under_plan, "open_device", lambda name: device)
+    monkeypatch.setattr(loaded_model, "open_device", lambda name: device)
     with watched_pages(cudart) as stale:
         yield device
         gc.collect()
@@ -202,8 +202,8 @@ def test_a_plan_that_is_found_behind_a_profile_of_the_same_process_runs(
         locked_behind.append(cudart.nbytes)
         return replace(machine, device_bytes=room)
 
-    monkeypatch.setattr(kept, "profile_apart", profile_here)
-    monkeypatch.setattr(kept, "saved_machine", lambda name: None)
+    monkeypatch.setattr(profile_cache, "profile_apart", profile_here)
+    monkeypatch.setattr(profile_cache, "saved_machine", lambda name: None)
     monkeypatch.setattr(LockingDevice, "free_bytes", lambda self: room)
     monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
     case = Case(percent=ON_HOST)

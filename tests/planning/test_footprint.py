@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import aligned, decoded_arena
+from h2o_flexgen.core.buffer_layout import aligned, decoded_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
-from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
@@ -37,18 +37,18 @@ from h2o_flexgen.kernels.table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRI
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.table import judge_of
-from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.memory.pack import PackEntry, Layout, Pack
+from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, picking_bytes, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
@@ -134,7 +134,7 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
 def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
     device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.core.layout.PAGE_ALIGNED_FROM", 256)  # else tensors of a tiny model are too small
+    monkeypatch.setattr("h2o_flexgen.core.buffer_layout.PAGE_ALIGNED_FROM", 256)  # else tensors of a tiny model are too small
     case = Case("olmoe", (0, 0, 0, 100, 0, 100), stored="gguf-q4_0", slots=3, device=device)
     with case.open(checkpoints, offload) as llm:
         predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight slots"]

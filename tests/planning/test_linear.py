@@ -13,12 +13,12 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.budgets import Budgets
-from h2o_flexgen.planning.linear import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
+from h2o_flexgen.planning.linear_program import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.predict import sum_of_steps
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.tier_budgets import Budgets
 from tests.pairwise import covering
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec

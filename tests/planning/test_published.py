@@ -12,10 +12,10 @@ import pytest
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from tests.scripts.loading import PROJECT, load_script

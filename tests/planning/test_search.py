@@ -19,20 +19,20 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
-from h2o_flexgen.planning.asked import PlanRequirements
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.search import (
     LATENCY,
     NEAR,
     SLOTS,
     WORTH_SLOTS,
-    SearchResult,
     NoPlan,
     SearchProblem,
+    SearchResult,
     nearest_miss,
     search,
 )
+from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on

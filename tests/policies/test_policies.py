@@ -13,14 +13,14 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.column_sums import column_sums
-from h2o_flexgen.kernels.gathering import MAX, SUM
+from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges.judge import Judge
-from h2o_flexgen.kv.judges.linear import Linear
+from h2o_flexgen.kv.judges.linear_judge import Linear
 from h2o_flexgen.kv.judges.table import judge_of as judge_that_needs_no_file
-from h2o_flexgen.kv.scores import NOBODY, SlotScores
+from h2o_flexgen.kv.slot_scores import NOBODY, SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy

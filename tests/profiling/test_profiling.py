@@ -32,16 +32,16 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.profiling import apart, attention, kept, moving, others, products
+from h2o_flexgen.profiling import apart, attention_rates, busy_cores, moving, products, profile_cache
 from h2o_flexgen.profiling.apart import profile_apart
-from h2o_flexgen.profiling.budget import TimeLimit, Stopwatch
-from h2o_flexgen.profiling.kept import profiled
-from h2o_flexgen.profiling.machine import profile
+from h2o_flexgen.profiling.budget import Stopwatch, TimeLimit
+from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.profiling.pool import BytePool
+from h2o_flexgen.profiling.profile_cache import profiled
+from h2o_flexgen.profiling.profile_sizes import FULL, QUICK
 from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
-from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Clock, Subject, ProfileWatch
+from h2o_flexgen.profiling.subject import Bench, Clock, ProfileWatch, Subject
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.task import Task
@@ -292,9 +292,9 @@ _FAST = Machine("fast", "cpu", 0, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, {"float32": ((1
 
 def test_attention_of_a_step_is_what_pricing_takes_it_for() -> None:
     slots, queries = TINY.slots * TINY.kv_rows, 4 * TINY.heads * TINY.head_dim
-    read = figures(*attention.decode_reading({"host": BENCH}, "bfloat16", TINY))
+    read = figures(*attention_rates.decode_reading({"host": BENCH}, "bfloat16", TINY))
     assert read == {"attention_bytes host": slots * 2 * TINY.heads * TINY.head_dim * 2}
-    computed = figures(*attention.decode_computing(BENCH, ("float32", "bfloat16"), "bfloat16", TINY))
+    computed = figures(*attention_rates.decode_computing(BENCH, ("float32", "bfloat16"), "bfloat16", TINY))
     assert {name: computed[f"attention_flops {name}"] for name in ("float32", "bfloat16")} == dict.fromkeys(
         ("float32", "bfloat16"), queries * slots
     )
@@ -308,14 +308,14 @@ class Counting(Clock):
     values_per_s: float = 300.0
 
     def of(self, action: object) -> float:
-        assert isinstance(action, attention.Step)
+        assert isinstance(action, attention_rates.Step)
         _, rows, keys, slots = action.cache.image.shape[:4]
         queries, dim = action.given.q.shape[2:]
         return 4.0 * queries * dim * slots * rows / self.flops_per_s + 2.0 * keys * dim * slots * rows / self.values_per_s
 
 
 def test_unpacking_is_told_from_computing() -> None:
-    found = figures(*attention.decode_computing(replace(BENCH, clock=Counting(Device(), 0.0)), (), "bfloat16", TINY))
+    found = figures(*attention_rates.decode_computing(replace(BENCH, clock=Counting(Device(), 0.0)), (), "bfloat16", TINY))
     for codec in ("group4", "group8"):
         assert found[f"attention_flops {codec}"] == pytest.approx(1000.0)
         assert found[f"unpacked_values {codec}"] == pytest.approx(300.0)
@@ -323,17 +323,17 @@ def test_unpacking_is_told_from_computing() -> None:
 
 def test_a_step_attends_all_slots_and_goes_on_for_ever() -> None:
     bench = untouched()
-    (subject,) = attention.decode_reading({"host": bench}, "float32", TINY)
-    heads = attention.HeadSizes(4, 4, 16)
-    coding = attention.Coding("plain", torch.float32, 16)
-    step = attention.Step.of(bench, heads, coding, TINY.kv_rows, TINY.slots)
+    (subject,) = attention_rates.decode_reading({"host": bench}, "float32", TINY)
+    heads = attention_rates.HeadSizes(4, 4, 16)
+    coding = attention_rates.Coding("plain", torch.float32, 16)
+    step = attention_rates.Step.of(bench, heads, coding, TINY.kv_rows, TINY.slots)
     assert step.now.with_newest.tolist() == [TINY.slots] * TINY.kv_rows and step.cache.image.shape[3] == TINY.slots
     assert torch.equal(step(), step()) and subject.measure(1)  # type: ignore[arg-type]
 
 
 def test_attention_of_prompts_is_causal_and_one_kind_evicts() -> None:
     pairs = 2 * sum(range(1, TINY.prompt_len + 1))
-    found = figures(*attention.prompts(BENCH, "float32", TINY))
+    found = figures(*attention_rates.prompts(BENCH, "float32", TINY))
     assert found == {f"prompt_flops {kind}": 4 * TINY.heads * TINY.head_dim * pairs for kind in ("plain", "scored")}
 
 
@@ -450,11 +450,13 @@ def test_what_a_first_call_on_an_accelerator_takes_does_not_count() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Names of machines that were really measured; a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(others, "_busy_seconds", others._own_seconds)  # nobody else works
-    monkeypatch.setattr(others, "_moved_bytes", lambda folder: 0)
-    monkeypatch.setattr(kept, "available_bytes", lambda: _FAST.host_bytes)
+    monkeypatch.setattr(busy_cores, "_busy_seconds", busy_cores._own_seconds)  # nobody else works
+    monkeypatch.setattr(busy_cores, "_moved_bytes", lambda folder: 0)
+    monkeypatch.setattr(profile_cache, "available_bytes", lambda: _FAST.host_bytes)
     names: list[str] = []
-    monkeypatch.setattr(kept, "profile_apart", lambda device, folder, name, *_: names.append(name) or replace(_FAST, name=name))
+    monkeypatch.setattr(
+        profile_cache, "profile_apart", lambda device, folder, name, *_: names.append(name) or replace(_FAST, name=name)
+    )
     return names
 
 
@@ -538,7 +540,9 @@ def test_what_was_measured_in_other_sizes_does_not_count(tmp_path: Path) -> None
 def test_a_damaged_profile_is_told_of_and_measured_anew(
     counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(others.Others, "disturbances", lambda self: ())  # other processes of this machine do not matter here
+    monkeypatch.setattr(
+        busy_cores.Others, "disturbances", lambda self: ()
+    )  # other processes of this machine do not matter here
     machine, notes = profiled(Device(), tmp_path), []
     file = save_machine(machine.name, machine)
     file.write_text("name: 3\n")
@@ -552,19 +556,19 @@ BUSY = "other processes kept 1.2 cores busy meanwhile"
 def measured_as(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> None:
     """The next measurements find these machines."""
     left = iter(machines)
-    monkeypatch.setattr(kept, "profile_apart", lambda device, folder, name, *_: replace(next(left), name=name))
+    monkeypatch.setattr(profile_cache, "profile_apart", lambda device, folder, name, *_: replace(next(left), name=name))
 
 
 def test_who_uses_a_profile_is_told_that_it_was_disturbed_and_what_mends_it(
     counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "is_quiet", lambda folder: False)
-    mark = kept.fingerprint_of(Device(), tmp_path, None)
+    monkeypatch.setattr(profile_cache, "is_quiet", lambda folder: False)
+    mark = profile_cache.fingerprint_of(Device(), tmp_path, None)
     mends = "`python -m h2o_flexgen.profile` measures again, and the better figures count"
     told = f"this machine's profile may be off: {BUSY}; {mends}"
     for disturbed, expected in (((), []), ((BUSY,), [told])):
         machine_file(mark.name).unlink(missing_ok=True)
-        kept.keep(replace(_FAST, name=mark.name, disturbed=disturbed), mark)
+        profile_cache.keep(replace(_FAST, name=mark.name, disturbed=disturbed), mark)
         notes: list[str] = []
         assert profiled(Device(), tmp_path, on_note=notes.append).name == mark.name and notes == expected
     assert counted == [], "a disturbed profile serves while others are busy"
@@ -577,7 +581,7 @@ def test_a_disturbed_profile_is_measured_again_when_others_are_quiet(
     busy = replace(quiet, disturbed=(BUSY,), disk_both=2.0, host_copy_per_s=quiet.host_copy_per_s / 9, disk_read_per_s=9e9)
     measured_as(monkeypatch, busy, quiet)
     looks, notes = [False, True], list[str]()
-    monkeypatch.setattr(kept, "is_quiet", lambda folder: looks.pop(0))
+    monkeypatch.setattr(profile_cache, "is_quiet", lambda folder: looks.pop(0))
     found = [profiled(Device(), tmp_path, on_note=notes.append) for _ in range(4)]
     assert found[0] == found[1] and found[2] == found[3] and looks == [], "at rest nobody looks, and nothing is measured again"
     assert found[0].disturbed == (BUSY,) and found[2].disturbed == ()
@@ -591,20 +595,22 @@ def test_a_machine_that_is_never_at_rest_is_not_measured_for_ever(
 ) -> None:
     rates = (3e9, 5e9, 4e9)
     measured_as(monkeypatch, *(replace(_FAST, disturbed=(BUSY,), host_copy_per_s=rate) for rate in rates))
-    monkeypatch.setattr(kept, "is_quiet", lambda folder: True)
+    monkeypatch.setattr(profile_cache, "is_quiet", lambda folder: True)
     found = [profiled(Device(), tmp_path).host_copy_per_s for _ in range(5)]
-    assert found == [3e9, 5e9, 5e9, 5e9, 5e9] and len(rates) == kept.MOST_MEASUREMENTS
+    assert found == [3e9, 5e9, 5e9, 5e9, 5e9] and len(rates) == profile_cache.MOST_MEASUREMENTS
 
 
 def test_a_disturbed_measurement_does_not_spoil_what_was_measured_at_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mark = kept.fingerprint_of(Device(), tmp_path, None)
+    mark = profile_cache.fingerprint_of(Device(), tmp_path, None)
     slow = {"host_copy_per_s": _FAST.host_copy_per_s / 2, "task_seconds": 9.0, "host_bytes": 7}
-    assert kept.keep(_FAST, mark) == _FAST
-    assert kept.keep(replace(_FAST, **slow, disturbed=(BUSY,)), mark) == replace(_FAST, host_bytes=7, measurements=2)
-    assert kept.keep(replace(_FAST, **slow), mark) == replace(_FAST, **slow), "of two at rest the later one: machines change"
+    assert profile_cache.keep(_FAST, mark) == _FAST
+    assert profile_cache.keep(replace(_FAST, **slow, disturbed=(BUSY,)), mark) == replace(_FAST, host_bytes=7, measurements=2)
+    assert profile_cache.keep(replace(_FAST, **slow), mark) == replace(_FAST, **slow), (
+        "of two at rest the later one: machines change"
+    )
 
 
 def test_a_repetition_that_fails_leaves_the_profile_that_is_kept(
@@ -616,8 +622,8 @@ def test_a_repetition_that_fails_leaves_the_profile_that_is_kept(
     def fails(*_: object) -> Machine:
         raise MemoryError("it takes 3 GB")
 
-    monkeypatch.setattr(kept, "profile_apart", fails)
-    monkeypatch.setattr(kept, "is_quiet", lambda folder: True)
+    monkeypatch.setattr(profile_cache, "profile_apart", fails)
+    monkeypatch.setattr(profile_cache, "is_quiet", lambda folder: True)
     assert profiled(Device(), tmp_path, on_note=notes.append) == first == saved_machine(first.name)
     assert notes[-1] == "it takes 3 GB; the profile that is kept is used"
 
@@ -631,11 +637,11 @@ def test_others_are_told_by_what_they_take_of_the_processor_and_of_the_disk(
         "_moved_bytes": [10**9, 4 * 10**9], "_own_moved_bytes": [0, 10**9],
     }  # fmt: skip
     clock = iter((0.0, 10.0, 10.0))
-    monkeypatch.setattr(others.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(busy_cores.time, "perf_counter", lambda: next(clock))
     for name, values in counts.items():
         left = iter(values)
-        monkeypatch.setattr(others, name, lambda *_, left=left: next(left))
-    assert others.Others(tmp_path / "not there").disturbances() == (
+        monkeypatch.setattr(busy_cores, name, lambda *_, left=left: next(left))
+    assert busy_cores.Others(tmp_path / "not there").disturbances() == (
         "other processes kept 0.8 cores busy meanwhile",
         "other processes moved 200 MB/s to and from the disk meanwhile",
     )

@@ -13,7 +13,7 @@ import torch
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.demo import ARCHITECTURES, held_out_prose
-from h2o_flexgen.evaluation.recall import Recall
+from h2o_flexgen.evaluation.recall_questions import Recall
 from tests.scripts.loading import PROJECT
 
 SCRIPTS = PROJECT / "scripts"

@@ -14,18 +14,18 @@ from types import MappingProxyType
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
+from h2o_flexgen.cli.common_requests import ModelRequest
 from h2o_flexgen.cli.plan_report import PlanReport
-from h2o_flexgen.cli.requests import ModelRequest
 from h2o_flexgen.cli.serve_work import facts_of, usual_options
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.jobs.answers import Answers
-from h2o_flexgen.jobs.job import LineReading
+from h2o_flexgen.jobs.file_job import LineReading
+from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.serving.app import make_app
+from h2o_flexgen.serving.batches.batch_threads import BatchWork
 from h2o_flexgen.serving.batches.data_folder import data_folder
 from h2o_flexgen.serving.batches.routes import BatchRoutes
-from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desk import Desk, Terms

@@ -17,15 +17,19 @@ from psutil import Process
 
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.append import AppendFile
-from h2o_flexgen.jobs.check import InputPart
+from h2o_flexgen.jobs.input_check import InputPart
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import as_line
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.serving.batches import work
-from h2o_flexgen.serving.batches.batch import (
+from h2o_flexgen.serving.batches import batch_threads
+from h2o_flexgen.serving.batches.batch_run import BatchRun
+from h2o_flexgen.serving.batches.batch_threads import BatchWork
+from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
+from h2o_flexgen.serving.batches.registry import Batches
+from h2o_flexgen.serving.batches.stored_batch import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -35,11 +39,7 @@ from h2o_flexgen.serving.batches.batch import (
     IN_PROGRESS,
     StoredBatch,
 )
-from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
-from h2o_flexgen.serving.batches.registry import Batches
-from h2o_flexgen.serving.batches.run import BatchRun
 from h2o_flexgen.serving.batches.stored_files import StoredFiles
-from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.service import Service
 from tests.patience import PATIENCE_SECONDS
@@ -161,7 +161,7 @@ def test_bad_lines_are_named_and_nothing_is_run(server: Served, client: OpenAI) 
 
 
 def test_many_bad_lines_are_counted(server: Served, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "NAMED", 2)
+    monkeypatch.setattr(batch_threads, "NAMED", 2)
     errors = ended(server, client, batch_of(client, ["{"] * 5)).errors.data
     assert [one.line for one in errors] == [1, 2, None] and errors[-1].message == "and 3 more lines cannot be run"
 
@@ -402,14 +402,14 @@ def test_where_the_disk_fails_batches_rest_and_go_on(llm: LLM, tmp_path: Path, m
 def test_where_the_disk_or_the_memory_fails_a_check_is_made_again(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_lines, failures = work.check_lines, [OSError(5, "Input/output error"), MemoryError()]
+    check_lines, failures = batch_threads.check_lines, [OSError(5, "Input/output error"), MemoryError()]
 
     def failing(*given: Any) -> Any:
         if failures:
             raise failures.pop(0)
         return check_lines(*given)
 
-    monkeypatch.setattr(work, "check_lines", failing)
+    monkeypatch.setattr(batch_threads, "check_lines", failing)
     with served(llm, data=tmp_path, seconds_of_rest=0.01) as server, server.client() as client:
         batch = ended(server, client, batch_of(client, [{"prompt": "x", "max_tokens": 1}]))
         assert batch.status == "completed"
@@ -420,7 +420,7 @@ def test_where_the_disk_or_the_memory_fails_a_check_is_made_again(
 def test_while_one_rests_others_go_on_and_it_can_be_cancelled(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, first_one = work.Output, list[str]()
+    output, first_one = batch_threads.JobOutput, list[str]()
 
     def failing(path: Path, reader: Any) -> Any:
         first_one.append(path.stem)
@@ -428,7 +428,7 @@ def test_while_one_rests_others_go_on_and_it_can_be_cancelled(
             raise OSError(5, "Input/output error")
         return output(path, reader)
 
-    monkeypatch.setattr(work, "Output", failing)
+    monkeypatch.setattr(batch_threads, "JobOutput", failing)
     with served(llm, data=tmp_path) as server, server.client() as client:
         first = batch_of(client, [{"prompt": "x", "max_tokens": 1}])
         server.until(lambda: bool(server.told))
@@ -483,7 +483,7 @@ def test_the_end_of_a_batch_does_not_keep_a_server_that_ends(tmp_path: Path) -> 
     with data_folder(tmp_path, "--data-dir") as folder:
         batch = left_behind(folder, FINALIZING, 2, b"")
         own = BatchWork(folder, cast(Service, SimpleNamespace(desk=desk)), lambda: ({}, {}), lambda said: None)
-        with pytest.raises(work.ServerEnds):
+        with pytest.raises(batch_threads.ServerEnds):
             own._end(batch, COMPLETED)
         assert own.batches.one(batch.id).status == FINALIZING and own.batches.records(batch.id).exists()
         assert [one.id for one in own.files.all()] == [batch.input_file_id]

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.jobs.answers import Answers
+from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler

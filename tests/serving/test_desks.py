@@ -14,7 +14,7 @@ from h2o_flexgen.engine.arrivals import Arrivals, Closed
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desks import THREAD, Desks, Lengths, Turns

@@ -19,7 +19,7 @@ from psutil import Process
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.serving.batches import registry, stored_files
 from h2o_flexgen.serving.batches.data_folder import data_folder, write_document
-from h2o_flexgen.serving.batches.stored_files import StoredFiles, NewFile
+from h2o_flexgen.serving.batches.stored_files import NewFile, StoredFiles
 from h2o_flexgen.serving.bodies import Limits
 from tests.patience import PATIENCE_SECONDS
 from tests.refusals import one_line

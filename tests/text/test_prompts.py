@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from h2o_flexgen.sampling.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
+from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OPTIONS, refuse_unknown
 from h2o_flexgen.text.dialogue import PlainStyle, Script
 from h2o_flexgen.text.prompts import read_chats, read_pair, read_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer

@@ -21,16 +21,16 @@ from h2o_flexgen.apps.data_wrangling.data_sets import (
 )
 from h2o_flexgen.apps.data_wrangling.examples import COUNT, FILE, Examples, by_hand, drawn
 from h2o_flexgen.apps.data_wrangling.folder import DATA_DIR, DATA_SET, Folder
-from h2o_flexgen.apps.data_wrangling.prompts import BEGINNING, STOP, PromptedQuestion, asked, requests_of
+from h2o_flexgen.apps.data_wrangling.question_prompts import BEGINNING, STOP, PromptedQuestion, asked, requests_of
 from h2o_flexgen.apps.data_wrangling.questions import Questions, Serialising
 from h2o_flexgen.apps.data_wrangling.wording import FULL_STOP
-from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchRequest, BatchOptions, add_engine, add_job
+from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchOptions, BatchRequest, add_engine, add_job
 from h2o_flexgen.cli.flags import NOISE, SEED, TOKENS, Group, Parser, whole
 from h2o_flexgen.core.files import write_durably
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.jobs.fields import Options
 from h2o_flexgen.jobs.input_file import JSON_LINES, InputFile
+from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Manifest
 from h2o_flexgen.sampling.params import SamplingParams
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import aligned, hidden_bytes
+from h2o_flexgen.core.buffer_layout import aligned, hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK
 from h2o_flexgen.core.workload import Block

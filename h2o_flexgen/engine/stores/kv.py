@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.layout import KVLayout
+from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.judges import Judges
@@ -28,7 +28,7 @@ from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from h2o_flexgen.engine.rows import BatchRows
-from h2o_flexgen.engine.stores.asked import HOST_MEMORY
+from h2o_flexgen.engine.stores.host_attention_exchange import HOST_MEMORY
 from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.kv.cache import KVCache

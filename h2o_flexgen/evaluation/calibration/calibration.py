@@ -15,7 +15,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.evaluation.calibration.probe_fit import ProbeFit, sums_bytes
 from h2o_flexgen.evaluation.calibration.repeated import LayerRead, RepeatedText
 from h2o_flexgen.evaluation.calibration.shares import Scores, Shares, shares_at
-from h2o_flexgen.evaluation.study.reading import OnLayer, read_texts
+from h2o_flexgen.evaluation.study.text_reading import OnLayer, read_texts
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.positions import of_windows
 from h2o_flexgen.policies.head_budgets import HeadBudgets

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.evaluation.study.reading import TextReading
+from h2o_flexgen.evaluation.study.text_reading import TextReading
 from h2o_flexgen.evaluation.study.whole import turned
-from h2o_flexgen.kernels.gathering import MAX
+from h2o_flexgen.kernels.gathers import MAX
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 
 
 class LayerRead(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.evaluation.recall import Recall, RecallExample
+from h2o_flexgen.evaluation.recall_questions import Recall, RecallExample
 from h2o_flexgen.evaluation.texts import start_tokens
 from h2o_flexgen.planning.positions import of_windows
 

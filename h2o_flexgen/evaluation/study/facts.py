@@ -13,16 +13,16 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.study import facts_report
 from h2o_flexgen.evaluation.study.asked_facts import AskedFact, FactsAsked, asked_facts
-from h2o_flexgen.evaluation.study.attention import attention_of
-from h2o_flexgen.evaluation.study.held import Gone
-from h2o_flexgen.evaluation.study.kept import Keeper, LevelKeeper, ranks
-from h2o_flexgen.evaluation.study.reading import OnLayer, TextReading, read_texts
-from h2o_flexgen.evaluation.study.scores import Array
+from h2o_flexgen.evaluation.study.held_tokens import Gone
+from h2o_flexgen.evaluation.study.kept_tokens import Keeper, LevelKeeper, ranks
 from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
+from h2o_flexgen.evaluation.study.study_scores import Array
+from h2o_flexgen.evaluation.study.text_attention import attention_of
+from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.evaluation.study.whole import attend_whole
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.levels import levels_of
 from h2o_flexgen.policies.policy import KVPolicy

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from h2o_flexgen.evaluation.study.report import percent, table
-from h2o_flexgen.evaluation.study.scores import Array
+from h2o_flexgen.evaluation.study.study_report import percent, table
+from h2o_flexgen.evaluation.study.study_scores import Array
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.study.facts import FactsStudy

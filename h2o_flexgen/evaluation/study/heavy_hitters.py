@@ -10,13 +10,22 @@ from itertools import product
 import numpy as np
 import torch
 
-from h2o_flexgen.evaluation.study import report
-from h2o_flexgen.evaluation.study.held import Gone, Held, heaviest_found, held_after, jaccard, of_layers, still_held, survival
-from h2o_flexgen.evaluation.study.kept import Keeper
+from h2o_flexgen.evaluation.study import study_report
+from h2o_flexgen.evaluation.study.held_tokens import (
+    Gone,
+    Held,
+    heaviest_found,
+    held_after,
+    jaccard,
+    of_layers,
+    still_held,
+    survival,
+)
+from h2o_flexgen.evaluation.study.kept_tokens import Keeper
 from h2o_flexgen.evaluation.study.onlooker import ORACLE, Onlooker
-from h2o_flexgen.evaluation.study.reading import OnLayer, TextReading, read_texts
-from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
 from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
+from h2o_flexgen.evaluation.study.study_scores import Array, PowerLaw, fit_power_law, sorted_scores
+from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.positions import of_windows
 
@@ -86,11 +95,11 @@ class HeavyHitterStudy:
         return {name: held_after(gone, self.tokens) for name, gone in self.gone.items()}
 
     def as_json(self) -> dict[str, object]:
-        return report.as_json(self)
+        return study_report.as_json(self)
 
     def lines(self) -> list[str]:
         """The tables for a terminal."""
-        return report.lines(self)
+        return study_report.lines(self)
 
 
 @torch.inference_mode()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from h2o_flexgen.evaluation.study.attention import attention_in_blocks, captured, negligible_entries, visible_entries
-from h2o_flexgen.evaluation.study.kept import Keeper
+from h2o_flexgen.evaluation.study.kept_tokens import Keeper
+from h2o_flexgen.evaluation.study.text_attention import attention_in_blocks, captured, negligible_entries, visible_entries
 from h2o_flexgen.evaluation.study.whole import WholeText, attend_whole
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 
 ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader that knows it all could
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
-from h2o_flexgen.evaluation.study.held import Gone, held_after
+from h2o_flexgen.evaluation.study.held_tokens import Gone, held_after
 from h2o_flexgen.evaluation.study.onlooker import ORACLE
-from h2o_flexgen.evaluation.study.scores import Array, even_scores, sorted_scores
+from h2o_flexgen.evaluation.study.study_scores import Array, even_scores, sorted_scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 
 
 class WholeText(NamedTuple):

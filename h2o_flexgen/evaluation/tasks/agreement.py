@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.figures import Figure, mean
-from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, Shown, Size, EvaluationTask, in_blocks, window_of
+from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, EvaluationTask, Shown, Size, in_blocks, window_of
 from h2o_flexgen.evaluation.texts import checksum, windows
 from h2o_flexgen.sampling.params import SamplingParams
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache
     from h2o_flexgen.llm import LLM
-    from h2o_flexgen.sampling.output import Completion
+    from h2o_flexgen.sampling.completion import Completion
 
     Put = Callable[[int, int, Tensor], None]  # row, number of the token, its logits
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.files import require_free_space
+from h2o_flexgen.checkpoints.model_files import require_free_space
 from h2o_flexgen.memory.disk import OffloadFolder
 
 VALUE_BYTES = 4  # a log-probability in fp32

@@ -11,8 +11,8 @@ from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
-from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall, RecallExample
-from h2o_flexgen.evaluation.tasks.task import Advance, Bound, Shown, Size, EvaluationTask, in_blocks
+from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS, Recall, RecallExample
+from h2o_flexgen.evaluation.tasks.task import Advance, Bound, EvaluationTask, Shown, Size, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.sampling.params import SamplingParams
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
-from h2o_flexgen.evaluation.tasks.task import Advance, TaskOptions, Bound, Shown, Size, EvaluationTask, in_blocks
+from h2o_flexgen.evaluation.tasks.task import Advance, Bound, EvaluationTask, Shown, Size, TaskOptions, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompt_file import read_lines

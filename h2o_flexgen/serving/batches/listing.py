@@ -7,8 +7,8 @@ from typing import Protocol
 
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.numbers import whole_number
-from h2o_flexgen.jobs.answers import Said
-from h2o_flexgen.sampling.elsewhere import refuse_unknown
+from h2o_flexgen.jobs.openai_answers import Said
+from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.serving.problems import Refused, bad_request
 
 LIMIT, AFTER, ORDER = "limit", "after", "order"

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock, RLock
 
-from h2o_flexgen.serving.batches.batch import (
+from h2o_flexgen.serving.batches.data_folder import DOCUMENT, LINES, documents, new_id, write_document
+from h2o_flexgen.serving.batches.stored_batch import (
     CANCELLED,
     CANCELLING,
     IN_PROGRESS,
@@ -19,7 +20,6 @@ from h2o_flexgen.serving.batches.batch import (
     VALIDATING,
     StoredBatch,
 )
-from h2o_flexgen.serving.batches.data_folder import DOCUMENT, LINES, documents, new_id, write_document
 from h2o_flexgen.serving.batches.stored_files import OF_INPUT, StoredFiles
 from h2o_flexgen.serving.problems import Refused, file_in_use, no_longer, other_purpose, unknown_batch
 

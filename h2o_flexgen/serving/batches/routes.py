@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS, read_json
-from h2o_flexgen.sampling.elsewhere import refuse_unknown
+from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.sampling.sampler import resolve_seed
-from h2o_flexgen.serving.batches.batch import WINDOW
+from h2o_flexgen.serving.batches.batch_threads import BatchWork
 from h2o_flexgen.serving.batches.listing import AFTER, LIMIT, ORDER, page, refuse_other
+from h2o_flexgen.serving.batches.stored_batch import WINDOW
 from h2o_flexgen.serving.batches.uploads import PURPOSE, receive
-from h2o_flexgen.serving.batches.work import BatchWork
 from h2o_flexgen.serving.bodies import Limits, read_body
 from h2o_flexgen.serving.problems import Refused, bad_request, cannot_write, ending, no_data_folder, unknown_file
 

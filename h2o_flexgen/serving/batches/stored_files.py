@@ -11,7 +11,7 @@ from threading import Lock
 from types import TracebackType
 
 from h2o_flexgen.core.files import sync_folder
-from h2o_flexgen.jobs.answers import Said
+from h2o_flexgen.jobs.openai_answers import Said
 from h2o_flexgen.serving.batches.data_folder import DOCUMENT, LINES, documents, new_id, write_document
 from h2o_flexgen.serving.problems import Refused, unknown_file
 

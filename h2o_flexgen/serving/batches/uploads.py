@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.sampling.elsewhere import refuse_unknown
+from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.serving.batches.stored_files import OF_INPUT, NewFile
 from h2o_flexgen.serving.bodies import Limits, asks_to_send_more
 from h2o_flexgen.serving.problems import ApiProblem, Refused, bad_request, file_too_large, no_form, too_slow

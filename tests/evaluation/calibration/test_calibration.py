@@ -19,7 +19,7 @@ from h2o_flexgen.demo.places import folders_beside
 from h2o_flexgen.evaluation.calibration.calibration import BUDGETS
 from h2o_flexgen.evaluation.calibration.calibration import calibrate as calibrated
 from h2o_flexgen.evaluation.calibration.repeated import LayerRead, RepeatedText
-from h2o_flexgen.evaluation.study.reading import read_texts
+from h2o_flexgen.evaluation.study.text_reading import read_texts
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.policies.head_budgets_file import FILE, read_head_budgets
 from tests.commands import Result, called

@@ -15,11 +15,11 @@ from h2o_flexgen.demo import DEMO, held_out_prose
 from h2o_flexgen.evaluation.study.asked_facts import FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.facts_picture import draw_facts
-from h2o_flexgen.evaluation.study.held import held_after
-from h2o_flexgen.evaluation.study.kept import Keeper, LevelKeeper, ranks
+from h2o_flexgen.evaluation.study.held_tokens import held_after
+from h2o_flexgen.evaluation.study.kept_tokens import Keeper, LevelKeeper, ranks
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.attention import NewTokens
+from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets

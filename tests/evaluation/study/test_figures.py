@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h2o_flexgen.evaluation.study.held import Gone, heaviest_found, held_after, jaccard, still_held, survival
-from h2o_flexgen.evaluation.study.scores import even_scores, fit_power_law, share_of_heaviest, sorted_scores
+from h2o_flexgen.evaluation.study.held_tokens import Gone, heaviest_found, held_after, jaccard, still_held, survival
+from h2o_flexgen.evaluation.study.study_scores import even_scores, fit_power_law, share_of_heaviest, sorted_scores
 
 
 @pytest.mark.parametrize("exponent", [0.3, 1.0, 2.2])

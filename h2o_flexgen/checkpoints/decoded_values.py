@@ -1,0 +1,91 @@
+"""The values of a tensor in whatever form its checkpoint has it, some rows at a time, to be written in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+
+from h2o_flexgen.checkpoints.file_reading import PART_BYTES, read_range, read_rows, read_whole
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
+from h2o_flexgen.kernels.operations import decode
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.codec import CODECS
+from h2o_flexgen.quant.sectioned import Sectioned, parts_of_sections, section_starts
+
+FLOAT32_BYTES = 4
+CUTS = 128  # outputs: every form can be cut at multiples of it
+
+ReadSection = Callable[[int, int, int], torch.Tensor]  # number of the section, first and last byte
+
+
+def stored_values(stored: StoredTensor | StoredMatrix, together: int) -> Iterator[torch.Tensor]:
+    """The rows (rows, columns), some times `together` of them at once but for the last ones."""
+    if isinstance(stored, StoredTensor):
+        return _plain(stored, together)
+    codec = CODECS[stored.codec]
+    if isinstance(codec, Blocked):
+        return _blocked(codec, stored, together)
+    return _sectioned(cast("Sectioned", codec), stored, -(-CUTS // together) * together)
+
+
+def plain_rows(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
+    """The rows in the type of the file, some times `together` of them at once but for the last ones."""
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if stored.is_turned:  # rows lie in no range, so all are read, which are those of a single expert
+        yield from read_whole(stored).view(dtype).view(stored.shape[::-1]).T.split(_rows_at_once(stored.shape[1], together))
+        return
+    for rows in read_rows(stored, stored.shape[-1] * dtype.itemsize, together):
+        yield rows.view(dtype)
+
+
+def _plain(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
+    for rows in plain_rows(stored, together):
+        values = rows.contiguous()
+        yield values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
+
+
+def _blocked(codec: Blocked, stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:
+    columns = stored.shape[1]
+    row_bytes = codec.nbytes((1, columns), FLOAT32_BYTES)
+    for rows in read_rows(stored.sections[0], row_bytes, together):
+        for part in rows.split(_rows_at_once(columns, together)):
+            yield _decoded(stored.codec, part, len(part), columns)
+
+
+def _sectioned(codec: Sectioned, stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:
+    outputs, columns = stored.shape
+    read = _reader(codec, stored)
+    step = _rows_at_once(columns, together)
+    for first in range(0, outputs, step):
+        last = min(first + step, outputs)
+        shape = (last - first, columns)
+        data = torch.zeros(codec.nbytes(shape, FLOAT32_BYTES), dtype=torch.uint8)
+        ranges = parts_of_sections(codec, stored.shape, first, last)
+        for number, (start, (begin, end)) in enumerate(zip(section_starts(codec, shape), ranges)):
+            data[start : start + end - begin] = read(number, begin, end)
+        yield _decoded(codec.name, data, *shape)
+
+
+def _reader(codec: Sectioned, stored: StoredMatrix) -> ReadSection:
+    """Reads from the file; or from memory, where bytes are made, or are checked as a whole."""
+    if stored.make is None:
+        if any(section.check is not None for section in stored.sections):
+            held = [read_whole(section) for section in stored.sections]
+            return lambda number, begin, end: held[number][begin:end]
+        return lambda number, begin, end: read_range(stored.sections[number], begin, end)
+    made = torch.empty(codec.nbytes(stored.shape, FLOAT32_BYTES), dtype=torch.uint8)
+    stored.make(made)
+    starts = section_starts(codec, stored.shape)
+    return lambda number, begin, end: made[starts[number] + begin : starts[number] + end]
+
+
+def _rows_at_once(columns: int, together: int) -> int:
+    return max(1, PART_BYTES // (FLOAT32_BYTES * columns * together)) * together
+
+
+def _decoded(form: str, data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    out = torch.empty(rows, columns)
+    decode(form, data, out)
+    return out

@@ -1,0 +1,202 @@
+"""The parts of a request that commands share: which model, where it runs, which plan, how it samples. Each is read once from
+the flags, and nothing is set afterwards. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from h2o_flexgen.checkpoints.gguf_format import is_gguf
+from h2o_flexgen.cli.flags import DUMMY_PATH
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.demo.places import local_place
+from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
+from h2o_flexgen.planning.search import SLOTS, THROUGHPUT
+from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.quant.codec import BY_BITS
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, named_by_files
+
+DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
+SAFETENSORS = "*.safetensors"
+BITS = 4  # bits of the codec that --allow-4bit allows
+GPUS, PIPELINE = "--gpus", "--pipeline"
+PACK = "--compress-weight (4 bits) or --compress-weight 8"
+
+
+# -- the model -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """The model: a hub name, a local folder or GGUF file, FlexGen's --path with the model in it, or random weights."""
+
+    name: str  # as the user says it, for reports
+    source: str  # hub name, folder or file, as LLM takes it
+    dummy_weights: bool
+    dtype: str = AUTO
+    tokenizer: str = AUTO
+
+    def without_weights(self) -> ModelRequest:
+        """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
+        has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
+        return self if has_headers else replace(self, dummy_weights=True)
+
+    @property
+    def folder(self) -> Path:
+        """The place of the model, if it is no name on the hub."""
+        return local_place(self.source)
+
+
+def model_of(flags: Namespace) -> ModelRequest:
+    found = choose_model(flags.model, flags.path, flags.dummy_weights)
+    return replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO))
+
+
+def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> ModelRequest:
+    dummy_weights = dummy_weights or path == DUMMY_PATH
+    if path is None or dummy_weights:
+        name = model or path or ""
+        return ModelRequest(name, name, dummy_weights)
+    folder = _folder_in(Path(path).expanduser(), model)
+    return ModelRequest(model or folder.name, str(folder), dummy_weights)
+
+
+def _folder_in(path: Path, model: str | None) -> Path:
+    """`<path>/<name>`, the same without the owner's name, or `<path>` itself, which may also be a GGUF file."""
+    if is_gguf(path):
+        return path
+    inside = [path / model, path / model.rpartition("/")[2]] if model else []
+    for folder in (*inside, path):
+        if (folder / "config.json").is_file():
+            return folder
+    places = " or ".join(str(folder) for folder in dict.fromkeys((*inside, path)))
+    raise ValueError(f"--path {path} has no checkpoint: there is no config.json in {places}")
+
+
+# -- where it runs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiteRequest:
+    """What computes, and how much may be held there. Sizes are kept as they were written, since messages repeat them."""
+
+    device: str = AUTO
+    threads: int | None = None  # None: one for each free core
+    gpu_mem: str | None = None  # None: what is free
+    cpu_mem: str | None = None
+    offload_dir: str | None = None  # None: a folder in the user's cache
+    gpus: int = 1  # so many processes, each with a GPU
+
+
+def site_of(flags: Namespace) -> SiteRequest:
+    """The site that the flags ask for. A command without some flag leaves that open."""
+    names = [one.name for one in fields(SiteRequest)]
+    if getattr(flags, "gpus", 1) > 1 and ":" in flags.device:
+        raise ValueError(
+            f"--device {flags.device} is one, and {GPUS} {flags.gpus} takes as many from the first on; leave one out"
+        )
+    if getattr(flags, "gpus", 1) > 1 and getattr(flags, "pipeline", 1) > 1:
+        processes = f"{GPUS} {flags.gpus} starts processes with a GPU each"
+        raise ValueError(f"{processes}, and {PIPELINE} {flags.pipeline} has one process use several; leave one of them out")
+    return SiteRequest(**{name: getattr(flags, name) for name in names if hasattr(flags, name)})
+
+
+def site_of_each(site: SiteRequest) -> SiteRequest:
+    """The site of each process: with a share of the threads, if the user gave no number."""
+    return site if site.gpus == 1 else replace(site, threads=site.threads or max(1, cores() // site.gpus))
+
+
+def named_machine(flags: Namespace) -> Machine | None:
+    """The machine of --machine; None stands for this one."""
+    if flags.machine is None:
+        return None
+    machine = find_machine(flags.machine)
+    if flags.device != AUTO:
+        check_device(machine, flags.device)
+    return machine
+
+
+def check_device(machine: Machine, device: str) -> None:
+    """Refuses a device that is not the machine's: it says nothing of a run on another."""
+    if device.partition(":")[0] != machine.device:
+        raise ValueError(
+            f"machine {machine.name!r} computes on {machine.device}, and not on {device}; "
+            "leave --machine out or choose another --device; `python -m h2o_flexgen.plan` plans for other machines"
+        )
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
+    """The plan that the flags ask for, `without` some of its options; what is not given is as in a plan."""
+    if flags.hh_all and flags.hh_prompt_only:
+        raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
+    names = [name for name in Plan.option_names() if name not in without]
+    given = {name: value for name in names if (value := getattr(flags, name, None)) is not None}
+    if {HEAD_BUDGETS, PROBE} & given.keys():
+        given |= named_by_files(given, choose_model(flags.model, flags.path, flags.dummy_weights).source)
+    plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
+    plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
+    if plan.has_own_slots and flags.slots not in (None, Plan.slots):
+        raise ValueError(f"--slots {flags.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
+    return plan if flags.overlap else plan.without_overlap()
+
+
+def _policy_name(flags: Namespace) -> str:
+    """The policy's name. Published commands of H2O say only --hh-ratio 0.1 --hh-all."""
+    if flags.kv_policy is not None:
+        return str(flags.kv_policy)
+    given = flags.hh_all or getattr(flags, HEAD_BUDGETS, None) is not None
+    given = given or any(getattr(flags, field.name) is not field.default for field in fields(KVOptions))
+    return H2O.name if given else Plan.kv_policy
+
+
+def asked_of(flags: Namespace, plan: Plan) -> PlanRequirements:
+    """What is asked of a search: given sizes are the only ones it may take; where none is given, it may take any."""
+    refuse_to_search_pipelines(plan)
+    packed = BY_BITS[BITS]
+    four_bits = (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
+    return PlanRequirements(
+        plan=plan,
+        batch_sizes=() if flags.gpu_batch_size is None else (flags.gpu_batch_size,),
+        batches=() if flags.num_gpu_batches is None else (flags.num_gpu_batches,),
+        codecs=four_bits if flags.allow_4bit else (),
+        computes=(INT8,) if flags.allow_int8 else (),
+        slots=SLOTS if flags.slots is None else (),
+        attend_on=(plan.attend_on,) if plan.attend_on == HOST else (DEVICE, HOST),
+        latency_limit=flags.latency_limit,
+        prefer=flags.prefer,
+    )
+
+
+def refuse_search_options(flags: Namespace, otherwise: str) -> None:
+    """Refuses options of a search where there is none; `otherwise` says how to have one."""
+    is_limited, is_preferred = flags.latency_limit is not None, flags.prefer != THROUGHPUT
+    lossy = {"--allow-4bit": flags.allow_4bit, "--allow-int8": flags.allow_int8}
+    asked = {**lossy, "--latency-limit": is_limited, "--prefer": is_preferred}
+    if found := next((flag for flag, is_given in asked.items() if is_given), None):
+        raise ValueError(f"{found} is for a search, and this plan is given; leave it out, or {otherwise}")
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------------
+
+
+def sampling_of(flags: Namespace) -> SamplingParams:
+    """The sampling that the flags ask for; the seed is the whole call's."""
+    if flags.min_tokens > flags.gen_len:
+        generated = f"--gen-len has {flags.gen_len} generated"
+        raise ValueError(f"--min-tokens {flags.min_tokens} cannot be reached: {generated}; give {flags.gen_len} or fewer")
+    names = {one.name for one in fields(SamplingParams)} - {"seed"}
+    asked = {name: value for name, value in vars(flags).items() if name in names}
+    return SamplingParams(**asked, max_tokens=flags.gen_len, stop_token_ids=flags.stop_token_id)

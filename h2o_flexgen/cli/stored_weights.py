@@ -1,0 +1,87 @@
+"""What was found in a checkpoint: the kind of its files, its quantisation, and the forms of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.sectioned import Fp4, Fp8, Int4
+from h2o_flexgen.session.opened_model import OpenedModel
+
+SHOWN_DIGITS = 3
+
+
+@dataclass(frozen=True)
+class FormShare:
+    """The values of a model that are written in one form."""
+
+    name: str  # a codec's, or the type of plain values
+    group: str  # what shares a scale; nothing where values are plain
+    bits: float  # of a value, with its share of scales and all else
+    share: float  # of the model's values
+
+    def __str__(self) -> str:
+        bits = f"{self.bits:.{SHOWN_DIGITS}g} bits"
+        return f"{self.name} ({', '.join(filter(None, (bits, self.group)))})"
+
+    def as_json(self) -> dict[str, object]:
+        return {"form": self.name, "bits": round(self.bits, 3), "group": self.group or None, "share": round(self.share, 4)}
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    kind: str  # of the files
+    method: str  # of quantisation, as its config names it; nothing where there is none
+    forms: tuple[FormShare, ...]  # of matrices and tables, those of most values first
+
+    @classmethod
+    def of(cls, opened: OpenedModel) -> StoredWeights | None:
+        """None: weights are random, and none are stored."""
+        checkpoint = opened.checkpoint
+        if checkpoint is None:
+            return None
+        kind = checkpoint.origins[0].suffix.removeprefix(".")
+        return cls(kind, opened.quantisation, forms_of(opened.spec(Plan()), checkpoint.dtype))
+
+    def line(self) -> str:
+        found = f"{self.kind}, {self.method}" if self.method else self.kind
+        if len(self.forms) == 1:
+            return f"{found}: {self.forms[0]}"
+        shares = [f"{100 * form.share:.0f} % in {form}" for form in self.forms]
+        return f"{found}: of the values {', '.join(shares)}"
+
+    def as_json(self) -> dict[str, object]:
+        return {"files": self.kind, "method": self.method or None, "forms": [form.as_json() for form in self.forms]}
+
+
+def forms_of(spec: ModelSpec, plain: str) -> tuple[FormShare, ...]:
+    """The forms of a model's matrices; `plain` is the type of those that are not packed."""
+    tensors = [tensor for tensor in spec.tensors.values() if len(tensor.shape) > 1]
+    values = Counter[str]()
+    for tensor in tensors:
+        values[tensor.codec] += tensor.numel
+    return tuple(_form(codec, tensors, count / values.total(), plain) for codec, count in values.most_common())
+
+
+def _form(codec: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> FormShare:
+    own = [tensor for tensor in tensors if tensor.codec == codec]
+    bits = 8 * sum(tensor.stored_nbytes for tensor in own) / sum(tensor.numel for tensor in own)
+    return FormShare(plain if codec == PLAIN else codec, _group(codec), bits, share)
+
+
+def _group(name: str) -> str:
+    codec = CODECS[name]
+    if isinstance(codec, Blocked):
+        return f"blocks of {codec.values}"
+    if isinstance(codec, (Fp4, Int4)):
+        return f"groups of {codec.group}"
+    if not isinstance(codec, Fp8):
+        return ""
+    if not codec.block_columns:
+        return "a scale for an output" if codec.block_rows else "a scale for a matrix"
+    return f"blocks of {codec.block_rows} x {codec.block_columns}"

@@ -1,0 +1,145 @@
+"""SeatedRows: the rows of one batch of a running block. A row that ends leaves a seat, and rows that wait take the free seats.
+
+New rows have their prompts read in the next pass over the weights, beside the decode step of the others. A visit is then
+computed in parts: the first has the newest tokens of the earlier rows, and each other part the prompts of a few new rows. From
+the pass after that they are rows like the others. What a row may hold depends on the row alone. A prefix that new rows share,
+and that is not kept yet, is a part of its own before theirs; it may begin with a copy of another prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.prefix_groups import SharedPrefix
+from h2o_flexgen.core.seats import SeatNeed
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, padded
+from h2o_flexgen.engine.stores.prefix_store import PrefixStore
+from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.kv.step import KVStep, Upload
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.queues import read_together
+from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
+from h2o_flexgen.policies.policy import KVPolicy
+
+
+class SeatedRows(BatchRows):
+    def __init__(
+        self,
+        place: int,
+        batch: Batch,
+        waiting: Waiting,
+        prefixes: PrefixStore,
+        plan: Plan,
+        policies: Sequence[KVPolicy],
+        gen_len: int,
+        device: torch.device,
+        upload: Upload,
+        read_back: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._place = place
+        self._prefixes = prefixes
+        self._copies = plan.copies_prefixes
+        self._waiting = waiting
+        self._prefill_tokens = plan.prefill_tokens
+        self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
+        self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
+        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back)
+        if not self._rows:
+            self.last_step = 0  # no row came
+
+    def _prompts(self, tokens: int) -> tuple[RowsPart, ...]:
+        return self._next_parts(0)
+
+    def _next_parts(self, step: int) -> tuple[RowsPart, ...]:
+        """The decode step of the rows that stay, and the prompts of the new rows."""
+        staying = slice(len(self._rows))
+        parts = (RowsPart(staying, self._decoding(), self._newest[:, None]),) if self._rows else ()
+        return (*parts, *self._join(), *(self._reading(rows) for rows in self._together(staying.stop)))
+
+    def _join(self) -> list[RowsPart]:
+        """Gives new rows their seats, and returns the prefixes that have to be computed for them."""
+        seated, seats = [self._waiting.need(row).prefix for row in self._rows], self._batch.seats
+        newcomers, parts = self._waiting.take(self._place, seated), list[RowsPart]()
+        room = 0 if seats is None else seats.prefixes.of_batch
+        for row in newcomers:
+            source = self._waiting.choose(row, self._prefixes, room - sum(part.tokens.numel() for part in parts))
+            need = self._waiting.need(row)
+            self._slots[row.row] = [policy.alone(need) for policy in self._policies]
+            if need.prefix is not None and self._prefixes.use(need.prefix, row.prompt_ids[: need.prefix.tokens], source):
+                parts.append(self._computing(need.prefix, source, row))
+        self._rows += sorted(newcomers, key=lambda row: -self._waiting.need(row).read)  # neighbours have few pads
+        return parts
+
+    def _computing(self, prefix: SharedPrefix, source: SharedPrefix | None, row: RowState) -> RowsPart:
+        """The part that computes a prefix, or the tokens of it that follow its source."""
+        length, slots = prefix.tokens, [policy.whole(prefix.tokens) for policy in self._policies]
+        tokens = row.prompt_ids[:length]
+        if source is not None:
+            slots, tokens = [whole.behind(source.tokens) for whole in slots], tokens[source.tokens :]
+            self._copied.append(source.group)
+        levels = self._steps_of(slots, () if source is None else (source,), capacity=length)
+        return RowsPart(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
+
+    def _decoding(self) -> tuple[KVStep, ...]:
+        steps = [[slots.at(row.num_generated) for slots in self._slots[row.row]] for row in self._rows]
+        prefixes = () if self._copies else [self._waiting.need(row).prefix for row in self._rows]
+        return self._steps_of(map(StepSlots.of_rows, zip(*steps)), prefixes)
+
+    def _together(self, first: int) -> Iterator[slice]:
+        """Ranges of new rows that have their prompts read at once."""
+        lengths = [self._waiting.need(row).read for row in self._rows[first:]]
+        for part in read_together(lengths, self._prefill_tokens, self._batch.echoes):
+            yield slice(first + part.start, first + part.stop)
+
+    def _reading(self, rows: slice) -> RowsPart:
+        newcomers = self._rows[rows]
+        needs = [self._waiting.need(row) for row in newcomers]
+        steps = [[_first(slots, need) for slots in self._slots[row.row]] for row, need in zip(newcomers, needs)]
+        slots, prefixes = map(StepSlots.of_rows, zip(*steps)), [need.prefix for need in needs]
+        levels = self._steps_of(slots, prefixes, echoes_within=self._batch.echoes_within)
+        tokens = padded(newcomers, [need.read for need in needs], self._batch.readings)
+        return RowsPart(rows, levels, self._uploaded(tokens), at_once=self._prefill_tokens)
+
+    def note_prefixes(self, hidden: Tensor) -> None:
+        for part, states in self.split(hidden):
+            if part.prefix is not None:
+                self._prefixes[part.prefix].hidden = torch.cat((*self._hidden_of_sources(part), states[0]))
+
+    def _hidden_of_sources(self, part: RowsPart) -> Iterator[Tensor]:
+        for source in part.now.prefixes:
+            if source is not None and (hidden := self._prefixes[source.group].hidden) is not None:
+                yield hidden[: source.tokens]
+
+    def prefix_of(self, row: RowState) -> SharedOf | None:
+        shared = self._waiting.need(row).prefix
+        return None if shared is None else SharedOf(self._prefixes[shared.group], shared.tokens)
+
+    @property
+    def spared_tokens(self) -> int:
+        joining = self._rows[self.joining] if self.joining is not None else []
+        shared = (prefix.tokens for row in joining if (prefix := self._waiting.need(row).prefix) is not None)
+        return sum(shared) - sum(part.tokens.numel() for part in self.parts if part.prefix is not None)
+
+    def _drop(self, step: int, growing: Sequence[int]) -> None:
+        while self._copied:
+            self._prefixes.leave(self._copied.pop())
+        for row in self._rows:
+            if row.finished:
+                if (prefix := self._waiting.need(row).prefix) is not None:
+                    self._prefixes.leave(prefix.group)
+                self._waiting.end(row)
+                del self._slots[row.row]
+        super()._drop(step, growing)
+
+    def _keep(self, places: Sequence[int]) -> None:
+        """The seats stay as they are, whichever row leaves."""
+
+
+def _first(slots: Occupancy, need: SeatNeed) -> StepSlots:
+    """A row's first step, after the tokens that were computed before it came."""
+    return slots.at(0).behind(need.spared) if need.spared else slots.at(0)

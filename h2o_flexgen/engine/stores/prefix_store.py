@@ -1,0 +1,190 @@
+"""The KV of prefixes that rows share: computed once and kept once, in the memory that computes with it. It is kept while a
+seated row needs it, and longer where there is room. A prefix that was discarded is computed again if more rows of its group
+come.
+
+All prefixes lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, the prefixes
+after them move up. All heads keep the whole of a prefix, those of a level side by side. A row may share only the first tokens
+of a prefix, and a longer prefix may begin with a copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+
+from torch import Tensor
+
+from h2o_flexgen.core.buffer_layout import PrefixLayout
+from h2o_flexgen.core.prefix_groups import SharedPrefix, bytes_of
+from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.judges.judge import Judge
+from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
+from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.sampling.completion import StepLogprobs
+
+
+@dataclass
+class Prefix:
+    """A prefix that is kept."""
+
+    shared: SharedPrefix
+    ids: Sequence[int]
+    start: int  # its place in the room, in tokens
+    users: int = 0  # rows that have a seat, and prefixes that are computed after a copy of it
+    hidden: Tensor | None = None  # (tokens, width) of the last layer, where log-probabilities of prompts are asked for
+    logprobs: list[StepLogprobs] = field(default_factory=list)  # of its tokens but the first
+    likeliest: int = -1  # how many of the likeliest tokens were asked for beside each of these
+
+    @property
+    def end(self) -> int:
+        return self.start + self.shared.room
+
+    @cached_property
+    def text(self) -> bytes:
+        return bytes_of(self.ids)
+
+
+class PrefixStore:
+    def __init__(self, planned: BlockPlan, memories: Memories, judges: Judges) -> None:
+        spec, device = planned.spec, memories.device
+        self._spec = spec
+        self._policies = [level.policy for level in planned.levels]
+        self._noted = planned.plan.prefix_note_bytes
+        self._cap = spec.attention_cap
+        self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
+        self._memories = memories
+        self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
+        self._numbers = count()
+        self._room = planned.block.prefix_room
+        self._token_bytes = PrefixLayout.of(spec, 1, self._noted).nbytes
+        self._region = memories.compute.alloc(self._room * self._token_bytes) if self._room else None
+        self._heads = heads_by_layer(planned.levels, device.torch_device, device.upload) if self._room else []
+        self._judges = judges_by_level(judges, planned.levels, dict(zip(spec.kv_layers, self._heads)))
+
+    def close(self) -> None:
+        self._kept.clear()
+        if self._region is not None:
+            self._memories.compute.free(self._region)
+            self._region = None
+
+    def __getitem__(self, group: int) -> Prefix:
+        return self._kept[group]
+
+    def __iter__(self) -> Iterator[Prefix]:
+        return iter(self._kept.values())
+
+    def serves(self, planned: BlockPlan) -> bool:
+        """Whether another block of this engine can use the kept prefixes."""
+        return planned.block.prefix_room == self._room
+
+    # -- which prefixes are kept -----------------------------------------------------------------------------------------
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the first tokens of a prefix can be shared without the others. They cannot where the later tokens changed the
+        scores that a policy has of the first."""
+        return not self._noted
+
+    def new(self, tokens: int) -> SharedPrefix:
+        """A prefix that is not kept yet, with the next free number, where prefixes have no numbers from before."""
+        return SharedPrefix(next(self._numbers), tokens)
+
+    def room_beside(self, source: SharedPrefix | None) -> int:
+        """Tokens for which room can be made while prefixes in use stay, and the one that is to be copied."""
+        stays = (kept for kept in self if kept.users or (source is not None and kept.shared.group == source.group))
+        return self._room - sum(kept.shared.room for kept in stays)
+
+    def use(self, shared: SharedPrefix, ids: Sequence[int], source: SharedPrefix | None = None) -> bool:
+        """Counts one more seated row as a user of its prefix; true if the prefix is to be computed now. A new prefix may begin
+        with a copy of its `source`, which is in use until the caller calls `leave` for it."""
+        if source is not None:
+            self._take_note(self._kept.pop(source.group))
+        kept = self._kept.pop(shared.group, None)
+        self._take_note(kept or Prefix(shared, ids, self._place_for(shared)))
+        return kept is None
+
+    def _take_note(self, used: Prefix) -> None:
+        used.users += 1
+        self._kept[used.shared.group] = used
+
+    def leave(self, group: int) -> None:
+        self._kept[group].users -= 1
+
+    def _place_for(self, shared: SharedPrefix) -> int:
+        """Discards prefixes that no row uses, the longest unused first, until there is room."""
+        while (held := sum(kept.shared.room for kept in self._kept.values())) + shared.room > self._room:
+            unused = next((group for group, kept in self._kept.items() if not kept.users), None)
+            assert unused is not None, f"{held} of {self._room} tokens of shared prefixes are in use"
+            del self._kept[unused]
+        end = 0
+        for kept in self._in_place():
+            if end + shared.room <= kept.start:
+                return end
+            end = kept.end
+        if end + shared.room > self._room:
+            self._move_up()
+            return held
+        return end
+
+    def _in_place(self) -> Sequence[Prefix]:
+        """The kept prefixes, in the order of their places."""
+        return sorted(self._kept.values(), key=lambda kept: kept.start)
+
+    def _move_up(self) -> None:
+        """Closes the gaps between kept prefixes."""
+        assert self._region is not None
+        end = 0
+        for kept in self._in_place():
+            by = (kept.start - end) * self._token_bytes
+            start, behind = kept.start * self._token_bytes, kept.end * self._token_bytes
+            for first in range(start, behind, by) if by else ():
+                piece = self._region[first : min(first + by, behind)]
+                self._region[first - by : first - by + len(piece)] = piece
+            kept.start, end = end, end + kept.shared.room
+
+    # -- their data ------------------------------------------------------------------------------------------------------
+
+    def caches(self, layer: int, groups: Collection[int]) -> Mapping[int, LayerCache]:
+        """The caches of these groups' prefixes in a layer: many prefixes may be kept, and a batch needs few."""
+        if not groups:
+            return {}
+        place = self._spec.kv_layers.index(layer)
+        return {group: self._cache(self._kept[group], place) for group in groups}
+
+    def _cache(self, kept: Prefix, place: int) -> LayerCache:
+        heads, caches, before = self._heads[place], [], 0
+        layout, start = PrefixLayout.of(self._spec, kept.shared.tokens, self._noted), kept.start * self._token_bytes
+        image_at, notes_at = start + place * layout.image_bytes, start + layout.notes_at + place * layout.notes_bytes
+        for level, own in heads:
+            count = len(own) if len(heads) > 1 else layout.heads
+            share = slice(before, before + count)
+            image = self._share(image_at, layout.image_bytes, share)
+            noted = self._share(notes_at, layout.notes_bytes, share) if self._noted else None
+            judge = self._judges[level].get(self._spec.kv_layers[place])
+            caches.append(self._of_level(level, (1, count, layout.tokens), image, noted, judge))
+            before += count
+        return LayerCache(heads, caches)
+
+    def _of_level(
+        self, level: int, shape: tuple[int, int, int], image: Tensor, noted: Tensor | None, judge: Judge | None
+    ) -> KVCache:
+        policy, values = self._policies[level], image.view(self._coding.kept_dtype)
+        scores = SlotScores.over(noted, policy, shape) if noted is not None and policy.score_bytes else None
+        judge = judge if scores is not None else None
+        return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding, judge=judge, cap=self._cap)
+
+    def _share(self, start: int, nbytes: int, heads: slice) -> Tensor:
+        """The share of some of the heads in a part that is divided equally among all heads."""
+        each = nbytes // self._spec.kv_heads
+        return self._part(start + heads.start * each, (heads.stop - heads.start) * each)
+
+    def _part(self, start: int, nbytes: int) -> Tensor:
+        assert self._region is not None
+        return self._region[start : start + nbytes]

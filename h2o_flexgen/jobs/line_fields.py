@@ -1,0 +1,167 @@
+"""The fields of a request, as OpenAI and vLLM name them, read into sampling parameters. What would change the answer and is not
+known is refused; what has no bearing on it is let pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from h2o_flexgen.core.allowed_values import Rule, mapping, truth
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.numbers import whole_number
+from h2o_flexgen.sampling.foreign_options import refuse_unknown
+from h2o_flexgen.sampling.params import BOUNDS, DEFAULTS, INSTEAD, SamplingParams
+
+ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
+PROMPT_LOGPROBS = "prompt_logprobs"
+MAX_TOKENS, OTHER_MAX_TOKENS, BIAS, BEST_OF = "max_tokens", "max_completion_tokens", "logit_bias", "best_of"
+_SWITCH = Rule(truth, "true or false")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+_TEXT = Rule(_text, "a text")
+_TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+# fields that have no bearing on an answer, or none with a model that lacks what they are about, with the types of OpenAI
+UNUSED: Mapping[str, Rule] = {
+    **dict.fromkeys(("model", *_TEXTS, "reasoning_effort", "verbosity"), _TEXT),
+    **dict.fromkeys(("store", "parallel_tool_calls"), _SWITCH),
+    "metadata": Rule(mapping(_text, _text), "an object with texts as values"),
+}
+_NO_TOOLS = "there are no tools; write them into the prompt"
+NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that are let pass with the value that changes nothing
+    "stream": (lambda value: value is False, "records come whole; leave it out"),
+    "response_format": (lambda value: value == {"type": "text"}, "no text is held to a grammar; check it when it is there"),
+    "tools": (lambda value: value == [], _NO_TOOLS),
+    "tool_choice": (lambda value: value == "none", _NO_TOOLS),
+    "modalities": (lambda value: value == ["text"], "only text is made"),
+    "suffix": (lambda value: value == "", "texts are only continued at their end"),
+}
+ELSEWHERE: Mapping[str, str] = {
+    **{name: advice for name, advice in INSTEAD.items() if name not in (*NEUTRAL, BEST_OF)},
+    "id": "it is called custom_id",
+    "prompt_token_ids": "prompt takes token ids, too",
+    "text": "it is called prompt",
+    PROMPT_LOGPROBS: "add echo and logprobs",
+    "input": "it is called prompt, or messages for a chat",
+    "stream_options": "records come whole, with their usage",
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+}
+
+_TAKEN_AS_THEY_ARE = frozenset(one.name for one in fields(SamplingParams)) - {MAX_TOKENS, LOGPROBS, PROMPT_LOGPROBS, BIAS}
+_BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | {MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS}
+OF_PROMPTS = _BOTH | {ECHO}
+OF_CHATS = _BOTH | {TOP_LOGPROBS}
+
+_COUNT = Rule(BOUNDS[LOGPROBS].read, str(BOUNDS[LOGPROBS]))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for beside the prompt."""
+
+    params: SamplingParams
+    echo: bool = False  # the prompt comes first in the text
+    token_ids: bool = False  # token ids come beside the text
+
+    @property
+    def only_scores(self) -> bool:
+        return self.params.max_tokens == 0
+
+    def params_with(self, changed: Mapping[str, object]) -> SamplingParams:
+        return SamplingParams(**{**self._given, **changed}) if changed else self.params  # type: ignore[arg-type]
+
+    @cached_property
+    def _given(self) -> Mapping[str, object]:
+        """What differs from the defaults of SamplingParams: `replace` would read everything again, for each of many lines."""
+        return {name: value for name, usual in DEFAULTS.items() if (value := getattr(self.params, name)) != usual}
+
+
+def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options, beside: Iterable[str] = ()) -> Options:
+    """The options of a line; `defaults` are taken for what it leaves open. A field that is null is left open. `beside` are the
+    other fields of a line, which an unknown one may be meant for."""
+    known = OF_CHATS if is_chat else OF_PROMPTS
+    found = {name: value for name, value in given.items() if value is not None}
+    try:
+        return _options(found, known, is_chat, defaults, beside)
+    except ValueError as error:
+        raise ValueError(as_given(str(error), found)) from error
+
+
+def as_given(message: str, names: Collection[str]) -> str:
+    """The message about a request with fields of these names: its tokens go by the name that it has given them."""
+    begins_otherwise = MAX_TOKENS not in names and OTHER_MAX_TOKENS in names and message.startswith(f"{MAX_TOKENS} ")
+    return f"{OTHER_MAX_TOKENS}{message.removeprefix(MAX_TOKENS)}" if begins_otherwise else message
+
+
+def _options(
+    found: Mapping[str, object], known: frozenset[str], is_chat: bool, defaults: Options, beside: Iterable[str]
+) -> Options:
+    if not known.issuperset(found):
+        refuse_unknown("field", found, sorted({*known, *beside}), ELSEWHERE)
+    for name in found.keys() & UNUSED.keys():
+        UNUSED[name].value(name, found[name])
+    for name in found.keys() & NEUTRAL.keys():
+        is_neutral, otherwise = NEUTRAL[name]
+        if not is_neutral(found[name]):
+            raise ValueError(f"{name} is {shown(found[name])}; {otherwise}")
+    changed = {name: value for name, value in found.items() if name in _TAKEN_AS_THEY_ARE}
+    changed |= _max_tokens(found) | _bias(found) | (_chat_logprobs(found) if is_chat else _logprobs(found))
+    echo = not is_chat and (_SWITCH.value(ECHO, found[ECHO]) if ECHO in found else defaults.echo)
+    token_ids = _SWITCH.value(TOKEN_IDS, found[TOKEN_IDS]) if TOKEN_IDS in found else defaults.token_ids
+    logprobs = changed.get(LOGPROBS, defaults.params.logprobs)
+    if echo and logprobs is not None:
+        changed[PROMPT_LOGPROBS] = logprobs
+    elif changed.get(MAX_TOKENS) == 0:
+        raise ValueError("max_tokens is 0, which is for prompts that are only scored; add echo and logprobs, or give 1 or more")
+    params = defaults.params_with(changed)
+    _refuse_to_choose(found.get(BEST_OF), params)
+    return Options(params, echo, token_ids)
+
+
+def _refuse_to_choose(best_of: object, params: SamplingParams) -> None:
+    """Refuses to make more completions than are returned, unless they are all the same."""
+    if best_of is None:
+        return
+    is_number = type(best_of) is int and best_of >= params.n
+    if not is_number or not (params.is_greedy or best_of == params.n):
+        raise ValueError(f"{BEST_OF} is {shown(best_of)}; {INSTEAD[BEST_OF]}")
+
+
+def _max_tokens(found: Mapping[str, object]) -> dict[str, object]:
+    """Both names of one number."""
+    asked = [found[name] for name in (MAX_TOKENS, OTHER_MAX_TOKENS) if name in found]
+    if len(asked) == 2 and asked[0] != asked[1]:
+        raise ValueError(f"{MAX_TOKENS} is {shown(asked[0])} and {OTHER_MAX_TOKENS} is {shown(asked[1])}; give one of them")
+    return {MAX_TOKENS: asked[0]} if asked else {}
+
+
+def _bias(found: Mapping[str, object]) -> dict[str, object]:
+    """The biases of tokens. In JSON the ids of tokens are texts."""
+    given = found.get(BIAS)
+    if not isinstance(given, Mapping):
+        return {BIAS: given} if BIAS in found else {}
+    try:
+        return {BIAS: {whole_number(name): value for name, value in given.items()}}
+    except ValueError:
+        raise ValueError(f'{BIAS} is {shown(given)}; its names are token ids, like {{"50256": -100}}') from None
+
+
+def _logprobs(found: Mapping[str, object]) -> dict[str, object]:
+    """How many of the likeliest are shown, which is what a completion is asked."""
+    return {LOGPROBS: _COUNT.value(LOGPROBS, found[LOGPROBS])} if LOGPROBS in found else {}
+
+
+def _chat_logprobs(found: Mapping[str, object]) -> dict[str, object]:
+    """Whether there are any, and how many of the likeliest are shown, as a chat is asked."""
+    shown_beside = _COUNT.value(TOP_LOGPROBS, found[TOP_LOGPROBS]) if TOP_LOGPROBS in found else None
+    are_asked = _SWITCH.value(LOGPROBS, found[LOGPROBS]) if LOGPROBS in found else None
+    if shown_beside is not None and not are_asked:
+        raise ValueError(f"{TOP_LOGPROBS} is {shown_beside}, and {LOGPROBS} is not true; add it")
+    return {} if are_asked is None else {LOGPROBS: (shown_beside or 0) if are_asked else None}

@@ -1,0 +1,122 @@
+"""Answers: what is said of completions, in OpenAI's objects. Records of jobs hold them, and a server sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from h2o_flexgen.jobs.line import Line
+from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs, TokenLogprob
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; other engines write the same
+Said = dict[str, object]  # what JSON is made of
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> Said:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage(completions: Iterable[Completion]) -> Said:
+    """The tokens of prompts, each counted once, and of everything that was generated; where it is known, also how many of the
+    former had been computed for others."""
+    told = list(completions)
+    read = sum(len(one.prompt_token_ids) for one in told)
+    generated = sum(len(output.token_ids) for one in told for output in one.outputs)
+    cached = [one.cached_tokens for one in told if one.cached_tokens is not None]
+    details: Said = {"prompt_tokens_details": {"cached_tokens": sum(cached)}} if cached else {}
+    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated, **details}
+
+
+@dataclass(frozen=True)
+class Answers:
+    model: str
+    tokenizer: Tokenizer
+
+    def body(self, name: str, created: int, answered: Sequence[tuple[Line, Completion]]) -> Said:
+        """The whole answer to a body; its prompts have a line each; `created`: in seconds since 1970."""
+        choices: list[Said] = []
+        for line, completion in answered:
+            for output in completion.outputs:
+                choices.append(self.choice(line, completion, output, len(choices)))
+        first, _ = answered[0]
+        kind = "chat.completion" if first.is_chat else "text_completion"
+        completions = [completion for _, completion in answered]
+        return {**self.head(name, created, first.is_chat, kind), "choices": choices, "usage": usage(completions)}
+
+    def head(self, name: str, created: int, is_chat: bool, kind: str) -> Said:
+        """What an answer begins with; all chunks of a streamed one begin alike."""
+        return {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": created, "model": self.model}
+
+    def choice(self, line: Line, completion: Completion, output: Output, index: int) -> Said:
+        choose = self._chat_choice if line.is_chat else self._choice
+        return {"index": index, **choose(line, completion, output), **self._end(line, completion, output)}
+
+    def _choice(self, line: Line, completion: Completion, output: Output) -> Said:
+        echoed = line.options.echo
+        prompt = self.prompt_text(completion.prompt, completion.prompt_token_ids) if echoed else ""
+        return {"text": prompt + output.text, "logprobs": self._logprobs(completion, output, echoed)}
+
+    def _chat_choice(self, line: Line, completion: Completion, output: Output) -> Said:
+        message = {"role": "assistant", "content": output.text}
+        return {"message": message, "logprobs": None if output.logprobs is None else self.chat_logprobs(output.logprobs)}
+
+    def _end(self, line: Line, completion: Completion, output: Output) -> Said:
+        reason = "length" if line.options.only_scores else output.finish_reason
+        ids = {"prompt_token_ids": list(completion.prompt_token_ids), "token_ids": list(output.token_ids)}
+        return {
+            "finish_reason": reason,
+            "stop_reason": output.stop_reason,
+            **(ids if self.shows_ids(line) else {}),
+        }
+
+    def shows_ids(self, line: Line) -> bool:
+        """Whether token ids stand beside the text: where they are asked for, or are all there is."""
+        return line.options.token_ids or not self.tokenizer.reads_texts
+
+    def prompt_text(self, text: str | None, ids: Sequence[int]) -> str:
+        return self.text(ids) if text is None else text
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    # -- log-probabilities -----------------------------------------------------------------------------------------------
+
+    def _logprobs(self, completion: Completion, output: Output, echoed: bool) -> Said | None:
+        if output.logprobs is None:
+            return None
+        steps: list[StepLogprobs | None] = [*((completion.prompt_logprobs or ()) if echoed else ()), *output.logprobs]
+        return self.logprobs([*(completion.prompt_token_ids if echoed else ()), *output.token_ids], steps)
+
+    def logprobs(self, ids: Sequence[int], steps: Sequence[StepLogprobs | None], offset: int = 0) -> Said:
+        """Lists with an item for each token of a completion, those of the prompt first if it is echoed. `offset`: the
+        characters before the first of them."""
+        tokens = [self.text([token]) for token in ids]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if step is None else _finite(step.chosen.logprob) for step in steps],
+            "top_logprobs": [None if step is None else self._likeliest(step) for step in steps],
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
+        }
+
+    def _likeliest(self, step: StepLogprobs) -> Mapping[str, float]:
+        """The likeliest tokens and the chosen one; of two that read the same, the likelier."""
+        found: dict[str, float] = {}
+        for one in (*step.top, step.chosen):
+            found.setdefault(self.text([one.token_id]), _finite(one.logprob))
+        return found
+
+    def chat_logprobs(self, steps: Sequence[StepLogprobs]) -> Said:
+        return {"content": [self._chat_step(step) for step in steps], "refusal": None}
+
+    def _chat_step(self, step: StepLogprobs) -> Said:
+        return {**self._token(step.chosen), "top_logprobs": [self._token(one) for one in step.top]}
+
+    def _token(self, one: TokenLogprob) -> Said:
+        text = self.text([one.token_id])
+        return {"token": text, "logprob": _finite(one.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

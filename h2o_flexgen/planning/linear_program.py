@@ -1,0 +1,374 @@
+"""The linear program: for batches of given sizes, the shares of weights, KV and activations per tier that take the least time.
+
+A step takes at least as long as its busiest lane and as what the lanes share, and all of these are linear in the shares. So
+they are known from the corners, where all data of one kind is on one tier; `pricing` itself prices them. What a tier must hold
+is linear except for rings of buffers, which are there or not: so it is anchored at an answer and solved again, until the answer
+fits as the allocator counts.
+
+All cases of a search are one program: one call of the solver.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+import pulp
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, footprint
+from h2o_flexgen.planning.held_kv import HeldKV
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
+from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
+from h2o_flexgen.planning.predict_running import typical_passes
+from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.seating import Seating
+from h2o_flexgen.planning.tier_budgets import Budgets
+
+KINDS = (WEIGHTS, "kv", "hidden")
+ROUNDS = 3  # rounds of solving, each anchored at the answers before
+LACKING = 1e6  # seconds per whole missing budget: far more than anything else can cost
+TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
+BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that do not depend on slots
+FOUND = (*BOUNDS, "whole")  # and those that do not depend on what stays
+PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
+Corner = tuple[str, str]  # kind of data, tier
+Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question to the program: a plan with shares that are to be found, and a block of its sizes."""
+
+    spec: ModelSpec
+    plan: Plan
+    block: Block
+    machine: Machine
+    budgets: Budgets
+    site: Site
+    stays: tuple[str, ...] = ()  # kinds of data that may not leave the fastest tier and so need no buffers
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return TIERS if self.site.accelerator else (HOST, DISK)
+
+    @property
+    def corners(self) -> list[Corner]:
+        return [(kind, tier) for kind in KINDS for tier in self.tiers]
+
+    def with_shares(self, **shares: Shares) -> Plan:
+        plan = replace(self.plan, **{"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE, **shares})  # type: ignore[arg-type]
+        return plan.at(self.site)
+
+    def planned(self, plan: Plan) -> BlockPlan:
+        return BlockPlan.of(self.spec, plan, self.block, self.site)
+
+    def footprint(self, plan: Plan) -> Footprint:
+        return footprint(self.planned(plan), self.site)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def seating(self) -> Seating | None:
+        """The rows that have a seat in each pass, where rows come and go."""
+        return Seating.of(self.planned(self.with_shares())) if self.block.is_running else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are generated in the block."""
+        return self.block.num_rows * self.block.gen_len if self.seating is None else self.seating.grown
+
+    @property
+    def rows(self) -> int:
+        """Rows that come to their end in the block."""
+        return self.block.num_rows if self.seating is None else self.seating.rows
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The prompts, and the decode steps that represent all of them."""
+        if self.seating is not None:
+            return [*typical_passes(self.seating)]
+        return [0, *sampled_steps(self.planned(self.with_shares()))]
+
+    @cached_property
+    def weights_of_steps(self) -> list[float]:
+        """How often each of these counts."""
+        if self.seating is not None:
+            return [*typical_passes(self.seating).values()]
+        samples = self.steps[1:]
+        units = ([float(one == step) for one in samples] for step in samples)
+        return [1.0, *(sum_of_steps(samples, unit) for unit in units)]
+
+    @cached_property
+    def base(self) -> list[dict[str, float]]:
+        """Bounds of each step with all data on the fastest tier."""
+        return self._bounds(self.with_shares())
+
+    @cached_property
+    def more(self) -> dict[Corner, list[dict[str, float]]]:
+        """What a kind of data adds to these bounds if all of it is on a tier."""
+        found: dict[Corner, list[dict[str, float]]] = {}
+        for kind, tier in self.corners:
+            if tier == self.tiers[0]:
+                found[kind, tier] = [{} for _ in self.base]
+                continue
+            bounds = self._bounds(self.with_shares(**{kind: PLACES[tier]}))
+            found[kind, tier] = [
+                {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+                for before, after in zip(self.base, bounds)
+            ]
+        return found
+
+    def _bounds(self, plan: Plan) -> list[dict[str, float]]:
+        """Bounds at a corner, where all equal blocks of the model and all equal batches are treated alike: the costs of one and
+        two of them tell the cost of many."""
+        batches = self.block.batches
+        alike = len({(batch.lengths, batch.seen) for batch in batches}) == 1
+        if not alike or self.seating is not None or len(batches) < 3:
+            return self._of_all_blocks(plan, self.block)
+        one, two = (self._of_all_blocks(plan, replace(self.block, batches=batches[:count])) for count in (1, 2))
+        return _extended(one, [(two, len(batches) - 1)])
+
+    def _of_all_blocks(self, plan: Plan, block: Block) -> list[dict[str, float]]:
+        """Bounds of the whole model: of its first block, and of what each other one adds. Those with as many heads of each
+        level add as much."""
+        if self.spec.num_blocks < 3:
+            return self._bounds_of(plan, block)
+        first = self._bounds_of(plan, block, 0)
+        return _extended(first, [(self._bounds_of(plan, block, 0, other), count) for other, count in self._other_blocks])
+
+    @cached_property
+    def _held(self) -> HeldKV:
+        return HeldKV.of(self.spec, self.plan, self.block)
+
+    @cached_property
+    def _other_blocks(self) -> Sequence[tuple[int, int]]:
+        """One block of each kind among those after the first, and how many are of its kind."""
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for layer in self.spec.kv_layers:
+            number = self.spec.layers[layer].block
+            if number:
+                kinds.setdefault(self._held.heads(layer), []).append(number)
+        return [(numbers[0], len(numbers)) for numbers in kinds.values()]
+
+    def _bounds_of(self, plan: Plan, block: Block, *blocks: int) -> list[dict[str, float]]:
+        """Bounds of some blocks of the model, or of all."""
+        held = self._held
+        if blocks:
+            held = held.only(self.spec.only_blocks(*blocks), lambda layer: self.spec.layers[layer].block in blocks)
+        planned = BlockPlan.of(held.spec, plan, block, self.site, levels=held.levels)
+        pricing = Pricing(planned, self.machine, True, self.seating)
+        return [pricing.bounds(step) for step in self.steps]
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> Footprint:
+        """The block with all data on the fastest tier."""
+        return self.footprint(self.with_shares())
+
+    @cached_property
+    def bytes_of(self) -> Mapping[str, int]:
+        """Bytes of each kind of data: what a tier holds for a share of one."""
+        compute = self.whole.parts[self.tiers[0]]
+        return {WEIGHTS: compute[WEIGHTS], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
+
+    def bytes_on(self, tier: str) -> Mapping[str, int]:
+        """The same bytes on this tier, of all processes: weights that already lie on disk take no room there."""
+        lies_there = tier == DISK and not self.site.writes_weights
+        return {
+            kind: 0 if lies_there and kind == WEIGHTS else nbytes * self.budgets.copies(tier, kind)
+            for kind, nbytes in self.bytes_of.items()
+        }
+
+    def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
+        """What each tier holds beside the shares of the data, exact under this plan and a good guess near it."""
+        return {
+            tier: self.budgets.needs(exact, tier)
+            - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_on(tier).items())
+            for tier in self.tiers
+        }
+
+
+@dataclass(frozen=True)
+class BestShares:
+    """Shares in whole per cent that fit, and the least seconds that a block takes with them."""
+
+    case: Case
+    plan: Plan
+    seconds: float
+
+
+def _extended(one: Sequence[Bounds], others: Sequence[tuple[Sequence[Bounds], int]]) -> list[dict[str, float]]:
+    """The value for many, extended from the value for one. `others`: the value with one more of a kind beside it, and how many
+    more there are of this kind."""
+    extended = [dict(low) for low in one]
+    for two, count in others:
+        for total, low, high in zip(extended, one, two, strict=True):
+            for name, seconds in high.items():
+                total[name] = total.get(name, 0.0) + count * (seconds - low.get(name, 0.0))
+    return extended
+
+
+def solve_thoroughly(cases: Sequence[Case]) -> list[BestShares]:
+    """Solves each case with every choice of kinds of data that stay on the fastest tier, because no linear function says
+    whether buffers are there. It takes eight times as long."""
+    choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
+    staying = [(_staying(case, stays), number) for number, case in enumerate(cases) for stays in choices]
+    numbers = {id(case): number for case, number in staying}
+    best: dict[int, BestShares] = {}
+    for answer in solve([case for case, _ in staying]):
+        number = numbers[id(answer.case)]
+        if number not in best or order(answer) < order(best[number]):
+            best[number] = replace(answer, case=cases[number])
+    return [best[number] for number in sorted(best)]
+
+
+def _staying(case: Case, stays: tuple[str, ...]) -> Case:
+    """The case with these kinds of data staying, keeping what was already found of it."""
+    other = replace(case, stays=stays)
+    vars(other).update({name: found for name, found in vars(case).items() if name in FOUND})
+    return other
+
+
+def with_slots(case: Case, slots: int) -> Case:
+    """The case with so many slots, two at least, keeping its bounds: they are those of lanes that are never kept waiting."""
+    other = replace(case, plan=replace(case.plan, slots=slots))
+    vars(other).update({name: found for name, found in vars(case).items() if name in BOUNDS})
+    return other
+
+
+def solve(cases: Sequence[Case]) -> list[BestShares]:
+    """The best answer for each case that has one."""
+    best: dict[int, BestShares] = {}
+    anchors = [_first_anchor(case) for case in cases]
+    for _ in range(ROUNDS):
+        plans = _solve_once(cases, anchors)
+        for number, (case, plan) in enumerate(zip(cases, plans)):
+            needed = case.footprint(plan)
+            anchors[number] = case.anchored(plan, needed)
+            if case.budgets.first_exceeded(needed) is None:
+                answer = BestShares(case, plan, seconds_at(case, plan))
+                if number not in best or order(answer) < order(best[number]):
+                    best[number] = answer
+    for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
+        plan = case.with_shares()
+        if case.budgets.first_exceeded(case.whole) is None and (
+            number not in best or seconds_at(case, plan) <= best[number].seconds
+        ):
+            best[number] = BestShares(case, plan, seconds_at(case, plan))
+    return [best[number] for number in sorted(best)]
+
+
+def order(answer: BestShares) -> tuple[float, float]:
+    """The fastest answer is the best, and of equal ones the one that offloads least: simulated, fewer transfers wait less."""
+    shares = (getattr(answer.plan, kind) for kind in KINDS)
+    return answer.seconds, sum(place * one.of(tier) for one in shares for place, tier in enumerate(answer.case.tiers))
+
+
+def _first_anchor(case: Case) -> dict[str, float]:
+    """The first anchor: a plan with some of everything on every tier."""
+    some = Shares(1 / 3, 1 / 3) if case.site.accelerator else Shares(0.0, 0.5)
+    plan = case.with_shares(**{kind: some for kind in KINDS if kind not in case.stays})
+    return case.anchored(plan, case.footprint(plan))
+
+
+def seconds_at(case: Case, plan: Plan) -> float:
+    """Seconds of a plan by the program: for each step the largest of its bounds, or their sum where nothing overlaps."""
+    total = 0.0
+    for number, weight in enumerate(case.weights_of_steps):
+        bounds = dict(case.base[number])
+        for kind, tier in case.corners:
+            share = getattr(plan, kind).of(tier)
+            for name, seconds in case.more[kind, tier][number].items():
+                bounds[name] = bounds.get(name, 0.0) + share * seconds
+        total += weight * _least(case, bounds)
+    return total
+
+
+def _least(case: Case, bounds: Mapping[str, float]) -> float:
+    if case.plan.slots > 1:
+        return max(bounds.values())
+    lanes = sum(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
+    return max(lanes, *bounds.values())
+
+
+# -- the program -----------------------------------------------------------------------------------------------------------
+
+
+def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> list[Plan]:
+    """Solves all cases as one program. They are independent, so the sum of their times is least where each is."""
+    with warnings.catch_warnings():  # pulp warns of version 4, which has another interface
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _solved(cases, anchors)
+
+
+def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> list[Plan]:
+    program = pulp.LpProblem("placement", pulp.LpMinimize)
+    shares, goals = [], []
+    for number, (case, anchor) in enumerate(zip(cases, anchors)):
+        own, goal, constraints = _case(str(number), case, anchor)
+        shares.append(own)
+        goals.append(goal)
+        for constraint in constraints:
+            program += constraint
+    program += pulp.lpSum(goals)
+    status = program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
+    assert pulp.LpStatus[status] == "Optimal", pulp.LpStatus[status]  # lacking memory can always be bought
+    return [_plan(case, {corner: share.value() for corner, share in own.items()}) for case, own in zip(cases, shares)]
+
+
+def _case(
+    name: str, case: Case, anchor: Mapping[str, float]
+) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
+    shares = {
+        (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, 0 if kind in case.stays and tier != case.tiers[0] else 1)
+        for kind, tier in case.corners
+    }
+    constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in KINDS]
+    seconds = [pulp.LpVariable(f"step{number}_{name}", 0) for number in range(len(case.steps))]
+    for number, step in enumerate(seconds):
+        constraints += [step >= bound for bound in _step_bounds(case, shares, number)]
+    lacking = {tier: pulp.LpVariable(f"lacking_{tier}_{name}", 0) for tier in case.tiers}
+    for tier in case.tiers:
+        budget = case.budgets.of(tier)
+        if budget is not None:  # in shares of the budget, so that coefficients are near 1; a full disk has none
+            unit = budget or sum(case.bytes_of.values())
+            held = pulp.lpSum(shares[kind, tier] * (nbytes / unit) for kind, nbytes in case.bytes_on(tier).items())
+            constraints.append(held + anchor[tier] / unit <= budget / unit + lacking[tier])
+    total = pulp.lpSum(weight * step for weight, step in zip(case.weights_of_steps, seconds))
+    scale = TIE * sum(weight * max(bounds.values()) for weight, bounds in zip(case.weights_of_steps, case.base))
+    lower = pulp.lpSum(place * shares[kind, tier] for kind in KINDS for place, tier in enumerate(case.tiers))
+    return shares, total + scale * lower + LACKING * pulp.lpSum(lacking.values()), constraints
+
+
+def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: int) -> Iterator[pulp.LpAffineExpression]:
+    names = dict.fromkeys([*case.base[number], *(name for corner in case.corners for name in case.more[corner][number])])
+    bounds = {
+        name: case.base[number].get(name, 0.0)
+        + pulp.lpSum(shares[corner] * case.more[corner][number].get(name, 0.0) for corner in case.corners)
+        for name in names
+    }
+    yield from bounds.values()
+    if case.plan.slots == 1:
+        yield pulp.lpSum(bound for name, bound in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
+
+
+def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
+    """The plan in whole per cent, as --percent takes them; the rest after rounding goes to the slowest tier that has some."""
+
+    def shares(kind: str) -> Shares:
+        device, host, disk = (100 * (values.get((kind, tier)) or 0.0) for tier in TIERS)
+        on_device = int(device + 1e-6)
+        on_host = 100 - on_device if disk < 1e-6 else min(int(host + 1e-6), 100 - on_device)
+        return Shares(on_device / 100, on_host / 100)
+
+    return case.with_shares(**{kind: shares(kind) for kind in KINDS})

@@ -1,0 +1,96 @@
+"""Asked: the requirements of a plan to be found, and the problem that a search makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.positions import check_positions, check_rolling
+from h2o_flexgen.planning.search import THROUGHPUT, SearchProblem
+from h2o_flexgen.planning.tier_budgets import Budgets
+
+
+def refuse_to_search_pipelines(plan: Plan) -> None:
+    if plan.pipeline > 1:
+        asked = f"a pipeline of {plan.pipeline} devices"
+        raise ValueError(f"{asked} is for a plan that is given, and none is searched for it; give six numbers as percent")
+
+
+@dataclass(frozen=True)
+class PlanRequirements:
+    """The requirements of a plan, whatever the model, the prompts and the machine."""
+
+    plan: Plan  # everything that is not searched: schedule, KV policy and its budget, buffers, codecs
+    batch_sizes: tuple[int, ...] = ()  # the only sizes to choose from; empty: all
+    batches: tuple[int, ...] = ()
+    codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
+    computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
+    slots: tuple[int, ...] = ()  # numbers of slots that may replace the plan's
+    attend_on: tuple[str, ...] = (DEVICE, HOST)  # processors that may attend KV outside an accelerator in decode
+    latency_limit: float | None = None
+    prefer: str = THROUGHPUT
+
+    @property
+    def is_only_speed(self) -> bool:
+        return not self.codecs and not self.computes and self.latency_limit is None and self.prefer == THROUGHPUT
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that a model is opened under until one is found. Of its products only some codecs may be capable."""
+        return replace(self.plan, compute=EXACT) if self.codecs else self.plan
+
+    def problem(
+        self,
+        machine: Machine,
+        model: Callable[[Plan], ModelSpec],
+        workload: Workload | None,
+        prompt_len: int,
+        gen_len: int,
+        budgets: Budgets,
+        site: Site,
+    ) -> SearchProblem:
+        """The problem to search. What is visibly wrong without a search is refused here."""
+        plan = self.plan.at(site)
+        spec = self._checked(plan, model)
+        machine.flop_rate(spec.dtype, 1)  # refuses a type that was not measured there
+        check_rolling(spec, plan)
+        if workload is not None and workload.gen_lens is not None:
+            for row, (length, grown) in enumerate(zip(workload.prompt_lens, workload.gen_lens)):
+                check_positions(spec, plan, row, length, grown)
+        else:
+            for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
+                check_positions(spec, plan, row, length, gen_len)
+        return SearchProblem(
+            model=model,
+            workload=workload,
+            prompt_len=prompt_len,
+            gen_len=gen_len,
+            plan=plan,
+            machine=machine,
+            budgets=budgets,
+            site=site,
+            codecs=self.codecs,
+            computes=self.computes,
+            slots=() if plan.slots == 1 or plan.has_own_slots else self.slots,  # without overlap there is one
+            attend_on=self.attend_on,
+            batch_sizes=self.batch_sizes,
+            batches=self.batches,
+            latency_limit=self.latency_limit,
+            prefer=self.prefer,
+        )
+
+    def _checked(self, plan: Plan, model: Callable[[Plan], ModelSpec]) -> ModelSpec:
+        """The model's sizes under the plan. Products that none of the allowed codecs can have are refused."""
+        codecs = dict.fromkeys((plan.weight_codec, *(weights for weights, _ in self.codecs)))
+        specs = [model(replace(plan, weight_codec=codec, compute=EXACT)) for codec in codecs]
+        for compute in (plan.compute, *self.computes):
+            if not any(spec.can_compute(compute) for spec in specs):
+                specs[0].refuse_to_compute(compute)
+        return specs[0]

@@ -1,0 +1,173 @@
+"""Saved profiles: a machine is measured once, and every later request gets the saved result. A measurement that was disturbed
+is repeated when the machine is quiet, and the better figures of both are saved. Without a profile, only the memory and
+the disk of a machine are known."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.folders import existing_folder
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.memory.host import available_bytes
+from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
+from h2o_flexgen.profiling.apart import profile_apart
+from h2o_flexgen.profiling.busy_cores import Others, is_quiet
+from h2o_flexgen.profiling.fingerprint import Fingerprint
+from h2o_flexgen.profiling.profile_sizes import QUICK
+from h2o_flexgen.profiling.subject import OnSubject
+
+MOST_MEASUREMENTS = 3  # without being asked for: on a machine that is never at rest, a profile would be measured for every plan
+OnNote = Callable[[str], None]
+
+
+def profiled(
+    device: Device,
+    offload_folder: Path,
+    dtype: str | None = None,
+    on_note: OnNote | None = None,
+    on_subject: OnSubject | None = None,
+) -> Machine:
+    """This machine's saved profile, however old: the file says when it was made. Without one, the machine is measured now; also
+    where the saved one was disturbed and other processes are quiet now."""
+    note, mark = on_note or (lambda line: None), fingerprint_of(device, offload_folder, dtype)
+    try:
+        found = saved_machine(mark.name)
+    except ValueError as error:
+        note(f"{error}; the machine is measured anew")
+        found = None
+    if found is not None and not _is_to_be_repeated(found, offload_folder):
+        _note_disturbed(found, note)
+        return found
+    note_partial(mark, note)
+    what = "was not measured yet; that" if found is None else "is quiet now, but was not when it was measured; to repeat that"
+    note(f"this machine {what} takes {QUICK.time_on(device.accelerator)}, once")
+    try:
+        machine = keep(_measured(device, offload_folder, mark, dtype, on_subject), mark)
+    except (ValueError, MemoryError, OSError) as error:
+        if found is None:
+            raise
+        note(f"{error}; the profile that is kept is used")
+        return found
+    _note_disturbed(machine, note)
+    note(f"this machine's profile is kept in {machine_file(mark.name)}; `python -m h2o_flexgen.profile` measures it at length")
+    return machine
+
+
+def _measured(
+    device: Device, offload_folder: Path, mark: Fingerprint, dtype: str | None, on_subject: OnSubject | None
+) -> Machine:
+    """This machine as it is now, measured in another process. Memory that the other process takes does not count."""
+    others, host_bytes, device_bytes = Others(offload_folder), available_bytes(), device.free_bytes() or 0
+    machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
+    disturbed = (*machine.disturbed, *others.disturbances())
+    return replace(machine, host_bytes=host_bytes, device_bytes=device_bytes, disturbed=disturbed)
+
+
+def _is_to_be_repeated(found: Machine, offload_folder: Path) -> bool:
+    return bool(found.disturbed) and found.measurements < MOST_MEASUREMENTS and is_quiet(offload_folder)
+
+
+def _note_disturbed(machine: Machine, note: OnNote) -> None:
+    if machine.disturbed:
+        note(f"this machine's profile may be off: {told_of_disturbance(machine)}")
+
+
+def told_of_disturbance(machine: Machine) -> str:
+    """What disturbed a profile and how to mend it, in a line."""
+    return f"{' and '.join(machine.disturbed)}; `python -m h2o_flexgen.profile` measures again, and the better figures count"
+
+
+def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
+    """True if a profile is saved, so that there is no wait for one."""
+    return profile_at_hand(device, offload_folder, dtype) is not None
+
+
+def profile_at_hand(device: Device, offload_folder: Path, dtype: str | None = None) -> Machine | None:
+    """This machine's saved profile; None if there is none, or none that can be read."""
+    try:
+        return saved_machine(fingerprint_of(device, offload_folder, dtype).name)
+    except ValueError:  # it is measured anew where one is needed
+        return None
+
+
+def partial_file(mark: Fingerprint) -> Path:
+    """The file for measurements of a profile that is not complete."""
+    return machine_file(mark.name).with_suffix(".partial")
+
+
+def note_partial(mark: Fingerprint, note: OnNote) -> None:
+    if partial_file(mark).exists():
+        note("a profile of this machine was stopped; what it measured at the same sizes is not measured again")
+
+
+def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:
+    return Fingerprint.of(device, offload_folder, dtype or site_of(device.kind, device.accelerator).usual_dtype())
+
+
+def keep(machine: Machine, mark: Fingerprint) -> Machine:
+    """Saves a new profile, and returns what is saved: if it or the one before was disturbed, the better figures of both."""
+    try:
+        before = saved_machine(mark.name)
+    except ValueError:  # a damaged file, which is replaced
+        before = None
+    together = machine if before is None else _together(before, machine)
+    save_machine(mark.name, together, about(mark))
+    return together
+
+
+def _together(before: Machine, now: Machine) -> Machine:
+    """Puts two profiles together. If nothing disturbed them, the later one counts, for machines change. Ratios and differences
+    are taken from the one that was measured at rest."""
+    if not before.disturbed and not now.disturbed:
+        return now
+    found = before.at_best(now) if now.disturbed and not before.disturbed else now.at_best(before)
+    return replace(found, host_bytes=now.host_bytes, device_bytes=now.device_bytes, disk_bytes=now.disk_bytes)
+
+
+def about(mark: Fingerprint) -> str:
+    """The text above a profile: when it was measured, and on what."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    head = f"Measured {when} by `python -m h2o_flexgen.profile`, or by a run that needed it. This machine:"
+    return "\n".join([head, *(f"{name}: {value}" for name, value in mark.parts.items())])
+
+
+def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Progress) -> Machine:
+    """This machine as its profile was kept, or as it is measured now, which is shown. `dtype` is as it was asked for."""
+    progress.stage("profiling this machine, once")
+    return profiled(
+        device,
+        offload_folder,
+        None if dtype == AUTO else dtype,
+        on_note=progress.note,
+        on_subject=lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
+    )
+
+
+def machine_before_profile(device: Device, offload_folder: Path) -> Machine:
+    """This machine as far as it is known without measuring it: its memory. It is used until a problem is known to make
+    sense."""
+    return Machine(
+        name="this machine",
+        device=device.kind,
+        device_bytes=device.free_bytes() or 0,
+        host_bytes=available_bytes(),
+        disk_bytes=shutil.disk_usage(existing_folder(offload_folder)).free,
+        disk_read_per_s=inf,
+        disk_write_per_s=inf,
+        host_copy_per_s=inf,
+        host_to_device_per_s=inf,
+        device_to_host_per_s=inf,
+        flops_per_s=dict.fromkeys(DTYPE_BYTES, ((1, inf),)),
+        attention_bytes_per_s={},
+        task_seconds=0.0,
+    )

@@ -1,0 +1,311 @@
+"""ModelUnderPlan: an open model under a plan, its memory budgets, and its engine, once its weights are loaded."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from h2o_flexgen.checkpoints.derived import COPIES, Damaged
+from h2o_flexgen.checkpoints.handed import HandedSource
+from h2o_flexgen.checkpoints.packed import PackedCheckpoint
+from h2o_flexgen.checkpoints.stale_files import remove_leftovers
+from h2o_flexgen.core.folders import cache_folder, default_offload_folder, folder_of_sockets
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.conversation import Conversation
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.memory_budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
+from h2o_flexgen.engine.stage import OnStage, Stage, Stages
+from h2o_flexgen.engine.stats import Peaks
+from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.host import give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.shared import SharedWeights
+from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.positions import check_positions, check_rolling
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.profiling.profile_cache import machine_before_profile
+from h2o_flexgen.session.opened_model import Mending, OpenedModel
+
+Opened = TypeVar("Opened", bound="ModelUnderPlan")
+
+
+class ModelUnderPlan:
+    """An open model under a plan. Nothing large is loaded before an engine is asked for; `close`, or a `with`, frees it."""
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: str,
+        plan: Plan,
+        dtype: str,
+        device: str,
+        gpu_mem: int | str | None,
+        cpu_mem: int | str | None,
+        offload_dir: str | Path | None,
+        dummy_weights: bool,
+        trace: bool,
+        on_stage: OnStage | None,
+    ) -> None:
+        self._times_all = trace
+        self.name, self.tokenizer_name = name, tokenizer
+        self.dummy_weights = dummy_weights
+        self._dtype = dtype
+        self._stages = Stages(on_stage)
+        self._mending = Mending(self._stages)
+        self._process = os.getpid()
+        self._held_before = peak_resident_bytes()
+        self._closed = False
+        self._memories: Memories | None = None
+        self._shared: SharedWeights | None = None
+        self._engine: Engine | None = None
+        self._conversation: Conversation | None = None
+        self.device = open_device(device)
+        refuse_memory_of_no_gpu(self.device, gpu_mem)
+        self._device_name = device
+        self._take(plan)
+        self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
+        caches = [cache_folder(kind) for kind in COPIES]
+        self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
+        self._open()
+        self.budgets = open_budgets([self.device, *self.others], gpu_mem, cpu_mem)
+        self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))
+
+    # -- the plan --------------------------------------------------------------------------------------------------------
+
+    def _take(self, plan: Plan) -> None:
+        folded = plan.at(self.site)
+        folded.refuse_graphs_where_data_move()
+        self.others = self._open_others(folded.pipeline)
+        self.requested, self.plan = plan, folded
+
+    def _open_others(self, devices: int) -> list[Device]:
+        """The devices of a pipeline after the first."""
+        if devices == 1:
+            return []
+        asked = f"a pipeline of {devices} devices was asked for"
+        if not self.device.accelerator:
+            raise ValueError(f"{asked}, and there is no GPU; leave it out, and the model computes on the CPU")
+        if ":" in self._device_name:
+            raise ValueError(f"{asked}, and device {self._device_name!r} is one; leave one of them out")
+        return [open_device(name) for name in self.device.names_of(devices)[1:]]
+
+    def adopt(self, plan: Plan) -> None:
+        """Replaces the plan, e.g. by one that was found for this model."""
+        self._refuse_closed()
+        if self._engine is not None:
+            raise ValueError(f"weights of {self.name} are already loaded under another plan; make a new LLM for this one")
+        self._take(plan)
+        self.source.close()
+        self._put_under_plan()
+        self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))
+        self.weigh()
+
+    @contextmanager
+    def replanned(self, on_stage: OnStage | None) -> Iterator[None]:
+        """A context in which another plan may be adopted after weights were loaded. An error restores the earlier plan."""
+        self._refuse_closed()
+        self._refuse_in_conversation()
+        before = self.requested
+        self._unload()
+        with self._stages.heard_by(on_stage):
+            try:
+                yield
+            except BaseException:
+                self.adopt(before)
+                raise
+
+    def weigh(self) -> None:
+        """Measures again the bytes that the process holds besides those that the plan counts."""
+        if self._memories is None:
+            self.budgets = weighed_anew(self.budgets)
+
+    @property
+    def site(self) -> Site:
+        return site_of(self.device.kind, self.device.accelerator, self.dummy_weights)
+
+    def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
+        """Plans the workload under this model's plan, or under another one."""
+        site = self.site
+        plan = self.plan if plan is None else plan.at(site)
+        spec = self.spec if plan == self.plan else self.spec_under(plan)
+        return WorkloadPlan(spec, plan, workload, site, scored_at_once)
+
+    def check(self, workload: Workload) -> WorkloadPlan:
+        """Refuses a workload that the plan does not fit, before anything is loaded; otherwise returns how it is planned."""
+        for length, row in workload.first_of_length.items():
+            check_positions(self.spec, self.plan, row, length, workload.gen_len)
+        return self._fitting(workload)
+
+    def _fitting(self, workload: Workload, scored_at_once: int = 0) -> WorkloadPlan:
+        planned = self.planned(workload, None, scored_at_once)
+        planned.refuse_what_does_not_fit(self.budgets)
+        return planned
+
+    def spec_under(self, plan: Plan) -> ModelSpec:
+        return self._opened.spec(plan)
+
+    def machine_before_profile(self) -> Machine:
+        return machine_before_profile(self.device, self.offload_folder)
+
+    # -- the model -------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Opens the model; damaged copies of its weights are made again."""
+        while True:
+            try:
+                self._opened = OpenedModel.of(self.name, self.dummy_weights, self._dtype, self.site, self._stages)
+                self._put_under_plan()
+            except Damaged as damaged:
+                self._mending.discard(damaged)
+            else:
+                self.tokenizer = self._opened.tokenizer(self.tokenizer_name, self.spec.vocab)
+                return
+
+    def _put_under_plan(self) -> None:
+        self.model = self._opened.model(self.plan)  # its layers as functions, for other code that runs them
+        self.source = self._opened.source(self.plan, self.offload_folder, self._stages)  # where its weights come from
+        if any(self.spec.windows):  # rows do not keep tokens before a window, so that no prefix is shared
+            self.plan = replace(self.plan, shared_prefixes=False)
+        check_rolling(self.spec, self.plan)
+        if self.plan.head_budgets is not None:
+            self.plan.head_budgets.refuse_other(self.spec)
+        if self.plan.probe is not None:
+            self.plan.probe.refuse_other(self.spec)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    @property
+    def opened(self) -> OpenedModel:
+        """The contents of the model's config and files."""
+        return self._opened
+
+    @property
+    def packing(self) -> Packing | None:
+        """The folder of packed weights, and the bytes still to be written there. Random weights are not kept."""
+        if not isinstance(self.source, PackedCheckpoint):
+            return None
+        return Packing(self.source.folder, self.source.bytes_to_write, self.source.bytes_to_free)
+
+    # -- its engine ------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        """The files that weights are read from in every step; none before they are loaded."""
+        return self._engine.weight_files if self._engine is not None else ()
+
+    def load(self, on_stage: OnStage | None = None) -> None:
+        """Loads the weights now instead of at the first generation."""
+        self._ready(on_stage)
+
+    def load_shared(self, shared: SharedWeights, on_stage: OnStage | None = None) -> Engine:
+        """Loads the weights, those in host memory into a file that several processes share."""
+        self._shared = shared
+        return self._ready(on_stage)
+
+    def _ready(self, on_stage: OnStage | None) -> Engine:
+        """The engine, with nothing of earlier workloads in memory but the weights."""
+        self._refuse_in_conversation()
+        self._refuse_closed()
+        with self._stages.heard_by(on_stage):
+            engine = self._load()
+        engine.trim()
+        engine.restart_peaks()
+        return engine
+
+    def _load(self) -> Engine:
+        self._refuse_closed()
+        while self._engine is None:
+            self._stages(Stage.LOADING)
+            start_computing_threads(teams=2 if self.plan.attend_on == HOST else self.plan.pipeline)
+            try:
+                self._engine = self._new_engine()
+            except Damaged as damaged:
+                self._mending.discard(damaged)
+                self._open()
+        self._stages(Stage.GENERATING)
+        return self._engine
+
+    def _new_engine(self) -> Engine:
+        """A new engine with its weights loaded, and checked if they lie in a copy."""
+        shared, source = self._shared, self.source
+        if shared is not None and shared.take is not None:
+            source = HandedSource(source, shared.take)
+        self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared, self.others)
+        try:
+            return Engine(self.model, source, self.plan, self._memories, self._times_all)
+        except BaseException:  # the next attempt starts from nothing
+            self.source.close()
+            self._memories.close()
+            raise
+
+    def peaks(self) -> Peaks:
+        """The most bytes held since the weights were loaded; for the host, the most that the process has ever held."""
+        assert self._memories is not None
+        disk = self._memories.disk.meter.peak_bytes
+        if self.dummy_weights:
+            disk += sum(file.stat().st_size for file in self.weight_files)
+        device, host = max(device.peak_bytes() for device in (self.device, *self.others)), peak_resident_bytes()
+        over = self.budgets.exceeded_by({DEVICE: device, HOST: host, DISK: disk})
+        if host <= self._held_before:  # the peak is from before this model was opened
+            over[HOST] = 0
+        return Peaks({DEVICE: device, HOST: host, DISK: disk}, over)
+
+    def _refuse_closed(self) -> None:
+        refuse_forked(self._process, f"this LLM of {self.name}")
+        if self._closed:
+            raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
+
+    def _refuse_in_conversation(self) -> None:
+        if self._conversation is not None and not self._conversation.closed:
+            raise ValueError(f"a conversation of {self.name} is open; close it first")
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def unload(self) -> None:
+        """Frees all memory. The next generation loads everything again."""
+        refuse_forked(self._process, f"this LLM of {self.name}")
+        if self._conversation is not None:
+            self._conversation.close()
+        if self._memories is not None:
+            self._memories.close()
+        self._memories = self._engine = None  # page-locked until its memory is closed
+        gc.collect()
+        give_back_freed()
+
+    def close(self) -> None:
+        """Ends the disk threads, closes files and removes written ones. The object can no longer generate. In a forked process
+        this does nothing: everything belongs to the parent."""
+        self._closed = True
+        if self._process != os.getpid():
+            return
+        if self._conversation is not None:
+            self._conversation.close()
+        self._unload()
+
+    def _unload(self) -> None:
+        try:
+            self.source.close()
+        finally:
+            if self._memories is not None:
+                self._memories.close()
+            self._engine = self._memories = None  # last: what it holds is page-locked until its memory is closed
+
+    def __enter__(self: Opened) -> Opened:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
