@@ -7,7 +7,9 @@ left out, and so is what is not rewritten: the log and the list of changes.
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +24,7 @@ FRAGMENT = re.compile(
     r"Not|Nor|And|Or|But|Is|Are|Does|Do|Did|Has|Have|Can|May|Will)\b"
 )
 REFUSED = re.compile(r"\b(?:who|whom|whose|whoever|whomever|nobody|somebody|anybody|he|him|his|himself)\b", re.IGNORECASE)
+IS_NAME = re.compile(r"[a-z-]+")  # the name of a picture, say
 LONGEST_SENTENCE, LONGEST_LINE = 30, 140  # words; characters
 NOT_REWRITTEN = re.compile(r"CHANGELOG\.md|docs/log/.*")
 
@@ -39,6 +42,31 @@ def test_no_docstring_begins_as_a_fragment() -> None:
     found = [one for file in sorted(PACKAGE.rglob("*.py")) for one in docstrings(file)]
     assert found
     assert [f"{place}: {text}" for place, text in found if FRAGMENT.match(text)] == []
+
+
+PROSE_OF_PEOPLE = ("text/made_up.py", "apps/data_wrangling/data_sets.py")  # made-up prompts, and questions of a benchmark
+
+
+def comments(file: Path) -> Iterator[tuple[str, str]]:
+    """Every comment of a file, and its place."""
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT:
+            yield f"{file.relative_to(PACKAGE)}, line {token.start[0]}", token.string
+
+
+def strings(file: Path) -> Iterator[tuple[str, str]]:
+    """Every string of a file, docstrings included, and its place."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield f"{file.relative_to(PACKAGE)}, line {node.lineno}", node.value
+
+
+def test_the_package_does_not_speak_of_things_as_of_people() -> None:
+    """Rows, requests, threads and processes are things, in comments, docstrings and messages."""
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.relative_to(PACKAGE).as_posix() not in PROSE_OF_PEOPLE]
+    found = [one for file in files for one in (*comments(file), *strings(file))]
+    assert len(found) > 10_000
+    assert [f"{place}: {text}" for place, text in found if REFUSED.search(text) and not IS_NAME.fullmatch(text)] == []
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------

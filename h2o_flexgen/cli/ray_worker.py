@@ -163,4 +163,4 @@ def _failed(portion: int | None, error: Exception) -> WorkerMessage:
 
 
 def _nobody(stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
-    """Listens to stages where nobody can be shown them."""
+    """Listens to stages where there is no terminal to show them."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from h2o_flexgen.core.prefix_groups import NOBODY
+from h2o_flexgen.core.prefix_groups import NO_GROUP
 from h2o_flexgen.core.workload import Workload
 
 CUTS = 4  # portions of a part's work into which those that share a prefix are cut, so that no part gets much more than others
@@ -15,8 +15,8 @@ CUTS = 4  # portions of a part's work into which those that share a prefix are c
 
 def dealt(work: Sequence[int], parts: int, groups: Sequence[int] | None = None) -> list[list[int]]:
     """The places of requests in each part, in order. The largest go first, each to the part that has least. Those of a group
-    share a prefix and stay together, as far as that leaves parts equal; `groups` has the group of each, NOBODY for none."""
-    portions = _portions(work, [NOBODY] * len(work) if groups is None else groups, sum(work) / (CUTS * parts))
+    share a prefix and stay together, as far as that leaves parts equal; `groups` has the group of each, NO_GROUP for none."""
+    portions = _portions(work, [NO_GROUP] * len(work) if groups is None else groups, sum(work) / (CUTS * parts))
     dealt_to: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
     for portion in sorted(portions, key=lambda places: (-sum(work[place] for place in places), places[0])):
@@ -31,7 +31,7 @@ def _portions(work: Sequence[int], groups: Sequence[int], most: float) -> list[l
     of_group: dict[int, list[list[int]]] = defaultdict(list)
     loads: dict[int, int] = {}
     for place, group in enumerate(groups):
-        if group == NOBODY or not of_group[group] or loads[group] + work[place] > most:
+        if group == NO_GROUP or not of_group[group] or loads[group] + work[place] > most:
             of_group[group].append([])
             loads[group] = 0
         of_group[group][-1].append(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of them has decided
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # if the user sets one of them, it stays
 SPINS = 2000  # how often a waiting thread looks for work before it sleeps
 
 

@@ -22,7 +22,7 @@ ROOM_TOKENS = 16
 NODE_BYTES = 500  # of a node beside its tokens
 MOST_CANDIDATES = 4096  # beginnings that are weighed against each other
 TOKEN = array("i").itemsize
-NOBODY = -1
+NO_GROUP = -1
 
 
 class SharedPrefix(NamedTuple):
@@ -47,11 +47,11 @@ class PrefixGroups:
 
     lengths: tuple[int, ...]  # tokens of each group's prefix
     rows: tuple[int, ...]  # rows of each group
-    groups: array[int]  # of each request, NOBODY where it shares nothing
+    groups: array[int]  # of each request, NO_GROUP where it shares nothing
 
     def of(self, request: int) -> SharedPrefix | None:
         group = self.groups[request]
-        return None if group == NOBODY else SharedPrefix(group, self.lengths[group])
+        return None if group == NO_GROUP else SharedPrefix(group, self.lengths[group])
 
     @property
     def saved_tokens(self) -> int:
@@ -63,8 +63,8 @@ class PrefixGroups:
         left: Counter[int] = Counter()
         for request, own in zip(requests, rows, strict=True):
             left[self.groups[request]] += own
-        numbers = {group: number for number, group in enumerate(sorted(left.keys() - {NOBODY}))}
-        groups = array("i", (numbers.get(self.groups[request], NOBODY) for request in requests))
+        numbers = {group: number for number, group in enumerate(sorted(left.keys() - {NO_GROUP}))}
+        groups = array("i", (numbers.get(self.groups[request], NO_GROUP) for request in requests))
         return PrefixGroups(tuple(self.lengths[group] for group in numbers), tuple(left[group] for group in numbers), groups)
 
 
@@ -208,7 +208,7 @@ class PrefixFinder:
     def groups(self) -> PrefixGroups:
         """The groups with the prefixes that save most, of the requests so far."""
         chosen, group_of_node = _Choice(self._tree.root, self._least).made()
-        of_request = array("i", (group_of_node.get(self._alive(number), NOBODY) for number in self._ends))
+        of_request = array("i", (group_of_node.get(self._alive(number), NO_GROUP) for number in self._ends))
         return PrefixGroups(tuple(depth for depth, _ in chosen), tuple(rows for _, rows in chosen), of_request)
 
     def _forget(self) -> None:
@@ -254,13 +254,13 @@ class _Choice:
         group_of: dict[int, int] = {}
         kept_level: dict[int, int] = {}  # for each node, the place in its chain of the deepest chosen one
         for node, parent, depth in self._nodes:
-            group = NOBODY if parent is None else group_of[parent.number]
+            group = NO_GROUP if parent is None else group_of[parent.number]
             level = 0 if parent is None else kept_level[parent.number]
             if node.number in limits and level < limits[node.number]:
                 group, level = len(chosen), len(chains[node.number]) - 1
                 chosen.append([depth, 0])
             group_of[node.number], kept_level[node.number] = group, level
-            if group != NOBODY:
+            if group != NO_GROUP:
                 chosen[group][1] += node.rows - sum(child.rows for child in node.children.values())
         return [(depth, rows) for depth, rows in chosen], group_of
 

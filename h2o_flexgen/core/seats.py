@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from h2o_flexgen.core.prefix_groups import NOBODY, SharedPrefix, room_of
+from h2o_flexgen.core.prefix_groups import NO_GROUP, SharedPrefix, room_of
 
 
 class SeatNeed(NamedTuple):
@@ -51,7 +51,7 @@ class SeatNeed(NamedTuple):
 
     @property
     def group(self) -> int:
-        return NOBODY if self.prefix is None else self.prefix.group
+        return NO_GROUP if self.prefix is None else self.prefix.group
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,7 @@ from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 __all__ = ["crowding", "get_num_threads", "keep_few_compiled_products", "make_room_for_others", "set_threads"]
 
-CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a user who sets one of them has decided
+CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # if the user sets one of them, it stays
 COMPILED_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"  # oneDNN reads one, torch the other
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per period, or "max"
 

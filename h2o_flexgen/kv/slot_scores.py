@@ -23,7 +23,7 @@ from h2o_flexgen.kernels.operations import evict
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.policy import AGE, CHANCE, KVPolicy
 
-NOBODY = -1  # position of a slot that was never filled
+NO_TOKEN = -1  # position of a slot that was never filled
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SlotScores:
         staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
         chosen = self._best(now, positions, exists, scores, worth) if now.evicts else staying
         filled = torch.arange(kept, device=self.positions.device) < now.after
-        self.positions.fill_(NOBODY)[..., :kept] = positions.gather(-1, chosen).masked_fill(~filled, NOBODY).int()
+        self.positions.fill_(NO_TOKEN)[..., :kept] = positions.gather(-1, chosen).masked_fill(~filled, NO_TOKEN).int()
         for noted, of_places in ((self.scores, scores), (self.worth, worth)):
             if noted is not None and of_places is not None:
                 noted.zero_()[..., :kept] = of_places.gather(-1, chosen).masked_fill(~filled, 0.0)
@@ -143,7 +143,7 @@ class SlotScores:
 
     def best_first(self) -> Tensor:
         """All slots by the rank of their tokens, protected or not; empty slots come last. (rows, kv_heads, slots)"""
-        exists = self.positions != NOBODY
+        exists = self.positions != NO_TOKEN
         return _by_rank(self._rank(self.positions, self.scores, self.worth), torch.zeros_like(exists), exists)
 
     # -- decode ----------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Plan:
     kv: Shares = ALL_DEVICE
     hidden: Shares = ALL_DEVICE
     prefill_tokens: int = 1024  # tokens of prompts that are computed at once; a longer prompt is computed in pieces
-    slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
+    slots: int = 2  # visits that may have data under way or in use at once; 1 means no overlap
     attend_on: str = DEVICE  # or HOST: in decode, KV in host memory is attended there and does not cross the link
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)

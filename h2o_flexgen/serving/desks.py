@@ -1,12 +1,12 @@
-"""Desks: one desk after the other, for requests whose lengths nothing says before they come. It needs none of the packages that
-the server listens with.
+"""Desks: one desk after the other, for requests of lengths that are not known before they come. It needs none of the packages
+that the server listens with.
 
     with Desks(llm) as desks:
         future = desks.ask(Request(prompt, SamplingParams(max_tokens=32)))
         print(future.result().text)
 
-The seats of a desk are planned for the longest of the requests that wait. A request that needs more than they have room for
-waits, with all behind it, until the desk has served those which it admitted; then seats are planned anew, and so is a desk.
+The seats of a desk are planned for the longest of the requests that wait. A longer request waits, and blocks those queued
+after it, until the desk has served the requests that it admitted. Then new seats are planned for a new desk.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ class Desks:
     # -- for callers, in any thread ----------------------------------------------------------------------------------------
 
     def size(self, request: Request) -> RequestSize:
-        """The size of a request whose prompt is read. What this model cannot do is refused."""
+        """The size of a request with a prompt that is read. What this model cannot do is refused."""
         return RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size(request.index or 0, request)
 
     def ask(self, request: Request) -> Future[Completion]:
-        """Puts a request, whose prompt is read, behind all others. Its future cannot be cancelled."""
+        """Puts a request with a prompt that is read at the end of the queue. Its future cannot be cancelled."""
         size = self.size(request)
         asked = _Asked(request, Lengths(size.prompt_len, max(1, size.gen_len)), size.rows)
         asked.future.set_running_or_notify_cancel()
@@ -218,7 +218,7 @@ class Desks:
         return list(dict.fromkeys([known.rounded(positions), known, first]))
 
     def _serve(self, arrivals: Arrivals) -> None:
-        """Serves all for whom these seats have room, until one comes that needs more."""
+        """Serves all requests that fit these seats, until one comes that needs more."""
         desk = Desk(self._llm, arrivals, self._terms, self._counts, self._broken, in_turn=lambda: self._turns.of(self._llm))
         with self._changed:
             self._desk, self._room = desk, Lengths(arrivals.longest_prompt, arrivals.most_tokens)

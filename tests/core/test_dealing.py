@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from h2o_flexgen.core.dealing import CUTS, dealt, longest_part
-from h2o_flexgen.core.prefix_groups import NOBODY
+from h2o_flexgen.core.prefix_groups import NO_GROUP
 from h2o_flexgen.core.workload import Workload
 
 
@@ -15,7 +15,7 @@ from h2o_flexgen.core.workload import Workload
 def test_everybody_is_dealt_once_and_no_part_gets_much_more_than_its_share(seed: int) -> None:
     random = Random(seed)
     work = [random.randint(1, 100) for _ in range(random.randint(1, 60))]
-    groups = [random.choice([NOBODY, 0, 1, 2]) for _ in work] if random.random() < 0.5 else None
+    groups = [random.choice([NO_GROUP, 0, 1, 2]) for _ in work] if random.random() < 0.5 else None
     parts = random.randint(1, 5)
     each = dealt(work, parts, groups)
     assert len(each) == parts and sorted(place for places in each for place in places) == list(range(len(work)))
@@ -26,7 +26,7 @@ def test_everybody_is_dealt_once_and_no_part_gets_much_more_than_its_share(seed:
 
 
 def test_small_groups_stay_together_and_large_ones_do_not_go_to_one_part_alone() -> None:
-    groups = [0] * 4 + [NOBODY] * 40 + [1] * 4
+    groups = [0] * 4 + [NO_GROUP] * 40 + [1] * 4
     each = dealt([1] * 48, 2, groups)
     assert [sum(group in {groups[place] for place in places} for places in each) for group in (0, 1)] == [1, 1]
     assert {len(places) for places in dealt([1] * 48, 2, [0] * 48)} == {24}

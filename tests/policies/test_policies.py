@@ -18,7 +18,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.judges.linear_judge import Linear
 from h2o_flexgen.kv.judges.table import judge_of as judge_that_needs_no_file
-from h2o_flexgen.kv.slot_scores import NOBODY, SlotScores
+from h2o_flexgen.kv.slot_scores import NO_TOKEN, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rotary
@@ -289,7 +289,7 @@ def test_what_is_never_filled_is_noted_as_nobody() -> None:
     KVCache(torch.zeros(2, 2, 1, occupancy.capacity, DIM), scores).attend(
         KVStep.of(occupancy.at(0), 6, torch.device("cpu")), NewTokens(x, x, x)
     )
-    assert scores.positions[1, 0].tolist() == [0, 1, NOBODY, NOBODY, NOBODY, NOBODY]
+    assert scores.positions[1, 0].tolist() == [0, 1, NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN]
 
 
 @pytest.mark.parametrize("block", [1 << 8, 1 << 12, 1 << 24])

@@ -18,7 +18,7 @@ from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 
 BY_SCORE, BY_AGE, BY_CHANCE, BY_WORTH = (tl.constexpr(number) for number in range(4))
 LEAST = tl.constexpr(LEAST_SCORE)
-NOBODY = tl.constexpr(torch.iinfo(torch.int32).max)  # a position behind all others
+NO_POSITION = tl.constexpr(torch.iinfo(torch.int32).max)  # a position behind all others
 MOST_SLOTS = 1024  # that a program looks at side by side
 
 
@@ -97,7 +97,11 @@ def evict_one(
     begins, ends = tl.load(start + row), tl.load(end + row)
     lane, own = tl.arange(0, SLOTS), first + last
 
-    least, oldest, place = tl.full((SLOTS,), float("inf"), tl.float32), tl.full((SLOTS,), NOBODY, tl.int32), lane.to(tl.int64)
+    least, oldest, place = (
+        tl.full((SLOTS,), float("inf"), tl.float32),
+        tl.full((SLOTS,), NO_POSITION, tl.int32),
+        lane.to(tl.int64),
+    )
     lost = tl.zeros((SLOTS,), tl.int32)
     for block in range(0, slots, SLOTS):
         at = block + lane
@@ -109,10 +113,10 @@ def evict_one(
         better = may_go & ((rank < least) | ((rank == least) & (position < oldest)))
         least, oldest, place = tl.where(better, rank, least), tl.where(better, position, oldest), tl.where(better, at, place)
     best = tl.min(least)
-    oldest = tl.where(least == best, oldest, NOBODY)
+    oldest = tl.where(least == best, oldest, NO_POSITION)
     eldest = tl.min(oldest)
     lowest = tl.min(tl.where(oldest == eldest, place, slots))
-    none_goes = (eldest == NOBODY) | (tl.max(lost) > 0)
+    none_goes = (eldest == NO_POSITION) | (tl.max(lost) > 0)
     goes = tl.where(none_goes | (tl.load(after + row) > last), last, lowest)
     tl.store(target + row * tl.num_programs(0) + head, goes)
 
