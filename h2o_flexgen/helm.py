@@ -19,11 +19,11 @@ from h2o_flexgen.core.allowed_values import AUTO, Rule, number, optional, whole
 from h2o_flexgen.core.hints import not_installed
 from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.engine.job import Request, without_number
+from h2o_flexgen.evaluation.answer_settings import TOKENIZER, model_settings, plan_settings
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.params import SEED_LIMIT, SamplingParams
 from h2o_flexgen.serving.desks import SECONDS, Desks, Lengths, Turns
-from h2o_flexgen.session.answer_settings import TOKENIZER, model_settings, plan_settings
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.prompts import Prompt, read_chat, read_prompts

@@ -52,7 +52,7 @@ ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 # Files above all rooms, the lowest first.
 FACE = (
-    *(f"session/{name}" for name in ("answer_settings", "options", "opened_model", "loaded_model", "plan_finder", "auto_plan")),
+    *(f"session/{name}" for name in ("options", "opened_model", "loaded_model", "plan_finder", "auto_plan")),
     "llm",
 )
 DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")

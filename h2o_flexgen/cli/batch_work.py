@@ -29,6 +29,7 @@ from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.stats import Peaks
+from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.jobs.file_job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.index import SOUND
 from h2o_flexgen.jobs.manifest import Manifest, Settings
@@ -42,7 +43,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
-from h2o_flexgen.session.answer_settings import model_settings, plan_settings
 from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.dialogue import choose_style
 

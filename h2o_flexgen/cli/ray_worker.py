@@ -15,6 +15,7 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.evaluation.answer_settings import TOKENIZER, WEIGHTS, model_settings
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.index import read_line
 from h2o_flexgen.jobs.line import LineReader
@@ -24,7 +25,6 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.ray import memory_of_actor
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
-from h2o_flexgen.session.answer_settings import TOKENIZER, WEIGHTS, model_settings
 from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.text.dialogue import choose_style
 

@@ -33,6 +33,7 @@ from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Settings
@@ -56,7 +57,6 @@ from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import ServerAddress, bound, is_loopback, listening, place_of
 from h2o_flexgen.serving.service import Service
 from h2o_flexgen.serving.status import Facts, Tier
-from h2o_flexgen.session.answer_settings import model_settings, plan_settings
 from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.dialogue import choose_style
 
