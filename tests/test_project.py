@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,20 @@ def test_this_reader_sees_what_breaks_the_rules() -> None:
     assert bare == Source(False, False, True, False, {"one, line 2": 4, "two, line 3": 2})
     kept = Source.of('"""It is kept."""\n\nfrom __future__ import annotations\n')
     assert kept == Source(False, True, False, True, {})
+
+
+PUBLIC_NAMES = {"Engine", "Tokenizer"}  # of Ray's and of HELM's users, beside those of the engine itself
+
+
+def test_a_class_name_has_one_home() -> None:
+    homes = Counter(
+        node.name
+        for path in FILES
+        if path.suffix == ".py" and place(path).startswith("h2o_flexgen/")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, number in homes.items() if number > 1} == PUBLIC_NAMES
 
 
 def test_nothing_is_left_to_do() -> None:

@@ -246,7 +246,8 @@ def handed_out(
 
 
 def done(*numbers: int) -> list[Any]:
-    from h2o_flexgen.cli.ray_worker import Broken, WorkerMessage
+    from h2o_flexgen.cli.process_link import Broken
+    from h2o_flexgen.cli.ray_worker import WorkerMessage
 
     return [WorkerMessage(0, broken=Broken(number, "it is done")) for number in numbers]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.open_llm import make_llm
+from h2o_flexgen.cli.process_link import Broken
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
@@ -48,14 +49,6 @@ class Opened:
         plan = self.plan
         percent = " ".join(f"{share:g}" for share in plan.percent)
         return f"on {self.host}, percent {percent}, {plan.num_gpu_batches} batches of {plan.gpu_batch_size}"
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A request that cannot be run to its end."""
-
-    number: int
-    reason: str
 
 
 @dataclass(frozen=True)
