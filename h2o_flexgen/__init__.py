@@ -34,9 +34,9 @@ _MODULES = {
     "Plan": "planning.plan",
     "Shares": "planning.plan",
     "Workload": "core.workload",
-    "Completion": "sampling.output",
-    "StepLogprobs": "sampling.output",
-    "TokenLogprob": "sampling.output",
+    "Completion": "sampling.completion",
+    "StepLogprobs": "sampling.completion",
+    "TokenLogprob": "sampling.completion",
     "SamplingParams": "sampling.params",
     "Scored": "engine.scoring",
 }

@@ -22,5 +22,5 @@ def sleeping() -> Iterator[None]:
     """A context in which processes do nothing else. They are not told their places, and so need not import torch."""
     from h2o_flexgen.cli import processes
 
-    with patch.object(processes, "compute", sleep), patch.object(processes, "Place", lambda *given: None):
+    with patch.object(processes, "compute", sleep), patch.object(processes, "ProcessPlace", lambda *given: None):
         yield

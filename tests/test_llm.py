@@ -77,7 +77,7 @@ def test_another_plan_can_be_adopted_until_weights_are_loaded(tmp_path: Path, mo
         assert llm.packing is not None and llm.budgets.disk == 10**9 - llm.packing[1] < 10**9
         (found,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2))
         assert len(found.token_ids) == 2
-        with pytest.raises(ValueError, match="make a new LLM for another plan"):
+        with pytest.raises(ValueError, match="are already loaded under another plan; make a new LLM"):
             llm.adopt(Plan())
     with pytest.raises(ValueError, match="is closed"):
         llm.adopt(Plan())

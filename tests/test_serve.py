@@ -186,13 +186,13 @@ def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.Monke
 
 DIES = """
 import os, signal
-from h2o_flexgen.serving.counts import Counts
-tick = Counts.tick
+from h2o_flexgen.serving.counts import ServerCounts
+tick = ServerCounts.tick
 def dies(counts, one):
     tick(counts, one)
     if one.number == 12:
         os.kill(os.getpid(), signal.SIGKILL)
-Counts.tick = dies
+ServerCounts.tick = dies
 from h2o_flexgen.serve import main
 raise SystemExit(main())
 """

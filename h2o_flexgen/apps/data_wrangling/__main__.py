@@ -9,7 +9,7 @@ document. The exit status is 1 if rows have no answer, and 2 if the job cannot r
 from h2o_flexgen.apps.data_wrangling.request import PROGRAM, parse, request_of
 from h2o_flexgen.cli.main import door
 
-main = door("data_wrangling", PROGRAM, parse, request_of, "apps.data_wrangling.work")
+main = door("data_wrangling", PROGRAM, parse, request_of, "apps.data_wrangling.wrangling_work")
 
 if __name__ == "__main__":
     raise SystemExit(main())
