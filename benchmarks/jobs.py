@@ -170,7 +170,7 @@ def rows_that_fit(args: argparse.Namespace) -> int:
 
 def fits(args: argparse.Namespace, size: int) -> bool:
     with opened(args, size) as llm:
-        return llm.planned(_workload(args, llm)).fits(llm.budgets)
+        return llm.planned(_workload(args, llm)).fits(llm.limits)
 
 
 def _workload(args: argparse.Namespace, llm: LLM) -> Workload:

@@ -84,8 +84,8 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     if args.one != "flexgen_barrier":  # the barrier has a fixed number of buffers
         shape["slots"] = args.slots
     shape["sep_layer"] = bool(args.sep_layer)
-    budget = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
-    with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, trace=True, **shape, **budget) as llm:
+    limits = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
+    with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, trace=True, **shape, **limits) as llm:
         prompts = made_up_prompts(llm.plan.block_size, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads; random weights are written to disk
         before = calibrate(llm, args)
@@ -205,7 +205,7 @@ def print_table(result: Mapping[str, Any]) -> None:
             f"{row['busiest_lane']:>8} {row['to_bound']:10.2f} {row['predicted_step_seconds']:11.2f} "
             f"{row['peak_host_bytes'] / 1e9:8.2f}"
         )
-    print(f"\nmemory budget {format_bytes(result['budget_host_bytes'])}. One decode step of the zig-zag schedule:")
+    print(f"\nmemory limit {format_bytes(result['budget_host_bytes'])}. One decode step of the zig-zag schedule:")
     print(result["schedules"].get("zigzag", {"runs": [{"timeline": ""}]})["runs"][-1]["timeline"])
 
 

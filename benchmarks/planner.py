@@ -284,7 +284,7 @@ def _in_words(result: Mapping[str, Any]) -> str:
     above = ", ".join(result["above_budget"]) or "none"
     return (
         f"{result['model']}: steps are predicted to {step['median']:.1%} in the median and {step['worst']:.0%} at worst, "
-        f"memory to {peak:.0%}; above the budget: {above}. "
+        f"memory to {peak:.0%}; above the limit: {above}. "
         f"What the search chose reaches {result['chosen_over_best']:.2f} of the best of the grid ({result['best_of_grid']})."
     )
 
@@ -305,7 +305,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     for what, name in (("for the machine as profiled", "step_error"), ("as it was", "step_error_as_it_was")):
         print(f"a step {what}: median error {result[name]['median']:.0%}, worst {result[name]['worst']:.0%}")
     above = ", ".join(result["above_budget"]) or "none"
-    print(f"memory: worst error {result['peak_error']['worst']:.0%}; above the budget: {above}")
+    print(f"memory: worst error {result['peak_error']['worst']:.0%}; above the limit: {above}")
     print(f"chosen: {result['chosen']}, {result['chosen_over_best']:.2f} of the best of the grid ({result['best_of_grid']})")
 
 

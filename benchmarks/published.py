@@ -36,10 +36,10 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.reserve import left_to_system
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 MACHINES = Path(__file__).resolve().parents[1] / "configs" / "machines"
@@ -335,10 +335,10 @@ def placed(row: Published, plan: Plan, percents: Sequence[tuple[int, ...]], mach
     """The plan with the first of these percents that fits the machine, or else what the last one lacks."""
     left = left_to_system(machine)
     room = {DEVICE: machine.device_bytes, HOST: machine.host_bytes, DISK: machine.disk_bytes}
-    budgets = Budgets(**{tier: room[tier] - left.get(tier, 0) for tier in TIERS})
+    limits = MemoryLimits(**{tier: room[tier] - left.get(tier, 0) for tier in TIERS})
     for percent in percents:
         asked = row.planned(plan.with_percent(percent))
-        if (tier := budgets.first_exceeded(asked.footprint)) is None:
+        if (tier := limits.first_exceeded(asked.footprint)) is None:
             return asked.plan
     assert tier is not None
     return (

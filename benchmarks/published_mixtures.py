@@ -32,10 +32,10 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.reserve import left_to_system
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 MACHINES = Path(__file__).resolve().parents[1] / "configs" / "machines"
@@ -88,7 +88,7 @@ def planned_on(machine: Machine, options: Mapping[str, Any]) -> Iterator[Workloa
 def fits(machine: Machine, planned: WorkloadPlan) -> bool:
     left = left_to_system(machine)
     room = {DEVICE: machine.device_bytes, HOST: machine.host_bytes, DISK: machine.disk_bytes}
-    return Budgets(**{tier: room[tier] - left.get(tier, 0) for tier in TIERS}).first_exceeded(planned.footprint) is None
+    return MemoryLimits(**{tier: room[tier] - left.get(tier, 0) for tier in TIERS}).first_exceeded(planned.footprint) is None
 
 
 def document(machines: Sequence[str]) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def _memory(budget: object, schedules: Mapping[str, Content]) -> str:
     if not peaks or budget is None:
         return ""
     held = ", ".join(f"{name} {float(str(peak)) / 1e9:.2f} GB" for name, peak in peaks.items())
-    return f"Memory held at most: {held}; the budget is {float(str(budget)) / 1e9:.2f} GB."
+    return f"Memory held at most: {held}; the limit is {float(str(budget)) / 1e9:.2f} GB."
 
 
 def _timeline(schedules: Mapping[str, Content]) -> str:

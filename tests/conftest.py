@@ -16,7 +16,7 @@ from h2o_flexgen.demo.fetched import SMOLLM2
 
 if TYPE_CHECKING:  # tests without an engine do not import torch
     from h2o_flexgen.text.tokenizer import Tokenizer
-    from tests.contract import Checkpoints
+    from tests.helpers.contract import Checkpoints
 
 INTERPRET = "TRITON_INTERPRET"  # kernels of a process are interpreted, or compiled for a GPU
 if not torch.cuda.is_available():
@@ -107,7 +107,7 @@ def any_device(request: pytest.FixtureRequest, pretended: None) -> str:
 
 @pytest.fixture
 def pretended() -> Iterator[None]:
-    from tests.pretended import pretend
+    from tests.helpers.pretended import pretend
 
     with pretend():
         yield
@@ -115,14 +115,14 @@ def pretended() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    from tests.contract import Checkpoints
+    from tests.helpers.contract import Checkpoints
 
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    from tests.real_tokenizers import KINDS, saved_tokenizer
+    from tests.helpers.real_tokenizers import KINDS, saved_tokenizer
 
     return {kind: saved_tokenizer(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 

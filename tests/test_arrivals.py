@@ -21,10 +21,10 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.prompts import Prompt
-from tests.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints
 from tests.engine.test_shrink import OF_TORCH, fail_at
-from tests.pairwise import on_devices
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints
+from tests.helpers.pairwise import on_devices
+from tests.helpers.patience import PATIENCE_SECONDS
 from tests.test_stream import GROWTH, LENGTHS, MIXES, nothing_runs_on, same
 
 __all__ = ["nothing_runs_on"]

@@ -19,8 +19,8 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
@@ -28,12 +28,12 @@ from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desks import Desks
 from h2o_flexgen.text.prompts import Prompt
-from tests import tiny
-from tests.contract import POLICIES, WEIGHTS, Checkpoints
 from tests.engine.test_shrink import OF_TORCH, fail_at
-from tests.pairwise import on_devices
+from tests.helpers import tiny
+from tests.helpers.contract import POLICIES, WEIGHTS, Checkpoints
+from tests.helpers.pairwise import on_devices
+from tests.helpers.resident import resident_behind
 from tests.planning.allocations import peak_allocated
-from tests.resident import resident_behind
 from tests.test_shared_prefixes import ENOUGH, AsPrompted, SharedCase
 from tests.test_stream import MIXES, nothing_runs_on, same
 
@@ -388,10 +388,10 @@ def test_seats_come_first_and_prefixes_get_what_memory_leaves(checkpoints: Check
         assert needs[0] < needs[1] < needs[2]
         found = []
         for enough in needs:
-            llm.budgets = Budgets(host=enough)
+            llm.limits = MemoryLimits(host=enough)
             found.append((room_of(llm), llm.arrivals(60, 4).load.seats))
         assert found == [(0, 8), (32, 8), (64, 8)]
-        llm.budgets = Budgets(host=needs[1])
+        llm.limits = MemoryLimits(host=needs[1])
         with pytest.raises(DoesNotFit, match=r"shared prefixes .*; would fit: .*less than 64 tokens of prefix_room"):
             room_of(llm, 64)
 

@@ -10,7 +10,7 @@ import pytest
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.contract import Checkpoints
+from tests.helpers.contract import Checkpoints
 
 RESIDENT = (100, 0, 100, 0, 100, 0)
 OFFLOADED = {"on the host": (0, 100, 0, 100, 0, 100), "in part": (30, 70, 40, 60, 50, 50)}

@@ -23,11 +23,11 @@ from h2o_flexgen import LLM, SamplingParams, batch
 from h2o_flexgen.jobs.output import JobOutput, waiting_file
 from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.sampling.sampler import Sampler
-from tests.commands import Result, called
-from tests.patience import PATIENCE_SECONDS
-from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
-from tests.signals import as_in_a_terminal
-from tests.tiny import POSITIONS, save_tiny
+from tests.helpers.commands import Result, called
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
+from tests.helpers.signals import as_in_a_terminal
+from tests.helpers.tiny import POSITIONS, save_tiny
 
 PLAIN = ("--dtype", "float32", "--tokenizer", "bytes", "--device", "cpu", "--verbose", "0")
 IN_MEMORY = ("--percent", "0", "100", "0", "100", "0", "100")

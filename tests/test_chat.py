@@ -27,11 +27,11 @@ from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import PlainStyle
-from tests.commands import called
-from tests.patience import PATIENCE_SECONDS
-from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
-from tests.signals import as_in_a_terminal
-from tests.tiny import save_tiny
+from tests.helpers.commands import called
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
+from tests.helpers.signals import as_in_a_terminal
+from tests.helpers.tiny import save_tiny
 
 BYTES = ("--tokenizer", "bytes")  # a tiny model comes without a tokenizer
 ROLLING = ("--kv-policy", "h2o", "--heavy", "20", "--recent", "20", "--positions", "rolling")

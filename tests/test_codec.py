@@ -16,9 +16,9 @@ from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.schedule import Key, Op
-from tests.contract import POLICIES, Case, Checkpoints, compare, generate_with
-from tests.inverted import TRAILER, Inverted, opened_inverted
-from tests.pairwise import on_devices
+from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with
+from tests.helpers.inverted import TRAILER, Inverted, opened_inverted
+from tests.helpers.pairwise import on_devices
 from tests.planning.test_machine import SMALL
 from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
 

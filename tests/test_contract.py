@@ -23,11 +23,11 @@ from h2o_flexgen.kernels.table import BASELINE, EXACT, INT8, TORCH
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.quant.codec import PLAIN
-from tests.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.pairwise import Name, covering, in_turn, on_devices
+from tests.helpers.reference import reference_generate
+from tests.helpers.resident import resident_generate
 from tests.kernels.variants import used
-from tests.pairwise import Name, covering, in_turn, on_devices
-from tests.reference import reference_generate
-from tests.resident import resident_generate
 
 RAGGED, EQUAL, MANY = (5, 9, 2, 7, 4), (6, 6, 6, 6), (3, 11, 8, 1, 6, 2, 9, 5, 4, 7)
 MIXES = (

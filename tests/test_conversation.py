@@ -25,9 +25,9 @@ from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits
-from tests.pairwise import on_devices
-from tests.resident import resident_talk
+from tests.helpers.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits
+from tests.helpers.pairwise import on_devices
+from tests.helpers.resident import resident_talk
 from tests.test_contract import MIXES, has_code
 
 STEPS, CONTEXT = 3, 100
@@ -218,7 +218,7 @@ def test_a_rolling_conversation_goes_on_beyond_the_models_length_in_the_same_mem
         ({}, {"context": 0}, "context is 0"),
         ({"kv_policy": "h2o", "heavy": 128, "positions": "rolling"}, {}, "budget of 128 slots leaves no position"),
         ({"kv_policy": "h2o", "kv_budget": 0.1}, {"context": 9}, "has a budget of 0 slots for a text of 9 tokens"),
-        ({"cpu_mem": "200MB"}, {}, r"plan needs .* the budget is"),
+        ({"cpu_mem": "200MB"}, {}, r"plan needs .* the limit is"),
     ],
 )
 def test_what_cannot_be_a_conversation_is_refused_before_anything_is_loaded(

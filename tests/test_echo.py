@@ -17,8 +17,8 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.tokenizer import ByteTokenizer
-from tests.contract import Case, Checkpoints, generate_with, hold_contract
-from tests.resident import _caches, _levels, _through_layers
+from tests.helpers.contract import Case, Checkpoints, generate_with, hold_contract
+from tests.helpers.resident import _caches, _levels, _through_layers
 
 KVZIP = (("kv_policy", "kvzip"), ("heavy", 4), ("recent", 3))
 LONGEST = 127  # tokens of a prompt, of a model of 128 positions: every token of its echo is a part

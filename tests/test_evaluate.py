@@ -17,9 +17,9 @@ from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.cells import FILE, Cells
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity
 from h2o_flexgen.llm import LLM
-from tests.commands import Result, called
-from tests.real_tokenizers import SENTENCES, save_byte_level
-from tests.tiny import save_tiny
+from tests.helpers.commands import Result, called
+from tests.helpers.real_tokenizers import SENTENCES, save_byte_level
+from tests.helpers.tiny import save_tiny
 
 GRID = ("--policies", "full,h2o,local", "--budgets", "100,20")
 SMALL = ("--window", 48, "--examples", 2, "--gen-len", 6)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.schedule.ops import Op
-from tests import tiny
-from tests.contract import POLICIES, Case, Checkpoints, Logits, generate_with
 from tests.engine.test_shrink import case_of, fail_at, same
-from tests.pairwise import on_devices
-from tests.resident import resident_generate
+from tests.helpers import tiny
+from tests.helpers.contract import POLICIES, Case, Checkpoints, Logits, generate_with
+from tests.helpers.pairwise import on_devices
+from tests.helpers.resident import resident_generate
 
 ON_DEVICE, ON_HOST, ON_DISK, MIXED = (100, 0) * 3, (0, 100) * 3, (0, 0) * 3, (30, 30, 20, 50, 40, 30)
 ARCHITECTURES = ("opt", "llama-gqa", "neox-parallel")

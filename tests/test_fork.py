@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_SECONDS
-from tests.tiny import save_tiny
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 

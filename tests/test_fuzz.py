@@ -19,11 +19,11 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
-from tests import tiny
 from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
-from tests.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, Logits, recorded_logits
+from tests.helpers import tiny
+from tests.helpers.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, Logits, recorded_logits
 
 SHORTEST_BY_HEAD = 4  # tokens of a prompt of which every head has a slot
 NEAR = (

@@ -29,14 +29,14 @@ from tests import test_conversation as talks
 from tests import test_pipeline as pipeline
 from tests import test_shared_prefixes as prefixes
 from tests import test_stream as stream
-from tests.contract import BY_HEAD, FEW_LOOK_BACK, MIXED_HEADS, WEIGHTS, Case, Checkpoints, head_budgets, hold_contract
 from tests.engine.test_graphs import RESIDENT, replayed
-from tests.pairwise import on_devices
+from tests.helpers.contract import BY_HEAD, FEW_LOOK_BACK, MIXED_HEADS, WEIGHTS, Case, Checkpoints, head_budgets, hold_contract
+from tests.helpers.pairwise import on_devices
+from tests.helpers.tiny import BLOCKS
 from tests.planning.worlds import tiny_spec
 from tests.policies.oracle import Head
 from tests.policies.test_policies import DIM, LENGTHS, ROTARY, new_tokens, texts, turn
 from tests.test_contract import MANY, MIXES, poisoned
-from tests.tiny import BLOCKS
 
 CPU, STEPS = torch.device("cpu"), 12
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, SamplingParams
-from tests import tiny
-from tests.real_tokenizers import VOCABS, save_byte_level
+from tests.helpers import tiny
+from tests.helpers.real_tokenizers import VOCABS, save_byte_level
 from tests.scripts.loading import load_script
 
 pytest.importorskip("helm.clients.client", reason="needs the extra [helm]")

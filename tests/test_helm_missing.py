@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.missing import hide, said_by
+from tests.helpers.missing import hide, said_by
 
 
 def test_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from tests.contract import POLICIES, Case, Checkpoints
+from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.test_fuzz import NEAR, random_case
 
 H2O = [policy for policy in POLICIES if policy and policy[0] == ("kv_policy", "h2o")]

@@ -1,6 +1,6 @@
 """The English of the project: docstrings are plain sentences or noun phrases, and documents have short, plain sentences.
 
-A document's paragraphs, list items, table cells and headings are read by `tests/prose.py`. Code and generated parts are
+A document's paragraphs, list items, table cells and headings are read by `tests/helpers/prose.py`. Code and generated parts are
 left out, and so is what is not rewritten: the log and the list of changes.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prose import Prose, read_prose, sentences, shown, words
+from tests.helpers.prose import Prose, read_prose, sentences, shown, words
 from tests.test_project import FILES, place
 
 PACKAGE = Path(__file__).resolve().parents[1] / "h2o_flexgen"

@@ -25,9 +25,9 @@ from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.tokenizer import ByteTokenizer
-from tests.patience import PATIENCE_SECONDS
-from tests.real_tokenizers import save_byte_level
-from tests.tiny import VOCAB, save_tiny
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.real_tokenizers import save_byte_level
+from tests.helpers.tiny import VOCAB, save_tiny
 
 Told = list[tuple[Stage, int, int]]
 
@@ -71,10 +71,10 @@ def test_another_plan_can_be_adopted_until_weights_are_loaded(tmp_path: Path, mo
     save_tiny("opt", tmp_path / "model")
     packed = Plan(weight_codec="group4").with_percent((50, 50, 0, 100, 0, 100))
     with LLM(str(tmp_path / "model"), device="cpu") as llm:
-        assert llm.packing is None and llm.budgets.disk == 10**9
+        assert llm.packing is None and llm.limits.disk == 10**9
         llm.adopt(packed)
         assert llm.requested == packed and llm.plan == packed.folded() and llm.spec.layers[1].matrices[0].codec == "tiles4"
-        assert llm.packing is not None and llm.budgets.disk == 10**9 - llm.packing[1] < 10**9
+        assert llm.packing is not None and llm.limits.disk == 10**9 - llm.packing[1] < 10**9
         (found,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2))
         assert len(found.token_ids) == 2
         with pytest.raises(ValueError, match="are already loaded under another plan; make a new LLM"):
@@ -302,11 +302,11 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
         assert plans[0].block_size == 1 and plans[1].block_size > 1, "a block of one row would serve nine prompts badly"
         assert plans[2] is plans[1], "fewer prompts go with the plan that there is"
         assert {plan.num_gpu_batches for plan in plans} == {1} and measured == ["float32"]
-        budgets = llm.budgets
-        llm.budgets = replace(budgets, host=1)
+        limits = llm.limits
+        llm.limits = replace(limits, host=1)
         with pytest.raises(DoesNotFit, match="no plan fits"):
             llm.generate([[7] * 50], params)
-        llm.budgets = budgets
+        llm.limits = limits
         (scored,) = llm.score([(prompts[0], expected[0])])
         assert scored.greedy == expected[0]
         with llm.converse() as talk, pytest.raises(ValueError, match=r"a conversation of .* is open"):

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
-from tests.real_tokenizers import VOCABS, save_byte_fallback, save_byte_level
+from tests.helpers import tiny
+from tests.helpers.real_tokenizers import VOCABS, save_byte_fallback, save_byte_level
 
 for name in ("lm_eval", "accelerate"):
     pytest.importorskip(name, reason=f"{name} is not installed")  # accelerate is what `hf` imports

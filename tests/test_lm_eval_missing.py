@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from h2o_flexgen.lm_eval import main
-from tests.missing import hide, said_by
+from tests.helpers.missing import hide, said_by
 
 SAID = "lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'"
 

@@ -1,4 +1,4 @@
-"""A budget of host memory holds for the whole process to its end: what is sampled from outside never exceeds it."""
+"""A limit of host memory holds for the whole process to its end: what is sampled from outside never exceeds it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what another process holds is read in /proc")
 
@@ -37,7 +37,7 @@ class Ran(NamedTuple):
 
 
 class Told(NamedTuple):
-    budget: int
+    limit: int
     seen: int  # the most that was seen from outside
     peak: int  # the most that the run told of
     process: int  # alike, with what was held behind it to measure the machine
@@ -46,7 +46,7 @@ class Told(NamedTuple):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
-    """What every plan held under a budget 1 % above what the first says that it needs."""
+    """What every plan held under a limit 1 % above what the first says that it needs."""
     folder = tmp_path_factory.mktemp("promise")
     save_tiny("opt", folder, hidden_size=512, num_attention_heads=8, ffn_dim=2048, word_embed_proj_dim=512)
     flags = ["--model", str(folder), "--device", "cpu", "--offload-dir", str(folder / "off"), *SIZES]
@@ -58,12 +58,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
 def _under_a_tight_budget(flags: Sequence[str], needs: Ran, again: Callable[[], Ran]) -> Told:
     """A process begins with some MB more or less each time, and is right to refuse where that is what lacks."""
     for _ in range(TRIES):
-        budget = int(1.01 * needs.document["needed_bytes"]["host"])
-        ran = _ran([*flags, "--cpu-mem", str(budget)])
+        limit = int(1.01 * needs.document["needed_bytes"]["host"])
+        ran = _ran([*flags, "--cpu-mem", str(limit)])
         if ran.status == 0:
             over = ran.document["over_budget_bytes"]["host"]
-            return Told(budget, ran.seen, ran.document["peak_bytes"]["host"], ran.document["process_peak_bytes"], over)
-        assert ran.status == 2 and "the budget is" in ran.errors, ran.errors
+            return Told(limit, ran.seen, ran.document["peak_bytes"]["host"], ran.document["process_peak_bytes"], over)
+        assert ran.status == 2 and "the limit is" in ran.errors, ran.errors
         needs = again()
     raise AssertionError(f"refused {TRIES} times: {ran.errors}")
 
@@ -82,7 +82,7 @@ def _ran(argv: Sequence[str]) -> Ran:
 
 def test_no_sample_exceeds_a_tight_budget_and_the_peak_that_is_told_is_the_processes(told: list[Told]) -> None:
     for plan, one in zip(PLANS, told, strict=True):
-        assert one.seen <= one.budget and one.peak <= one.process <= one.budget and not one.over, (plan, one)
+        assert one.seen <= one.limit and one.peak <= one.process <= one.limit and not one.over, (plan, one)
         assert one.process >= one.seen - (1 << 20), (plan, one)  # what is seen in /proc is counted page by page, and late
 
 
@@ -95,4 +95,4 @@ def test_prompts_of_a_mixture_in_16_bits_stay_within_a_tight_budget(tmp_path: Pa
     flags += ["--percent", "0", "0", "0", "0", "0", "0"]
     dry = partial(_ran, [*flags, "--dry-run"])
     one = _under_a_tight_budget(flags, dry(), dry)
-    assert one.seen <= one.budget and not one.over, one
+    assert one.seen <= one.limit and not one.over, one

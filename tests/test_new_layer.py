@@ -22,9 +22,9 @@ from h2o_flexgen.planning.working_space import SLACK
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
-from tests.contract import Case, compare, generate_with
-from tests.side_by_side import KIND, SideBySideCheckpoints, registered
-from tests.tiny import tiny_config
+from tests.helpers.contract import Case, compare, generate_with
+from tests.helpers.side_by_side import KIND, SideBySideCheckpoints, registered
+from tests.helpers.tiny import tiny_config
 
 LAYER = 2  # the first of the new kind
 MACHINE = Machine("two", "cpu", 0, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, {"float32": ((4, 2.0), (8, 3.0))}, {"host": 1.0}, 0.0)

@@ -28,16 +28,16 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.task import Visit
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, generate_with, hold_contract
-from tests.pairwise import covering
+from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, generate_with, hold_contract
+from tests.helpers.pairwise import covering
+from tests.helpers.pretended import pretend
+from tests.helpers.tiny import BLOCKS
 from tests.planning.test_cost import assert_moved_as_predicted
 from tests.planning.test_footprint import NOT_IN_ARENAS, PAGE
 from tests.planning.test_pricing import MACHINE
 from tests.planning.test_pricing import on as on_machine
 from tests.planning.worlds import tiny_spec
-from tests.pretended import pretend
 from tests.test_contract import EQUAL, MANY, MIXES, RAGGED, has_code
-from tests.tiny import BLOCKS
 
 CHOICES = {
     "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "gpt-oss", "qwen2-near"),

@@ -23,11 +23,11 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling import profile_cache
-from tests.commands import Result, called
+from tests.helpers.commands import Result, called
+from tests.helpers.tiny import save_tiny
 from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, Pricing
 from tests.planning.worlds import of_slices, tiny_spec
-from tests.tiny import save_tiny
 
 KEYS = {
     "model", "plan", "predicted", "busiest_lane", "binding_tier", "runners_up", "front", "flags", "machine", "cases",
@@ -265,7 +265,7 @@ def test_what_a_search_found_is_priced_the_same_when_it_is_given(command: Any) -
 def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     flags = ("--evaluate", "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB")
     error = command(*WORK, *flags, model="facebook/opt-1.3b").error
-    assert re.search(r"needs \d\.\d\d GB on host .*, the budget is 2\.00 GB; would fit: ", error), error
+    assert re.search(r"needs \d\.\d\d GB on host .*, the limit is 2\.00 GB; would fit: ", error), error
 
 
 # -- what it refuses -----------------------------------------------------------------------------------------------------

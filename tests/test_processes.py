@@ -35,12 +35,12 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaDevice
 from h2o_flexgen.memory.shared import file_in_memory
 from h2o_flexgen.sampling.completion import Completion
-from tests.commands import Result, called
-from tests.contract import Case, Checkpoints
-from tests.patience import PATIENCE_SECONDS
-from tests.signals import as_in_a_terminal
-from tests.sleeping_process import sleeping
-from tests.tiny import save_tiny
+from tests.helpers.commands import Result, called
+from tests.helpers.contract import Case, Checkpoints
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.signals import as_in_a_terminal
+from tests.helpers.sleeping_process import sleeping
+from tests.helpers.tiny import save_tiny
 
 SAMPLED = SamplingParams(max_tokens=5, temperature=0.9, n=2)
 
@@ -276,9 +276,9 @@ from pathlib import Path
 from h2o_flexgen.cli import processes
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.common_requests import SiteRequest
-from tests.sleeping_process import sleeping
+from tests.helpers.sleeping_process import sleeping
 names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
-llm = SimpleNamespace(offload_folder=Path(sys.argv[1]), budgets=SimpleNamespace(host=1), plan=None, device=names)
+llm = SimpleNamespace(offload_folder=Path(sys.argv[1]), limits=SimpleNamespace(host=1), plan=None, device=names)
 def work(flags):
     with sleeping(), processes.Processes(llm, None, SiteRequest(gpus=2), [None, None]) as both:
         for number, pid in both.said(nullcontext):
@@ -311,7 +311,7 @@ def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Pat
 
 def test_all_end_when_one_is_killed(offload: Path) -> None:
     names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
-    llm: Any = SimpleNamespace(offload_folder=offload, budgets=SimpleNamespace(host=1), plan=None, device=names)
+    llm: Any = SimpleNamespace(offload_folder=offload, limits=SimpleNamespace(host=1), plan=None, device=names)
     others: list[psutil.Process] = []
     none: Any = None
     with (

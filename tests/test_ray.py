@@ -29,11 +29,11 @@ from h2o_flexgen.cli.batch_request import RayRequest
 from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason
 from h2o_flexgen.engine.tick import Tick
-from tests.commands import called
-from tests.patience import PATIENCE_SECONDS
-from tests.signals import as_in_a_terminal
+from tests.helpers.commands import called
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.signals import as_in_a_terminal
+from tests.helpers.tiny import save_tiny
 from tests.test_batch import DEMO, demo_requests, has_ended, has_lines, ids, records, started, when, write
-from tests.tiny import save_tiny
 
 if TYPE_CHECKING:
     from h2o_flexgen.ray import Engine

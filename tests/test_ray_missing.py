@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.batch import main
-from tests.commands import called
-from tests.missing import hide, said_by
+from tests.helpers.commands import called
+from tests.helpers.missing import hide, said_by
 
 SAID = "Ray is not installed; it comes with the extra [ray]: pip install -e '.[ray]'"
 

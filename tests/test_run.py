@@ -23,7 +23,7 @@ from h2o_flexgen import LLM, SamplingParams, run
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli import run_report, run_work
 from h2o_flexgen.cli.watch import RunWatch
-from h2o_flexgen.engine import memory_budgets
+from h2o_flexgen.engine import opened_limits
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
@@ -31,12 +31,12 @@ from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import measure, profile_cache
 from h2o_flexgen.session.plan_finder import PlanSearch
-from tests.commands import Result, called
-from tests.patience import PATIENCE_SECONDS
-from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
-from tests.probes import made_up_probe
-from tests.signals import as_in_a_terminal
-from tests.tiny import POSITIONS, save_tiny, tiny_config
+from tests.helpers.commands import Result, called
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
+from tests.helpers.probes import made_up_probe
+from tests.helpers.signals import as_in_a_terminal
+from tests.helpers.tiny import POSITIONS, save_tiny, tiny_config
 
 IN_MEMORY = ("--percent", "0", "100", "0", "100", "0", "100")
 DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
@@ -801,11 +801,11 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(command: Any, t
 
 def test_a_plan_that_does_not_fit_says_what_would(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        memory_budgets, "bytes_to_begin_with", lambda: 320 << 20
+        opened_limits, "bytes_to_begin_with", lambda: 320 << 20
     )  # what tests before this left here may be too much
     model = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", 16, "--gen-len", 4)
     error = command(*model, "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB").error
-    assert re.search(r"needs \d\.\d\d GB on host .*, the budget is 2\.00 GB; would fit: .*percent", error), error
+    assert re.search(r"needs \d\.\d\d GB on host .*, the limit is 2\.00 GB; would fit: .*percent", error), error
 
 
 def test_an_offload_folder_that_cannot_be_made_is_named(opt: Path, tmp_path: Path, capfd: Any) -> None:

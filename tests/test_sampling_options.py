@@ -20,11 +20,11 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import uniform
 from h2o_flexgen.schedule.ops import Op
-from tests import tiny
-from tests.adjusted_by_hand import adjusted_by_hand, picked_by_hand
-from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts
 from tests.engine.test_shrink import case_of, fail_at
-from tests.resident import resident_generate
+from tests.helpers import tiny
+from tests.helpers.adjusted_by_hand import adjusted_by_hand, picked_by_hand
+from tests.helpers.contract import POLICIES, Case, Checkpoints, distinct_prompts
+from tests.helpers.resident import resident_generate
 
 ON_DISK, MIXED = (0, 0) * 3, (30, 30, 20, 50, 40, 30)
 SEED, GEN_LEN = 5, 7
@@ -202,7 +202,7 @@ def test_what_logits_of_prompts_hold_is_counted_before_anything_is_loaded(checkp
     prompts = distinct_prompts((100,) * 4)
     with Case("qwen2-wordy").open(checkpoints, offload) as llm:
         fits = WorkloadPlan(llm.spec, llm.plan, Workload.uniform(4, 100, 1), Site()).footprint
-        llm.budgets = replace(llm.budgets, host=llm.budgets.needs(fits, "host"))
+        llm.limits = replace(llm.limits, host=llm.limits.needs(fits, "host"))
         with pytest.raises(ValueError, match="working space"):
             llm.generate(prompts, SamplingParams(1, prompt_logprobs=0))
         assert llm._engine is None

@@ -21,10 +21,10 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.tokenizer import ByteTokenizer
-from tests import tiny
-from tests.contract import POLICIES, Case, Checkpoints
 from tests.engine.test_shrink import fail_at
-from tests.pairwise import in_turn
+from tests.helpers import tiny
+from tests.helpers.contract import POLICIES, Case, Checkpoints
+from tests.helpers.pairwise import in_turn
 
 Pairs = list[tuple[list[int], list[int]]]
 ON_DISK, MIXED = (0, 0) * 3, (30, 30, 20, 50, 40, 30)
@@ -123,7 +123,7 @@ def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints,
         more = many.footprint.total("host") - few.footprint.total("host")
         assert more > 140 * llm.spec.vocab * 4
         assert replace(many, scored_at_once=10**6).footprint == replace(many, scored_at_once=200).footprint
-        llm.budgets = replace(llm.budgets, host=llm.budgets.needs(few.footprint, "host"))
+        llm.limits = replace(llm.limits, host=llm.limits.needs(few.footprint, "host"))
         with pytest.raises(ValueError, match="working space"):
             llm.score([([1] * 90, [2] * 10)] * 4)
 

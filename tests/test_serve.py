@@ -28,10 +28,10 @@ from h2o_flexgen.jobs.line import COMPLETIONS
 from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desk import Desk
 from h2o_flexgen.serving.listening import ServerAddress
-from tests.commands import Result, called
-from tests.patience import PATIENCE_SECONDS
-from tests.planted import CPU_MEM, OVER, SAID, plant_a_peak
-from tests.tiny import save_tiny
+from tests.helpers.commands import Result, called
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
+from tests.helpers.tiny import save_tiny
 
 PLAIN = ("--dtype", "float32", "--tokenizer", "bytes", "--device", "cpu", "--port", 0, "--served-model-name", "tiny")
 GREEDY: dict[str, Any] = {"model": "tiny", "prompt": "The ferry", "temperature": 0}

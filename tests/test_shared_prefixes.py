@@ -16,16 +16,16 @@ from h2o_flexgen.engine.job import Request, prefix_finder
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
-from tests import tiny
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints
+from tests.helpers import tiny
+from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints
+from tests.helpers.pairwise import on_devices
+from tests.helpers.resident import resident_behind
 from tests.kernels.variants import used
-from tests.pairwise import on_devices
-from tests.resident import resident_behind
 from tests.test_contract import has_code
 from tests.test_stream import MIXES, apart, same, streamed
 
@@ -205,12 +205,12 @@ def test_what_does_not_fit_is_not_shared_and_that_is_said_once(checkpoints: Chec
     case = SharedCase("llama-gqa", gpu_batch_size=4, policy=POLICIES[1], prefix_policy=JUDGED, prefill_tokens=1)
     with case.open(checkpoints, offload, shared_prefixes=False) as apart_from_others:
         wanted = streamed(apart_from_others, case.requests)
-    budget = between_sharing_and_not(case, checkpoints, offload)
+    limits = between_sharing_and_not(case, checkpoints, offload)
     with (
         case.open(checkpoints, offload) as llm,
         pytest.warns(RuntimeWarning, match="has 19 tokens, and there is no room") as told,
     ):
-        llm.budgets = budget
+        llm.limits = limits
         assert same(streamed(llm, case.requests), wanted)
     assert len(told) == 1
 
@@ -218,15 +218,15 @@ def test_what_does_not_fit_is_not_shared_and_that_is_said_once(checkpoints: Chec
 def test_where_answers_depend_on_it_a_job_that_cannot_share_is_refused(checkpoints: Checkpoints, offload: Path) -> None:
     """It would say something else with less memory, and so when it goes on."""
     case = SharedCase("llama-gqa", gpu_batch_size=4, policy=POLICIES[1], prefill_tokens=1)
-    budget = between_sharing_and_not(case, checkpoints, offload)
+    limits = between_sharing_and_not(case, checkpoints, offload)
     with case.open(checkpoints, offload) as llm:
-        llm.budgets = budget
+        llm.limits = limits
         with pytest.raises(DoesNotFit, match="shared prefixes"):
             streamed(llm, case.requests)
 
 
-def between_sharing_and_not(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> Budgets:
-    """A budget that is enough for a job only if it shares nothing."""
+def between_sharing_and_not(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> MemoryLimits:
+    """A limit that is enough for a job only if it shares nothing."""
     needs = []
     for shares in (False, True):
         with case.open(checkpoints, offload, shared_prefixes=shares) as llm:
@@ -234,7 +234,7 @@ def between_sharing_and_not(case: SharedCase, checkpoints: Checkpoints, offload:
         assert bool(footprint.parts[HOST]["shared prefixes"]) is shares
         needs.append(footprint.total(HOST))
     assert needs[0] < needs[1]
-    return Budgets(host=sum(needs) // 2)
+    return MemoryLimits(host=sum(needs) // 2)
 
 
 def test_whoever_has_too_little_of_its_own_for_a_budget_shares_nothing(checkpoints: Checkpoints, offload: Path) -> None:

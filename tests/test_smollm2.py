@@ -21,7 +21,7 @@ from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.cli.main import main
 from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.demo.fetched import SMOLLM2
-from tests.dequantised import dequantised_model
+from tests.helpers.dequantised import dequantised_model
 
 pytestmark = pytest.mark.smollm2
 

@@ -24,10 +24,10 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.engine.test_shrink import same as same_but_for_last_bits
-from tests.pairwise import on_devices
+from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
+from tests.helpers.pairwise import on_devices
 from tests.test_contract import has_code
 
 LENGTHS = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5, 1, 12, 4, 9)

@@ -21,11 +21,11 @@ from h2o_flexgen.kernels.table import TRITON, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import SearchProblem
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.profiling.profile_cache import is_profiled, machine_before_profile, this_machine
 from h2o_flexgen.session.opened_model import OpenedModel
 
@@ -82,17 +82,17 @@ def problem_of(request: PlanRequest, machine: Machine, opened: OpenedModel) -> S
         workload=None if number is None else Workload.uniform(number, request.prompt_len, request.gen_len),
         prompt_len=request.prompt_len,
         gen_len=request.gen_len,
-        budgets=_budgets(request, machine),
+        limits=_limits(request, machine),
         site=_site(request, machine),
     )
 
 
-def _budgets(request: PlanRequest, machine: Machine) -> Budgets:
+def _limits(request: PlanRequest, machine: Machine) -> MemoryLimits:
     site = request.site
     if site.gpu_mem is not None and not machine.has_accelerator:
         raise ValueError(f"--gpu-mem {site.gpu_mem} is for a machine with a GPU, and {machine.name} has none; leave it out")
     left = system_share(request.machine, site)
-    return Budgets(
+    return MemoryLimits(
         device=_size(site.gpu_mem, machine.device_bytes - left.get(DEVICE, 0)) if machine.has_accelerator else None,
         host=_size(site.cpu_mem, machine.host_bytes - left.get(HOST, 0)),
         disk=_size(request.disk, machine.disk_bytes),

@@ -28,7 +28,7 @@ from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "slots", "weights, KV as", "all prefills s", "s/step", "tokens/s", "one block s")
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
-BINDS = 0.9  # share of a budget below which something else than memory holds a plan back
+BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
 WORTH_SAYING = 0.005
 RUN = "python -m h2o_flexgen.run"
@@ -69,7 +69,7 @@ class FoundReport:
             dummy_weights=request.model.dummy_weights,
             requested=request.plan if isinstance(request.plan, Plan) else self.found.best.plan,
             planned=self.planned,
-            budgets=self.problem.budgets,
+            limits=self.problem.limits,
             processor=processor(self.problem.machine.device) if request.machine is None else None,
             stored=self.stored,
         )
@@ -144,7 +144,7 @@ class FoundReport:
         """The prediction under the names that the run command measures by. Steps change slowly, so their mean stands for the
         median."""
         return {
-            **Predicted(one, self.problem.machine.name, self.problem.budgets).as_json(),
+            **Predicted(one, self.problem.machine.name, self.problem.limits).as_json(),
             "generated_tokens": one.generated_tokens,
             "gpus": self.request.site.gpus,
             "step_seconds_median": round(one.step_seconds, 6),
@@ -249,9 +249,9 @@ class Why:
 
     @cached_property
     def fullness(self) -> Mapping[str, float]:
-        """The share of its budget that each tier needs."""
-        budgets = {tier: budget for tier in TIERS if (budget := self.problem.budgets.of(tier))}
-        return {tier: self.problem.budgets.needs(self.needed, tier) / budget for tier, budget in budgets.items()}
+        """The share of its limit that each tier needs."""
+        limits = {tier: limit for tier in TIERS if (limit := self.problem.limits.of(tier))}
+        return {tier: self.problem.limits.needs(self.needed, tier) / limit for tier, limit in limits.items()}
 
     @property
     def binding_tier(self) -> str | None:
@@ -269,14 +269,14 @@ class Why:
         tier = self.binding_tier
         if tier is None or self.fullness[tier] < BINDS:
             return None
-        budget = self.problem.budgets.of(tier)
-        assert budget is not None
-        more = replace(self.problem.budgets, **{tier: int((1 + MORE) * budget)})
+        limit = self.problem.limits.of(tier)
+        assert limit is not None
+        more = replace(self.problem.limits, **{tier: int((1 + MORE) * limit)})
         batches = (self.best.plan.num_gpu_batches,)
         plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
         try:
             same = replace(self.problem, plan=plan, codecs=(), computes=(), batches=batches, attend_on=attend_on)
-            found = search(replace(same, budgets=more))
+            found = search(replace(same, limits=more))
         except NoPlan:
             return None
         return max(found.best.tokens_per_second, self.best.tokens_per_second)
@@ -298,9 +298,9 @@ class Why:
         tier = self.binding_tier
         if tier is None:
             return "no memory has a limit"
-        need, budget = self.problem.budgets.needs(self.needed, tier), self.problem.budgets.of(tier) or 0
+        need, limit = self.problem.limits.needs(self.needed, tier), self.problem.limits.of(tier) or 0
         used = f"{NAMES[tier]} memory" if tier != "disk" else "the disk"
-        used = f"{used} is fullest: {format_bytes(need)} of {format_bytes(budget)} ({100 * self.fullness[tier]:.0f} %)"
+        used = f"{used} is fullest: {format_bytes(need)} of {format_bytes(limit)} ({100 * self.fullness[tier]:.0f} %)"
         if self.nothing_is_offloaded:
             return f"everything fits, nothing is offloaded; {used}"
         if not with_more or self.with_more is None:

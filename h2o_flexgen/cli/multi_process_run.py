@@ -93,7 +93,7 @@ class RunApart:
         each = {tier: [one.peak_bytes.get(tier, 0) for one in self.figures.values()] for tier in TIERS}
         beside = {HOST: peak_resident_bytes() - shared * (len(self.figures) - 1)}
         held = {tier: max(peaks) if tier == DEVICE else sum(peaks) + beside.get(tier, 0) for tier, peaks in each.items()}
-        return Peaks(held, self.job.llm.budgets.exceeded_by(held))
+        return Peaks(held, self.job.llm.limits.exceeded_by(held))
 
     def _tell(self, shared: int) -> None:
         job, peaks = self.job, self.peaks(shared)

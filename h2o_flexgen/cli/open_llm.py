@@ -30,7 +30,7 @@ def open_together(model: ModelRequest, site: SiteRequest, plan: Plan, trace: boo
     except BaseException:
         llm.close()
         raise
-    llm.budgets = replace(llm.budgets, processes=site.gpus)
+    llm.limits = replace(llm.limits, processes=site.gpus)
     return llm
 
 

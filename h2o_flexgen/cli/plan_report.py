@@ -17,15 +17,15 @@ from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.buffer_layout import hidden_bytes
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.engine.memory_budgets import Packing
+from h2o_flexgen.engine.opened_limits import Packing
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.sections import layers_of
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -47,7 +47,7 @@ class PlanReport:
     dummy_weights: bool
     requested: Plan  # as it was asked for
     planned: WorkloadPlan  # in force: folded without an accelerator
-    budgets: Budgets
+    limits: MemoryLimits
     processor: Processor | None  # what computes; None for another machine, of which only its profile is known
     packing: Packing | None = None
     tokenizer_note: str = ""
@@ -61,7 +61,7 @@ class PlanReport:
             dummy_weights=model.dummy_weights,
             requested=llm.requested,
             planned=planned,
-            budgets=llm.budgets,
+            limits=llm.limits,
             processor=processor(llm.device.kind),
             packing=llm.packing,
             tokenizer_note=llm.tokenizer.note,
@@ -112,9 +112,9 @@ class PlanReport:
             "bytes_to_pack": self.packing.nbytes if self.packing else 0,
             "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
-            "needed_bytes": {tier: self.budgets.needs(self.planned.footprint, tier) for tier in TIERS},
+            "needed_bytes": {tier: self.limits.needs(self.planned.footprint, tier) for tier in TIERS},
             "device_bytes": [sum(parts.values()) for parts in self.planned.footprint.devices],
-            "budget_bytes": {tier: self.budgets.of(tier) for tier in TIERS},
+            "budget_bytes": {tier: self.limits.of(tier) for tier in TIERS},
         }
 
     def _head(self) -> list[str]:
@@ -206,16 +206,16 @@ class PlanReport:
         return not self.planned.site.accelerator and given != kept
 
     def _needs(self) -> list[str]:
-        rows = [["tier", "needs at most", "budget", "of which"]]
+        rows = [["tier", "needs at most", "limit", "of which"]]
         for tier in TIERS:
-            need, budget = self.budgets.needs(self.planned.footprint, tier), self.budgets.of(tier)
+            need, limit = self.limits.needs(self.planned.footprint, tier), self.limits.of(tier)
             if need or tier == HOST:
-                limit = format_bytes(budget) if budget is not None else "none"
-                rows.append([NAMES[tier], format_bytes(need), limit, self._parts(tier)])
+                most = format_bytes(limit) if limit is not None else "none"
+                rows.append([NAMES[tier], format_bytes(need), most, self._parts(tier)])
         return table(rows, page_width())
 
     def _parts(self, tier: str) -> str:
-        parts = self.budgets.held(self.planned.footprint, tier).items()
+        parts = self.limits.held(self.planned.footprint, tier).items()
         return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
 
 
@@ -421,12 +421,12 @@ class Predicted:
 
     prediction: Prediction
     machine: str  # the machine that the prediction is for
-    budgets: Budgets
+    limits: MemoryLimits
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Peak bytes per tier, with what the process holds by itself."""
-        base = {tier: self.budgets.host_base if tier == HOST else 0 for tier in TIERS}
+        base = {tier: self.limits.host_base if tier == HOST else 0 for tier in TIERS}
         return {tier: nbytes + base[tier] for tier, nbytes in self.prediction.peak_bytes.items()}
 
     def as_json(self) -> dict[str, object]:

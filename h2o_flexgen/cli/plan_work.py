@@ -51,14 +51,14 @@ def _refuse_before_profile(request: PlanRequest) -> None:
         machine = machine_before_measuring(request.site)
         before = problem_of(request, machine, opened_for(request, machine))
         if isinstance(request.plan, Plan):
-            before.largest(before.plan).refuse_what_does_not_fit(before.budgets)
+            before.largest(before.plan).refuse_what_does_not_fit(before.limits)
         else:
             refuse_what_never_fits(before)
 
 
 def _priced(problem: SearchProblem) -> SearchResult:
     """The given plan, as if a search had found it."""
-    problem.largest(problem.plan).refuse_what_does_not_fit(problem.budgets)
+    problem.largest(problem.plan).refuse_what_does_not_fit(problem.limits)
     one = Candidate(problem.plan, problem.predict(problem.plan))
     return SearchResult(best=one, runners_up=(), front=(one,), cases=0)
 

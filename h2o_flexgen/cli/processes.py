@@ -74,7 +74,7 @@ class Processes:
             site = replace(
                 site_of_each(self._site),
                 device=self.device(number),
-                cpu_mem=str(self._llm.budgets.host),
+                cpu_mem=str(self._llm.limits.host),
                 offload_dir=str(folder.path.absolute() / FOLDER.format(number)),
             )
             place = ProcessPlace(number, self._model, site, self._llm.plan, weights, passing)

@@ -192,7 +192,7 @@ class RunOutcome:
                 offload_bytes=self._offloaded_bytes(),
                 links=llm.device.accelerator,
                 pin_weight=llm.plan.pin_weight,
-                memory_bytes=room_to_measure(llm.budgets),
+                memory_bytes=room_to_measure(llm.limits),
             )
             return measure(llm.device, needs)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises a RuntimeError when memory is short

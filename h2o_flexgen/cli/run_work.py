@@ -148,7 +148,7 @@ class RunJob:
         return made_up_prompts(self._num_made_up(asked), asked.length, self.llm.tokenizer, self.llm.spec.vocab)
 
     def _check_room(self, asked: MadeUpPrompts) -> None:
-        check_room(self._num_made_up(asked), asked.length, self.llm.budgets.host)
+        check_room(self._num_made_up(asked), asked.length, self.llm.limits.host)
 
     @cached_property
     def workload(self) -> Workload:
@@ -198,7 +198,7 @@ class RunJob:
         """The prediction for the steps that are run; None for a run that ends inside a step."""
         if self.machine is None or self.stop_at is not None:
             return None
-        return Predicted(predict(self.planned_run, self.machine), self.machine.name, self.llm.budgets)
+        return Predicted(predict(self.planned_run, self.machine), self.machine.name, self.llm.limits)
 
     def announce(self) -> None:
         say(self.plan_report.lines())

@@ -230,13 +230,13 @@ class Server:
 
 def facts_of(name: str, report: PlanReport) -> Facts:
     """What the page of a server shows of its plan, as it was announced."""
-    held, budgets, workload = placed_bytes(report.first), report.budgets, report.planned.workload
+    held, limits, workload = placed_bytes(report.first), report.limits, report.planned.workload
     tiers = [
         Tier(
             name=NAMES[tier],
             held_bytes={kind: held[kind][tier] for kind in KINDS},
-            needed_bytes=budgets.needs(report.planned.footprint, tier),
-            budget_bytes=budgets.of(tier),
+            needed_bytes=limits.needs(report.planned.footprint, tier),
+            budget_bytes=limits.of(tier),
         )
         for tier in report.tiers
     ]

@@ -13,7 +13,7 @@ from h2o_flexgen.engine.row_state import RowState
 
 
 class Peaks(NamedTuple):
-    """The most bytes held on each tier, and by how much they exceeded the budget."""
+    """The most bytes held on each tier, and by how much they exceeded the limit."""
 
     peak_bytes: Mapping[str, int]  # the host's is the process's resident memory
     over_budget_bytes: Mapping[str, int]
@@ -82,7 +82,7 @@ class Stats:
 
     @property
     def over_budget_bytes(self) -> Mapping[str, int]:
-        """Bytes per tier by which the peak exceeded the budget; 0 where it did not."""
+        """Bytes per tier by which the peak exceeded the limit; 0 where it did not."""
         return self.peaks.over_budget_bytes
 
     @property

@@ -26,16 +26,16 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, footprint
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
 from h2o_flexgen.planning.predict_running import typical_passes
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.seating import Seating
-from h2o_flexgen.planning.tier_budgets import Budgets
 
 KINDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
-LACKING = 1e6  # seconds per whole missing budget: far more than anything else can cost
+LACKING = 1e6  # seconds per whole limit that is missing: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
 BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that do not depend on slots
 FOUND = (*BOUNDS, "whole")  # and those that do not depend on what stays
@@ -52,7 +52,7 @@ class Case:
     plan: Plan
     block: Block
     machine: Machine
-    budgets: Budgets
+    limits: MemoryLimits
     site: Site
     stays: tuple[str, ...] = ()  # kinds of data that may not leave the fastest tier and so need no buffers
 
@@ -185,14 +185,14 @@ class Case:
         """The same bytes on this tier, of all processes: weights that already lie on disk take no room there."""
         lies_there = tier == DISK and not self.site.writes_weights
         return {
-            kind: 0 if lies_there and kind == WEIGHTS else nbytes * self.budgets.copies(tier, kind)
+            kind: 0 if lies_there and kind == WEIGHTS else nbytes * self.limits.copies(tier, kind)
             for kind, nbytes in self.bytes_of.items()
         }
 
     def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, exact under this plan and a good guess near it."""
         return {
-            tier: self.budgets.needs(exact, tier)
+            tier: self.limits.needs(exact, tier)
             - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_on(tier).items())
             for tier in self.tiers
         }
@@ -255,13 +255,13 @@ def solve(cases: Sequence[Case]) -> list[BestShares]:
         for number, (case, plan) in enumerate(zip(cases, plans)):
             needed = case.footprint(plan)
             anchors[number] = case.anchored(plan, needed)
-            if case.budgets.first_exceeded(needed) is None:
+            if case.limits.first_exceeded(needed) is None:
                 answer = BestShares(case, plan, seconds_at(case, plan))
                 if number not in best or order(answer) < order(best[number]):
                     best[number] = answer
     for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
         plan = case.with_shares()
-        if case.budgets.first_exceeded(case.whole) is None and (
+        if case.limits.first_exceeded(case.whole) is None and (
             number not in best or seconds_at(case, plan) <= best[number].seconds
         ):
             best[number] = BestShares(case, plan, seconds_at(case, plan))
@@ -339,11 +339,11 @@ def _case(
         constraints += [step >= bound for bound in _step_bounds(case, shares, number)]
     lacking = {tier: pulp.LpVariable(f"lacking_{tier}_{name}", 0) for tier in case.tiers}
     for tier in case.tiers:
-        budget = case.budgets.of(tier)
-        if budget is not None:  # in shares of the budget, so that coefficients are near 1; a full disk has none
-            unit = budget or sum(case.bytes_of.values())
+        limit = case.limits.of(tier)
+        if limit is not None:  # in shares of the limit, so that coefficients are near 1; a full disk has none
+            unit = limit or sum(case.bytes_of.values())
             held = pulp.lpSum(shares[kind, tier] * (nbytes / unit) for kind, nbytes in case.bytes_on(tier).items())
-            constraints.append(held + anchor[tier] / unit <= budget / unit + lacking[tier])
+            constraints.append(held + anchor[tier] / unit <= limit / unit + lacking[tier])
     total = pulp.lpSum(weight * step for weight, step in zip(case.weights_of_steps, seconds))
     scale = TIE * sum(weight * max(bounds.values()) for weight, bounds in zip(case.weights_of_steps, case.base))
     lower = pulp.lpSum(place * shares[kind, tier] for kind in KINDS for place, tier in enumerate(case.tiers))

@@ -11,10 +11,10 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.search import THROUGHPUT, SearchProblem
-from h2o_flexgen.planning.tier_budgets import Budgets
 
 
 def refuse_to_search_pipelines(plan: Plan) -> None:
@@ -53,7 +53,7 @@ class PlanRequirements:
         workload: Workload | None,
         prompt_len: int,
         gen_len: int,
-        budgets: Budgets,
+        limits: MemoryLimits,
         site: Site,
     ) -> SearchProblem:
         """The problem to search. What is visibly wrong without a search is refused here."""
@@ -74,7 +74,7 @@ class PlanRequirements:
             gen_len=gen_len,
             plan=plan,
             machine=machine,
-            budgets=budgets,
+            limits=limits,
             site=site,
             codecs=self.codecs,
             computes=self.computes,

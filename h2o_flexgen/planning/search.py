@@ -1,4 +1,4 @@
-"""Search: the best plan for a workload on a machine, within budgets.
+"""Search: the best plan for a workload on a machine, within limits.
 
 The linear program finds the shares for every allowed size of batches and blocks and every allowed codec; the most promising
 plans are simulated with real tensors, and the best of these wins. KV budgets, codecs and inexact products, which change
@@ -24,9 +24,9 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.linear_program import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_slots
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 
 THROUGHPUT, LATENCY = "throughput", "latency"
@@ -58,7 +58,7 @@ class SearchProblem:
     gen_len: int
     plan: Plan
     machine: Machine
-    budgets: Budgets
+    limits: MemoryLimits
     site: Site
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
@@ -100,7 +100,7 @@ class SearchProblem:
         return self.planned(plan, self.first_block(plan))
 
     def fits(self, plan: Plan) -> bool:
-        return self.largest(plan).fits(self.budgets)
+        return self.largest(plan).fits(self.limits)
 
     def predict(self, plan: Plan) -> Prediction:
         rows = self.prompts(plan)
@@ -260,7 +260,7 @@ def _cases(problem: SearchProblem) -> Iterator[Case]:
 
 def _case(problem: SearchProblem, spec: ModelSpec, plan: Plan) -> Case:
     block = problem.measured(plan).blocks(plan.gpu_batch_size, plan.num_gpu_batches)[0]
-    return Case(spec, plan, block, problem.machine, problem.budgets, problem.site)
+    return Case(spec, plan, block, problem.machine, problem.limits, problem.site)
 
 
 def _is_on_grid(case: Case) -> bool:
@@ -445,14 +445,14 @@ def nearest_miss(problem: SearchProblem) -> str:
     misses = []
     for plan in _smallest(problem):
         needed = problem.largest(plan).footprint
-        tier = problem.budgets.first_exceeded(needed)
+        tier = problem.limits.first_exceeded(needed)
         if tier is None:
             return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
-        need, budget = problem.budgets.needs(needed, tier), problem.budgets.of(tier)
-        assert budget is not None
-        misses.append((need - budget, tier, need, budget))
-    more, tier, need, budget = min(misses)
+        need, limit = problem.limits.needs(needed, tier), problem.limits.of(tier)
+        assert limit is not None
+        misses.append((need - limit, tier, need, limit))
+    more, tier, need, limit = min(misses)
     return (
         f"no plan fits: even one row with everything offloaded needs {format_bytes(need)} on {tier}, "
-        f"and the budget is {format_bytes(budget)}; give {format_bytes(more)} more on {tier}"
+        f"and the limit is {format_bytes(limit)}; give {format_bytes(more)} more on {tier}"
     )

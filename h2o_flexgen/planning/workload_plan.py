@@ -1,6 +1,6 @@
 """WorkloadPlan: a workload under a plan, from its blocks to what they hold; and what would fit if that is too much.
 
-A budget is a promise: a plan that needs more is refused before anything is loaded, with the tier, the need, the budget and what
+A limit is a promise: a plan that needs more is refused before anything is loaded, with the tier, the need, the limit and what
 would fit.
 """
 
@@ -17,8 +17,8 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.footprint import Footprint, footprint
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.tier_budgets import Budgets
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,20 @@ class WorkloadPlan:
         each = (footprint(block, self.site, self.scored_at_once) for block, _ in self.blocks.alike)
         return reduce(Footprint.__or__, each)
 
-    def fits(self, budgets: Budgets) -> bool:
-        return budgets.first_exceeded(self.footprint) is None
+    def fits(self, limits: MemoryLimits) -> bool:
+        return limits.first_exceeded(self.footprint) is None
 
-    def refuse_what_does_not_fit(self, budgets: Budgets) -> None:
-        tier = budgets.first_exceeded(self.footprint)
+    def refuse_what_does_not_fit(self, limits: MemoryLimits) -> None:
+        tier = limits.first_exceeded(self.footprint)
         if tier is None:
             return
-        budget = budgets.of(tier)
-        assert budget is not None
-        parts = budgets.held(self.footprint, tier).items()
+        limit = limits.of(tier)
+        assert limit is not None
+        parts = limits.held(self.footprint, tier).items()
         held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
         raise DoesNotFit(
-            f"plan needs {format_bytes(budgets.needs(self.footprint, tier))} on {tier} ({held}), "
-            f"the budget is {format_bytes(budget)}; {what_would_fit(self, budgets)}"
+            f"plan needs {format_bytes(limits.needs(self.footprint, tier))} on {tier} ({held}), "
+            f"the limit is {format_bytes(limit)}; {what_would_fit(self, limits)}"
         )
 
 
@@ -70,24 +70,24 @@ class DoesNotFit(ValueError):
     """An error: the plan needs more than may be held."""
 
 
-def what_would_fit(asked: WorkloadPlan, budgets: Budgets) -> str:
+def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
     """The nearest plans that fit: a smaller batch, or less of the weights and KV in memory."""
     found = []
     for size in _halves(asked.plan.gpu_batch_size):
         plan = replace(asked.plan, gpu_batch_size=size)
-        if replace(asked, plan=plan).fits(budgets):
+        if replace(asked, plan=plan).fits(limits):
             found.append(f"gpu_batch_size {size}")
             break
-    if (room := asked.workload.prefix_room) and replace(asked, workload=replace(asked.workload, prefix_room=0)).fits(budgets):
+    if (room := asked.workload.prefix_room) and replace(asked, workload=replace(asked.workload, prefix_room=0)).fits(limits):
         found.append(f"less than {room} tokens of prefix_room")
-    tier = budgets.first_exceeded(asked.footprint)
+    tier = limits.first_exceeded(asked.footprint)
     with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(asked.plan, tier, kept))
     for plan in with_less:
-        if replace(asked, plan=plan).fits(budgets):
+        if replace(asked, plan=plan).fits(limits):
             found.append("percent " + " ".join(f"{value:g}" for value in plan.percent))
             break
     if not found:
-        found = [_smaller_with_less(asked, budgets, tier)]
+        found = [_smaller_with_less(asked, limits, tier)]
     return "would fit: " + " or ".join(found) if any(found) else f"no smaller batch or share fits: {MORE[tier or HOST]}"
 
 
@@ -98,12 +98,12 @@ MORE = {
 }
 
 
-def _smaller_with_less(asked: WorkloadPlan, budgets: Budgets, tier: str | None) -> str:
+def _smaller_with_less(asked: WorkloadPlan, limits: MemoryLimits, tier: str | None) -> str:
     """Both at once, if neither alone is enough; nothing if that is not enough either."""
     for size in _halves(asked.plan.gpu_batch_size) or [1]:
         for kept in (0.5, 0.0):
             for plan in _with_less(replace(asked.plan, gpu_batch_size=size), tier, kept):
-                if replace(asked, plan=plan).fits(budgets):
+                if replace(asked, plan=plan).fits(limits):
                     return f"gpu_batch_size {size} with percent " + " ".join(f"{value:g}" for value in plan.percent)
     return ""
 

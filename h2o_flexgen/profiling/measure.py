@@ -31,7 +31,7 @@ from h2o_flexgen.memory.disk import DiskFiles, DiskTier, FilePiece, OffloadFolde
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.machine import Curve, Machine
-from h2o_flexgen.planning.tier_budgets import Budgets
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.profiling.multiplied import multiplied
 from h2o_flexgen.profiling.pool import sound_bytes
 from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED
@@ -66,13 +66,13 @@ class Needs:
     memory_bytes: int = 256 << 20  # the most that is used to measure
 
 
-def room_to_measure(budgets: Budgets) -> int:
-    """Bytes that measuring may use without breaking a budget that the run has promised to keep."""
+def room_to_measure(limits: MemoryLimits) -> int:
+    """Bytes that measuring may use without breaking a limit that the run has promised to keep."""
     held = {HOST: psutil.Process().memory_info().rss, DEVICE: 0}
-    left = [budget - nbytes for tier, nbytes in held.items() if (budget := budgets.of(tier)) is not None]
+    left = [limit - nbytes for tier, nbytes in held.items() if (limit := limits.of(tier)) is not None]
     free = int(min([MOST_BYTES, *left]) * SHARE_OF_ROOM)
     if free < LEAST_BYTES:
-        raise MemoryError(f"it takes {format_bytes(LEAST_BYTES)}, and the budget leaves {format_bytes(max(0, free))}")
+        raise MemoryError(f"it takes {format_bytes(LEAST_BYTES)}, and the limit leaves {format_bytes(max(0, free))}")
     return free
 
 

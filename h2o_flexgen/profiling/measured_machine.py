@@ -21,11 +21,11 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention_rates, moving, products, visits
-from h2o_flexgen.profiling.budget import NOW, Now, Stopwatch, TimeLimit
 from h2o_flexgen.profiling.pool import BytePool
 from h2o_flexgen.profiling.profile_sizes import FULL, ProfileSizes
 from h2o_flexgen.profiling.rounds import RoundsTaken, measured, missing
 from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, ProfileWatch, Subject
+from h2o_flexgen.profiling.time_limit import NOW, Now, Stopwatch, TimeLimit
 from h2o_flexgen.quant.codec import ROW_FORMS
 
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
@@ -47,7 +47,7 @@ def profile(
     """Measures everything for one type of values, in the seconds that the sizes allow. Nothing stays in the folder. The file
     `partial` holds measurements until the end: if the profile is stopped, the next call continues from there."""
     stopwatch = Stopwatch(now)
-    budget = TimeLimit(sizes.budget_seconds, stopwatch)
+    limit = TimeLimit(sizes.budget_seconds, stopwatch)
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
     if device_bytes:
@@ -60,8 +60,8 @@ def profile(
             disk_bytes = shutil.disk_usage(offload_folder).free
             disk = opened.enter_context(moving.disk(memories, sizes, stopwatch, watch))
             watch.inside("making ready what is measured")
-            subjects = [disk, *_subjects(memories, dtype, sizes, stopwatch, budget, watch)]
-            figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, budget, watch, taken).items()}
+            subjects = [disk, *_subjects(memories, dtype, sizes, stopwatch, limit, watch)]
+            figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, limit, watch, taken).items()}
             not_measured = _told(missing(subjects, figures), figures)
             unsteadiness = taken.unsteadiness(subject.title for subject in subjects)
             del subjects
@@ -75,11 +75,11 @@ def profile(
 
 
 def _subjects(
-    memories: Memories, dtype: str, sizes: ProfileSizes, stopwatch: Stopwatch, budget: TimeLimit, watch: ProfileWatch
+    memories: Memories, dtype: str, sizes: ProfileSizes, stopwatch: Stopwatch, limit: TimeLimit, watch: ProfileWatch
 ) -> Iterator[Subject]:
     """Products come last, since those of many rows take what is left of the time."""
     device, folder = memories.device, memories.disk.folder
-    bench, host = _benches(device, sizes, stopwatch, budget)
+    bench, host = _benches(device, sizes, stopwatch, limit)
     dtypes = measured_dtypes(dtype, site_of(device.kind, device.accelerator))
     sizes = sizes.in_pool(min(bench.pool.nbytes, host.pool.nbytes), max(DTYPE_BYTES[each] for each in dtypes))
     yield from moving.copies(bench, host, sizes, memories.host)
@@ -93,16 +93,14 @@ def _subjects(
     yield from products.curves(bench, dtypes, dtype, sizes)
 
 
-def _benches(device: Device, sizes: ProfileSizes, stopwatch: Stopwatch, budget: TimeLimit) -> tuple[Bench, Bench]:
+def _benches(device: Device, sizes: ProfileSizes, stopwatch: Stopwatch, limit: TimeLimit) -> tuple[Bench, Bench]:
     """Those of the device that computes and of the CPU, which may be the same."""
-    host = _bench(Device(), HostTier(), sizes, stopwatch, budget)
-    return (_bench(device, device.memory(HostTier()), sizes, stopwatch, budget) if device.accelerator else host), host
+    host = _bench(Device(), HostTier(), sizes, stopwatch, limit)
+    return (_bench(device, device.memory(HostTier()), sizes, stopwatch, limit) if device.accelerator else host), host
 
 
-def _bench(
-    device: Device, memory: HostTier | DeviceTier, sizes: ProfileSizes, stopwatch: Stopwatch, budget: TimeLimit
-) -> Bench:
-    filling = TimeLimit(budget.left * SHARE_TO_FILL, stopwatch)
+def _bench(device: Device, memory: HostTier | DeviceTier, sizes: ProfileSizes, stopwatch: Stopwatch, limit: TimeLimit) -> Bench:
+    filling = TimeLimit(limit.left * SHARE_TO_FILL, stopwatch)
     return Bench(Clock(device, sizes.seconds, stopwatch), BytePool.filled(memory, sizes.pool_bytes, filling))
 
 

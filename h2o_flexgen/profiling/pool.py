@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_flexgen.core.buffer_layout import ALIGNMENT
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.profiling.budget import TimeLimit
+from h2o_flexgen.profiling.time_limit import TimeLimit
 
 LEAST_BYTES = 1 << 20
 SMALLEST, LARGEST = 0.02, 0.5  # of the values: far from what a type with few bits takes for zero or for infinity
@@ -26,14 +26,14 @@ class BytePool:
     data: Tensor  # (bytes,)
 
     @classmethod
-    def filled(cls, memory: HostTier | DeviceTier, nbytes: int, budget: TimeLimit) -> BytePool:
-        """As many bytes as can be filled in the budget, `nbytes` at most."""
+    def filled(cls, memory: HostTier | DeviceTier, nbytes: int, limit: TimeLimit) -> BytePool:
+        """As many bytes as can be filled in the limit, `nbytes` at most."""
         data, done = memory.alloc(nbytes)[:nbytes], min(nbytes, LEAST_BYTES)
         data[:done].copy_(sound_bytes(done))
         while done < nbytes:
-            before, step = budget.left, min(done, nbytes - done)
+            before, step = limit.left, min(done, nbytes - done)
             data[done : done + step].copy_(data[:step])
-            done, after = done + step, budget.left
+            done, after = done + step, limit.left
             if 2 * (before - after) > after:
                 break
         return cls(data[:done])

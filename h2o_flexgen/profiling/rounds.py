@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from h2o_flexgen.profiling.budget import TimeLimit
 from h2o_flexgen.profiling.subject import Figures, ProfileWatch, Subject
+from h2o_flexgen.profiling.time_limit import TimeLimit
 
 FIRST = 0  # the round that finds the sizes
 SLOW = 0.04  # the share of the whole time above which a measurement is not repeated
@@ -87,14 +87,14 @@ def _read(file: Path, asked: str) -> Iterator[tuple[Mark, Measurement]]:
 def measured(
     subjects: Sequence[Subject],
     rounds: int,
-    budget: TimeLimit | None = None,
+    limit: TimeLimit | None = None,
     watch: ProfileWatch | None = None,
     taken: RoundsTaken | None = None,
 ) -> dict[str, float]:
-    """Measures all subjects in turns, as often as the budget allows, and so many rounds at most. Measurements in `taken` are
+    """Measures all subjects in turns, as often as the limit allows, and so many rounds at most. Measurements in `taken` are
     not repeated. Points of curves for which there was no time are missing."""
     return Rounds(
-        subjects, rounds, budget or TimeLimit(float("inf")), watch or ProfileWatch(), taken or RoundsTaken()
+        subjects, rounds, limit or TimeLimit(float("inf")), watch or ProfileWatch(), taken or RoundsTaken()
     ).measured()
 
 
@@ -102,7 +102,7 @@ def measured(
 class Rounds:
     subjects: Sequence[Subject]
     rounds: int
-    budget: TimeLimit
+    limit: TimeLimit
     watch: ProfileWatch
     taken: RoundsTaken
     _warm: set[str] = field(default_factory=set)  # titles of what this process has measured
@@ -126,11 +126,11 @@ class Rounds:
         to_do = whole
         for place, subject in enumerate(self.subjects):
             self.watch.done = number * len(self.subjects) + place
-            share = self.budget.share(subject.weight, to_do + whole * (self.rounds - number) * (number > FIRST))
+            share = self.limit.share(subject.weight, to_do + whole * (self.rounds - number) * (number > FIRST))
             if number == FIRST:
                 self._first(subject, share)
             else:
-                self._again(number, subject, self.budget.left if self._rest_fits(place) else share)
+                self._again(number, subject, self.limit.left if self._rest_fits(place) else share)
             to_do -= subject.weight
 
     # -- the first round -------------------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class Rounds:
 
     def _at_its_size(self, subject: Subject, seconds: float) -> Measurement:
         """Measures at the smallest size, and then at the largest that should fit in what is left of the seconds."""
-        ends = self.budget.now() + seconds
+        ends = self.limit.now() + seconds
         found = self._measured(subject, subject.sizes[0])
         if len(subject.sizes) > 1 and 2 * found.seconds <= seconds:
             found = self._measured(subject, found.size)  # without what only a first call takes
         while True:
-            left = min(ends - self.budget.now(), subject.enough)
+            left = min(ends - self.limit.now(), subject.enough)
             larger = [size for size in subject.sizes if size > found.size and found.seconds * size / found.size <= left]
             if not larger:
                 return found
@@ -169,11 +169,11 @@ class Rounds:
     def _rest_fits(self, place: int) -> bool:
         """Whether there is time for all that is not slow and still to come in this round."""
         last = (self._last.get(subject.title) for subject in self.subjects[place:])
-        return sum(2 * one.seconds for one in last if one is not None and one.seconds <= self._slow) <= self.budget.left
+        return sum(2 * one.seconds for one in last if one is not None and one.seconds <= self._slow) <= self.limit.left
 
     @property
     def _slow(self) -> float:
-        return SLOW * self.budget.seconds
+        return SLOW * self.limit.seconds
 
     def _again(self, number: int, subject: Subject, seconds: float) -> None:
         last = self._last.get(subject.title)
@@ -189,10 +189,10 @@ class Rounds:
         self.taken.add(number, subject.title, found)
 
     def _measured(self, subject: Subject, size: int) -> Measurement:
-        begun = self.budget.now()
+        begun = self.limit.now()
         figures = subject.measure(size)
         self._warm.add(subject.title)
-        return Measurement(figures, size, self.budget.now() - begun)
+        return Measurement(figures, size, self.limit.now() - begun)
 
 
 def missing(subjects: Sequence[Subject], figures: Mapping[str, float]) -> list[str]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.profiling.budget import Stopwatch
 from h2o_flexgen.profiling.pool import BytePool
+from h2o_flexgen.profiling.time_limit import Stopwatch
 
 CALLS_AT_ONCE = 8  # given to an accelerator before it is awaited
 ENOUGH = 0.5  # seconds of a measurement that does not have to be longer

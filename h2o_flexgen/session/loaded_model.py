@@ -1,4 +1,4 @@
-"""ModelUnderPlan: an open model under a plan, its memory budgets, and its engine, once its weights are loaded."""
+"""ModelUnderPlan: an open model under a plan, its memory limits, and its engine, once its weights are loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.memory_budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
+from h2o_flexgen.engine.opened_limits import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.stage import OnStage, Stage, Stages
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
@@ -79,8 +79,8 @@ class ModelUnderPlan:
         caches = [cache_folder(kind) for kind in COPIES]
         self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
         self._open()
-        self.budgets = open_budgets([self.device, *self.others], gpu_mem, cpu_mem)
-        self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))
+        self.limits = open_limits([self.device, *self.others], gpu_mem, cpu_mem)
+        self.limits = replace(self.limits, disk=disk_limit(self.offload_folder, self.packing))
 
     # -- the plan --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class ModelUnderPlan:
         self._take(plan)
         self.source.close()
         self._put_under_plan()
-        self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))
+        self.limits = replace(self.limits, disk=disk_limit(self.offload_folder, self.packing))
         self.weigh()
 
     @contextmanager
@@ -129,7 +129,7 @@ class ModelUnderPlan:
     def weigh(self) -> None:
         """Measures again the bytes that the process holds besides those that the plan counts."""
         if self._memories is None:
-            self.budgets = weighed_anew(self.budgets)
+            self.limits = weighed_anew(self.limits)
 
     @property
     def site(self) -> Site:
@@ -150,7 +150,7 @@ class ModelUnderPlan:
 
     def _fitting(self, workload: Workload, scored_at_once: int = 0) -> WorkloadPlan:
         planned = self.planned(workload, None, scored_at_once)
-        planned.refuse_what_does_not_fit(self.budgets)
+        planned.refuse_what_does_not_fit(self.limits)
         return planned
 
     def spec_under(self, plan: Plan) -> ModelSpec:
@@ -259,7 +259,7 @@ class ModelUnderPlan:
         if self.dummy_weights:
             disk += sum(file.stat().st_size for file in self.weight_files)
         device, host = max(device.peak_bytes() for device in (self.device, *self.others)), peak_resident_bytes()
-        over = self.budgets.exceeded_by({DEVICE: device, HOST: host, DISK: disk})
+        over = self.limits.exceeded_by({DEVICE: device, HOST: host, DISK: disk})
         if host <= self._held_before:  # the peak is from before this model was opened
             over[HOST] = 0
         return Peaks({DEVICE: device, HOST: host, DISK: disk}, over)

@@ -12,17 +12,17 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.search import MOST_ROWS, SearchProblem, SearchResult, refuse_what_never_fits, search
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 if TYPE_CHECKING:
     from h2o_flexgen.session.loaded_model import ModelUnderPlan
 
 FASTEST = Shares(1.0, 0.0)
-MOST_SEARCHES = 4  # with a budget of hundreds of MB, two left a tenth of a MB too little now and then
+MOST_SEARCHES = 4  # with a limit of hundreds of MB, two left a tenth of a MB too little now and then
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class PlanSearch:
 
     def is_granted_by(self, plan: Plan) -> bool:
         """Whether the plan fits what may be held."""
-        return self._planned(plan).fits(self._budgets)
+        return self._planned(plan).fits(self._limits)
 
     @property
-    def _budgets(self) -> Budgets:
+    def _limits(self) -> MemoryLimits:
         tier = DEVICE if self.llm.device.accelerator else HOST
-        held = self.llm.budgets.of(tier)
-        return self.llm.budgets if held is None else replace(self.llm.budgets, **{tier: held - self.held_back})
+        held = self.llm.limits.of(tier)
+        return self.llm.limits if held is None else replace(self.llm.limits, **{tier: held - self.held_back})
 
     def _problem(self, machine: Machine) -> SearchProblem:
         llm = self.llm
@@ -85,7 +85,7 @@ class PlanSearch:
             workload=self.workload,
             prompt_len=self.prompt_len,
             gen_len=self.gen_len,
-            budgets=self._budgets,
+            limits=self._limits,
             site=llm.site,
         )
 
@@ -107,7 +107,7 @@ class PlanSearch:
             fastest = _in_one_block(fastest, self.workload.num_prompts, asked.batch_sizes, asked.batches)
         elif demo_folder(self.llm.name) is None:
             return None  # the search decides how many prompts make a good block
-        return fastest if self._planned(fastest).fits(self._budgets.with_half_free()) else None
+        return fastest if self._planned(fastest).fits(self._limits.with_half_free()) else None
 
 
 def _in_one_block(plan: Plan, rows: int, sizes: tuple[int, ...], batches: tuple[int, ...]) -> Plan:

@@ -22,9 +22,9 @@ from h2o_flexgen.apps.data_wrangling.made_up_data import MadeUpDataSet
 from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.text.tokenizer import ByteTokenizer
-from tests.commands import Result, called
-from tests.patience import PATIENCE_SECONDS
-from tests.tiny import VOCAB, save_tiny
+from tests.helpers.commands import Result, called
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.tiny import VOCAB, save_tiny
 
 PLAIN = ("--dtype", "float32", "--tokenizer", "bytes", "--device", "cpu", "--verbose", "0")
 SMALL = ("--percent", "0", "100", "0", "100", "0", "100", "--gpu-batch-size", "4", "--num-gpu-batches", "1")

@@ -23,8 +23,8 @@ from benchmarks.baselines.jit_builds import building_in
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.baselines.sizes import kv_bytes, weight_bytes
 from benchmarks.baselines.systems import system_named
-from tests.patience import PATIENCE_SECONDS
-from tests.tiny import BLOCKS, VOCAB, save_tiny
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.tiny import BLOCKS, VOCAB, save_tiny
 
 ROOT = Path(__file__).parents[2]
 PEERS = ["transformers", "accelerate", "airllm", "flexgen", pytest.param("deepspeed", marks=pytest.mark.slow)]  # it compiles

@@ -19,7 +19,7 @@ from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.cap import NoCap
 from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.peaks import Peaks
-from tests.gguf_files import save_gguf
+from tests.helpers.gguf_files import save_gguf
 from tests.scripts.loading import load_script
 
 checkpoints = load_script("checkpoints.py", "benchmarks")

@@ -36,9 +36,9 @@ from benchmarks.comparison.search import Search
 from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.kernels.table import EXACT, INT8
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.tiny import tiny_config
 from tests.scripts.loading import PROJECT, load_script
-from tests.tiny import tiny_config
 
 MB = 10**6
 

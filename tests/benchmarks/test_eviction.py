@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from h2o_flexgen.core.fit import largest
+from tests.helpers.tiny import tiny_config
 from tests.scripts.loading import load_script
-from tests.tiny import tiny_config
 
 eviction = load_script("eviction.py", "benchmarks")
 read_result = load_script("readme_results.py").read_result

@@ -27,7 +27,7 @@ from benchmarks.baselines.llama_build import (
 )
 from benchmarks.baselines.llama_cpp import System, command, measured
 from benchmarks.baselines.request import Request
-from tests.tiny import BLOCKS, save_tiny
+from tests.helpers.tiny import BLOCKS, save_tiny
 
 CMAKE = """#!/bin/sh
 echo "$@" >> {folder}/asked

@@ -28,9 +28,9 @@ from benchmarks.comparison.launch import Failed, Launcher
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import load_config
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.gguf_files import sizes_for
+from tests.helpers.gguf_files import sizes_for
+from tests.helpers.tiny import KINDS
 from tests.scripts.loading import load_script
-from tests.tiny import KINDS
 
 moe = load_script("moe.py", "benchmarks")
 readme_results = load_script("readme_results.py")

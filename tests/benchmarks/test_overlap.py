@@ -8,8 +8,8 @@ import pytest
 
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.schedule.table import SCHEDULES
+from tests.helpers.tiny import tiny_config
 from tests.scripts.loading import load_script
-from tests.tiny import tiny_config
 
 overlap = load_script("overlap.py", "benchmarks")
 

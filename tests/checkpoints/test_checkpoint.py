@@ -14,7 +14,7 @@ from h2o_flexgen.checkpoints.checkpoint import folder_checkpoint, open_checkpoin
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, read_header, write_safetensors
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.core.model_spec import TensorSpec
-from tests.refusals import one_line
+from tests.helpers.refusals import one_line
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 NORM = "model.norm.weight"

@@ -24,8 +24,8 @@ from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safeten
 from h2o_flexgen.checkpoints.stale_files import writer
 from h2o_flexgen.checkpoints.sums import Sums
 from h2o_flexgen.core.folders import cache_folder
-from tests.patience import PATIENCE_SECONDS
-from tests.refusals import one_line
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.refusals import one_line
 
 State = dict[str, torch.Tensor]
 

@@ -25,7 +25,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 PROMPTS = [[5, 7, 11, 2], [3, 1, 4]]
 PARAMS = SamplingParams(max_tokens=5)

@@ -19,8 +19,8 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.refusals import one_line
-from tests.tiny import tiny_config
+from tests.helpers.refusals import one_line
+from tests.helpers.tiny import tiny_config
 
 MATRIX = "model.layers.3.mlp.up_proj.weight"
 NORM = "model.layers.3.input_layernorm.weight"

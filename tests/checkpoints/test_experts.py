@@ -14,9 +14,9 @@ from h2o_flexgen.checkpoints.decoded_values import stored_values
 from h2o_flexgen.checkpoints.experts import usual_name
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.llm import LLM
-from tests.contract import Case, Checkpoints, generate_with
-from tests.refusals import one_line
-from tests.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
+from tests.helpers.contract import Case, Checkpoints, generate_with
+from tests.helpers.refusals import one_line
+from tests.helpers.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
 
 OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")
 

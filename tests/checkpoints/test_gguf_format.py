@@ -15,8 +15,8 @@ from gguf import GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 
 from h2o_flexgen.checkpoints.gguf_format import Gguf, read_gguf, read_metadata
 from h2o_flexgen.checkpoints.gguf_metadata import Metadata
-from tests.gguf_files import save_gguf
-from tests.refusals import one_line
+from tests.helpers.gguf_files import save_gguf
+from tests.helpers.refusals import one_line
 
 Kind = GGUFValueType
 NAME = "blk.0.attn_q.weight"

@@ -26,10 +26,10 @@ from h2o_flexgen.memory.disk import DiskFiles, FilePiece
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
-from tests import gguf_files
-from tests.gguf_files import ARCHITECTURES, FORMS, save_gguf
-from tests.refusals import one_line
-from tests.tiny import KINDS
+from tests.helpers import gguf_files
+from tests.helpers.gguf_files import ARCHITECTURES, FORMS, save_gguf
+from tests.helpers.refusals import one_line
+from tests.helpers.tiny import KINDS
 
 NOT_IN_FILES = ("llama-yarn", "qwen2-near", "qwen3-moe-near", "gpt-oss-far")  # nothing in the file says what they do
 RELATIVES = [kind for kind, (of, _) in KINDS.items() if of in ARCHITECTURES and kind not in NOT_IN_FILES]

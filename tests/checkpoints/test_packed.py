@@ -34,8 +34,8 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from h2o_flexgen.quant.tiled import TILE
-from tests.contract import Checkpoints
-from tests.tiny import save_tiny
+from tests.helpers.contract import Checkpoints
+from tests.helpers.tiny import save_tiny
 
 CODEC = "group4"
 
@@ -247,9 +247,9 @@ def test_what_packing_will_write_is_no_room_for_the_run(model: Path, tmp_path: P
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(10**9, 0, 10**9))
     with LLM(str(model), offload_dir=tmp_path / "offload") as plain:
-        assert plain.budgets.disk == 10**9
+        assert plain.limits.disk == 10**9
     with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path / "offload") as llm:
-        assert llm.packing is not None and llm.budgets.disk == 10**9 - llm.packing[1]
+        assert llm.packing is not None and llm.limits.disk == 10**9 - llm.packing[1]
 
 
 # -- copies of an older layout -------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_what_an_older_copy_takes_is_room_for_the_run(model: Path, tmp_path: Pat
     stages = list[Stage]()
     with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path, on_stage=lambda stage, *_: stages.append(stage)) as llm:
         assert llm.packing is not None and llm.packing.freed == held
-        assert llm.budgets.disk == 10**9 + held - llm.packing.nbytes
+        assert llm.limits.disk == 10**9 + held - llm.packing.nbytes
         assert str(llm.packing).endswith(f" in {older}, in place of {format_bytes(held)} of an older layout")
         llm.generate([[1, 2, 3]])
         assert llm.packing == (older, 0, 0)

@@ -16,8 +16,8 @@ from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.quantised import FORMS, WIDE, awq_config, compressed_config, gptq_config, int4_config, save_quantised
-from tests.tiny import save_tiny
+from tests.helpers.quantised import FORMS, WIDE, awq_config, compressed_config, gptq_config, int4_config, save_quantised
+from tests.helpers.tiny import save_tiny
 
 
 def of(**stored: Any) -> Quantisation | None:

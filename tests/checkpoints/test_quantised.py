@@ -33,7 +33,7 @@ from h2o_flexgen.core.model_spec import MOST_WIDTH, ModelSpec
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
-from tests.quantised import FORMS, WIDE, Form, Quantised, awq, awq_config, fp8, fp8_config, mxfp4, save_quantised
+from tests.helpers.quantised import FORMS, WIDE, Form, Quantised, awq, awq_config, fp8, fp8_config, mxfp4, save_quantised
 
 KIND = "llama-gqa"
 PROJECTIONS = 7  # matrices of a block

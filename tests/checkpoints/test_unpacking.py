@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints import unpacking
-from tests.quantised import AWQ_ORDER, in_words, signed
+from tests.helpers.quantised import AWQ_ORDER, in_words, signed
 
 SIZES = (64, 96)  # outputs and inputs
 

@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Ker
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
-from tests.inverted import rows_of
+from tests.helpers.inverted import rows_of
 from tests.planning.worlds import tiny_spec
 
 BF16, OURS = "bfloat16", "ours"

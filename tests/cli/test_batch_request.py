@@ -14,7 +14,7 @@ from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.refusals import one_line
+from tests.helpers.refusals import one_line
 
 
 @pytest.fixture

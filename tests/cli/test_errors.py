@@ -25,7 +25,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.patience import PATIENCE_SECONDS
 
 COMMANDS = (run, plan, profile, chat, calibrate, evaluate)
 

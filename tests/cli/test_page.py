@@ -54,7 +54,7 @@ def test_cells_of_a_markdown_table_stay_whole() -> None:
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_table_that_is_wider_than_the_page_has_cells_of_several_lines(width: int) -> None:
     rows = [
-        ["tier", "needs at most", "budget", "of which"],
+        ["tier", "needs at most", "limit", "of which"],
         ["CPU", "3.78 GB", "4.00 GB", ", ".join(f"weight slots {number}.60 MB" for number in range(6))],
         ["disk", "286.19 MB", "52.43 GB", "weights 286.19 MB"],
     ]

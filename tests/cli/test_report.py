@@ -15,8 +15,8 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
 from h2o_flexgen.schedule.ops import Op
@@ -91,7 +91,7 @@ def devices_of(spec: ModelSpec) -> list[str]:
     """What a report says of a pipeline of three devices."""
     plan, site = Plan(2, 3, pipeline=3), Site(accelerator=True)
     planned = WorkloadPlan(spec, plan, Workload((4,) * 6, 3), site)
-    lines = PlanReport("tiny", False, plan, planned, Budgets(), None).lines()
+    lines = PlanReport("tiny", False, plan, planned, MemoryLimits(), None).lines()
     said = [line.split(", needs at most ")[0] for line in lines if ", needs at most " in line]
     return [line.removeprefix(f"GPU {device}     ") for device, line in enumerate(said)]
 

@@ -13,7 +13,7 @@ from h2o_flexgen.cli.serve_request import KeepRequest, ServeRequest, parse, requ
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from tests.refusals import one_line
+from tests.helpers.refusals import one_line
 
 
 def asked(*flags: object) -> ServeRequest:

@@ -17,7 +17,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from tests.cli.test_arithmetic import TABLE
-from tests.inverted import rows_of
+from tests.helpers.inverted import rows_of
 from tests.planning.test_pricing import MACHINE
 from tests.planning.worlds import block_of, tiny_spec, with_experts
 

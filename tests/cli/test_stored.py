@@ -7,7 +7,7 @@ import pytest
 from h2o_flexgen.cli.stored_weights import StoredWeights
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.session.opened_model import OpenedModel
-from tests.contract import Checkpoints
+from tests.helpers.contract import Checkpoints
 
 LINES = {
     "gguf-q8_0": "gguf: q8_0 (8.5 bits, blocks of 32)",

@@ -24,7 +24,7 @@ from h2o_flexgen.planning.cost import Cost, predicted_bytes
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
-from tests.tiny import tiny_config
+from tests.helpers.tiny import tiny_config
 
 WORKLOAD = Workload((9, 3, 7, 5, 4), gen_len=3)
 PLAN = Plan(gpu_batch_size=2, num_gpu_batches=2).with_percent((0, 40, 0, 50, 0, 50))

@@ -10,7 +10,7 @@ import pytest
 from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.checker import Checker
 from tests.clocked.context import sound
-from tests.contract import Checkpoints
+from tests.helpers.contract import Checkpoints
 
 
 @pytest.fixture(autouse=True)

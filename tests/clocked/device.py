@@ -15,7 +15,7 @@ from tests.clocked.checker import current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
 from tests.clocked.tensor import NAME, ClockedTensor, own_block
-from tests.recorded import repeated
+from tests.helpers.recorded import repeated
 
 
 class ClockedMarker:

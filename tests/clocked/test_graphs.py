@@ -8,7 +8,7 @@ import pytest
 
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
-from tests.contract import POLICIES, Case, Checkpoints, compare, generate_with
+from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with
 
 
 @pytest.mark.parametrize("place", [0, 1, 6, 8])

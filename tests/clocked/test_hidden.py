@@ -21,7 +21,7 @@ from tests.clocked.checker import Checker
 from tests.clocked.context import checked
 from tests.clocked.device import ClockedDevice
 from tests.clocked.test_planted_faults import nobody_finishes
-from tests.contract import Checkpoints
+from tests.helpers.contract import Checkpoints
 
 LAYERS, ROWS = 3, 2
 

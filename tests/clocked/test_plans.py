@@ -21,8 +21,8 @@ from tests import test_shared_prefixes as prefixes
 from tests import test_stream as stream
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
-from tests.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
-from tests.pairwise import covering
+from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
+from tests.helpers.pairwise import covering
 from tests.test_contract import MIXES, TIERS, has_code
 
 FEW = (5, 9, 2)

@@ -26,7 +26,7 @@ from tests.clocked.checker import Checker, current
 from tests.clocked.context import checked
 from tests.clocked.device import ClockedDevice, ClockedMarker
 from tests.clocked.tensor import NAME
-from tests.contract import POLICIES, Case, Checkpoints
+from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.kernels.variants import used
 
 DISK = Case("opt", (0, 0, 0, 0, 0, 0), (3, 2, 4, 2), 3, device=NAME)

@@ -12,11 +12,11 @@ import pytest
 
 from h2o_flexgen.schedule.ops import LANES
 from h2o_flexgen.session import loaded_model
-from tests.contract import Case, Checkpoints, hold_contract
 from tests.delayed.device import LEAST, MOST, Delays, delayed, delayed_gpu
 from tests.delayed.sanitizer import LaneSanitizer, of_torch
-from tests.pairwise import covering
-from tests.pretended import PretendedDevice
+from tests.helpers.contract import Case, Checkpoints, hold_contract
+from tests.helpers.pairwise import covering
+from tests.helpers.pretended import PretendedDevice
 from tests.test_contract import CHOICES, MANY, MIXES
 
 PLANS = list(islice(covering(CHOICES, seed=7), 60))

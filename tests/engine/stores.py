@@ -8,7 +8,7 @@ from pathlib import Path
 
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
-from tests.pretended import open_any_device
+from tests.helpers.pretended import open_any_device
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Task, Visit
-from tests.contract import Case, Checkpoints, generate_with, recorded_logits
-from tests.pairwise import on_devices
+from tests.helpers.contract import Case, Checkpoints, generate_with, recorded_logits
+from tests.helpers.pairwise import on_devices
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
 RAGGED = (5, 9, 2, 7, 4, 11, 3)

@@ -27,8 +27,8 @@ from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
-from tests.patience import PATIENCE_SECONDS
-from tests.pretended import PretendedDevice
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.pretended import PretendedDevice
 
 Result = TypeVar("Result")
 

@@ -12,9 +12,9 @@ import torch
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
-from tests.pretended import PretendedDevice
-from tests.recorded import repeated
+from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
+from tests.helpers.pretended import PretendedDevice
+from tests.helpers.recorded import repeated
 
 RESIDENT, STEPS = (100, 0, 100, 0, 100, 0), 8
 WEIGHTS_MOVE = (30, 40, 100, 0, 100, 0)
@@ -119,7 +119,7 @@ class Refusing(PretendedDevice):
 def test_what_cannot_be_captured_is_computed_without_unless_graphs_are_asked_for(
     checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.pretended.PretendedDevice", Refusing)
+    monkeypatch.setattr("tests.helpers.pretended.PretendedDevice", Refusing)
     case = Case("opt", RESIDENT, (5, 9), STEPS, device="pretended")
     with case.open(checkpoints, offload) as llm:
         compare(case, checkpoints, *generate_with(llm, case))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from h2o_flexgen.engine.progress import SECONDS_BETWEEN_LINES, Progress
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.patience import PATIENCE_SECONDS
 
 
 class Terminal(io.StringIO):

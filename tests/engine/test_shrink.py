@@ -30,8 +30,8 @@ from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task
-from tests.contract import POLICIES, Case, Checkpoints
-from tests.pairwise import covering
+from tests.helpers.contract import POLICIES, Case, Checkpoints
+from tests.helpers.pairwise import covering
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
 RAGGED = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5)  # with 4 x 2 rows two blocks, the last one of two rows

@@ -18,9 +18,9 @@ from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.schedule.task import Visit
-from tests.contract import Case, Checkpoints, compare, generate_with
+from tests.helpers.contract import Case, Checkpoints, compare, generate_with
+from tests.helpers.tiny import tiny_config
 from tests.planning.worlds import block_of
-from tests.tiny import tiny_config
 
 ONE_ROW = Case("olmoe", (0, 0, 100, 0, 100, 0), (5,), gen_len=5, gpu_batch_size=1, num_gpu_batches=1)
 FEW_ROWS = replace(ONE_ROW, lengths=(5, 3, 2, 4), gpu_batch_size=2, num_gpu_batches=2)

@@ -31,10 +31,10 @@ from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Visit
-from tests.contract import Checkpoints
 from tests.engine.stores import opened_memories
+from tests.helpers.contract import Checkpoints
+from tests.helpers.pairwise import on_devices
 from tests.kernels.variants import used
-from tests.pairwise import on_devices
 
 ALL_ON_DISK, MIXED, IN_MEMORY = (0, 0, 100, 0, 100, 0), (30, 30, 100, 0, 100, 0), (40, 60, 100, 0, 100, 0)
 

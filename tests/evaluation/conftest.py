@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.evaluation.texts import Text
-from tests.real_tokenizers import SENTENCES, VOCABS, save_byte_level
-from tests.tiny import save_tiny
+from tests.helpers.real_tokenizers import SENTENCES, VOCABS, save_byte_level
+from tests.helpers.tiny import save_tiny
 
 POSITIONS = 1024
 

@@ -12,8 +12,8 @@ from h2o_flexgen.evaluation.grid import BudgetShare, BudgetSlots, Grid, Setting
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.table import POLICIES
+from tests.helpers.probes import OF_NO_MODEL, probe_for
 from tests.planning.worlds import tiny_spec
-from tests.probes import OF_NO_MODEL, probe_for
 
 HEADS = HeadBudgets("tiny", "a text", (0.2,), (((0.6, 0.04), (0.12, 0.04)),))
 EVICTING = sorted(name for name in POLICIES if name != "full")

@@ -14,8 +14,8 @@ from h2o_flexgen.jobs.index import ChangedInput
 from h2o_flexgen.jobs.input_check import check_file
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.line import BadLine
+from tests.helpers.refusals import one_line
 from tests.jobs.made import DEFAULTS, checked, input_file
-from tests.refusals import one_line
 
 
 def test_a_sound_file_is_indexed_with_the_numbers_of_its_lines(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.refusals import one_line
+from tests.helpers.refusals import one_line
 
 DEFAULTS = Options(SamplingParams(max_tokens=7, temperature=0.5, stop=["end"]))
 

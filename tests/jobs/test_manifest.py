@@ -9,7 +9,7 @@ import pytest
 
 from h2o_flexgen.jobs.input_check import InputPart
 from h2o_flexgen.jobs.manifest import Manifest, manifest_file
-from tests.refusals import one_line
+from tests.helpers.refusals import one_line
 
 MANIFEST = Manifest(
     created=17,

@@ -10,7 +10,7 @@ from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.test_cap import capped
 from tests.kernels.variants import VARIANTS, used
 

@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.evict import LEAST_SCORE, chances, evict_twin
 from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 from h2o_flexgen.kernels.operations import evict
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 RANKS = {  # what is noted beside positions

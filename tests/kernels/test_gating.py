@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.gating import gated_gelu_tanh_twin, gated_gelu_twin, gated_silu_twin
 from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_silu
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 Gating = Callable[[Tensor, Tensor | None], Tensor]

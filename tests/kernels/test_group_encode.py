@@ -9,7 +9,7 @@ from h2o_flexgen.kernels import group_encode as module
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.quant.grouped import Grouped
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 SHAPES = [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 1024)]

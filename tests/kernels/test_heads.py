@@ -11,7 +11,7 @@ from h2o_flexgen.kernels.halves_apart import halves_apart_twin
 from h2o_flexgen.kernels.newest import Newest, Notes
 from h2o_flexgen.kernels.operations import append, halves_apart, rotate
 from h2o_flexgen.kernels.rotate import RotationAngles, rotate_twin
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16

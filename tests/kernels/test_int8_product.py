@@ -10,7 +10,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin, tile_encode_twin
 from h2o_flexgen.quant.tiled import TILE, Tiled
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 ROWS = (*range(1, 14), 64, 257, 600)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows, int8_rows_twin
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 

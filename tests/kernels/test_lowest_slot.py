@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 

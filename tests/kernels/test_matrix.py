@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.operations import decode, encode, plain_product
 from h2o_flexgen.kernels.table import INT8_PRODUCT
 from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED, TILED
 from h2o_flexgen.quant.tiled import TILE
-from tests.inverted import Inverted, registered
+from tests.helpers.inverted import Inverted, registered
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 

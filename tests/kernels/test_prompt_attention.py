@@ -13,7 +13,7 @@ from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, never, used
 
 SHAPES = [  # rows, kv_heads, group, held, tokens, dim

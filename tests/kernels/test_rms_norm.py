@@ -7,7 +7,7 @@ import torch
 
 from h2o_flexgen.kernels.operations import rms_norm
 from h2o_flexgen.kernels.rms_norm import rms_norm_twin
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
 LAST_BITS = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}  # one unit of a type, or a dozen of fp32

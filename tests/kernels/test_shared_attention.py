@@ -12,7 +12,7 @@ from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention
 from h2o_flexgen.kv.coding import Coding
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.test_cap import capped
 from tests.kernels.variants import VARIANTS, never, used
 

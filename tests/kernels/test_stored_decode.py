@@ -11,7 +11,7 @@ from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_dec
 from h2o_flexgen.kernels.stored_matrix import Stored
 from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.codec import STORED
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, used, without
 

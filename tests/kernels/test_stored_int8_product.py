@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.stored_parts import blocked_parts, sectioned_parts
 from h2o_flexgen.quant.blocked import BLOCKED, Blocked
 from h2o_flexgen.quant.codec import FP4, INT4
 from h2o_flexgen.quant.sectioned import Int4
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 

@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.stored_pairs import stored_pairs, stored_pairs_twin
 from h2o_flexgen.kernels.stored_product import stored_product, stored_product_twin
 from h2o_flexgen.kernels.table import FUSED, PAIRS
 from h2o_flexgen.quant.blocked import Blocked
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, used
 

@@ -8,7 +8,7 @@ import torch
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import take_slots
 from h2o_flexgen.kernels.take_slots import take_slots_twin
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, never, used
 
 

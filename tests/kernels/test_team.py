@@ -17,8 +17,8 @@ import torch
 from h2o_flexgen.kernels.int8_rows import int8_rows
 from h2o_flexgen.kernels.native import native_library
 from h2o_flexgen.kernels.team import start_team
+from tests.helpers.patience import PATIENCE_SECONDS
 from tests.kernels.variants import VARIANTS, used
-from tests.patience import PATIENCE_SECONDS
 
 PARTS = 12  # so few are taken one by one
 MANY = 200  # threads

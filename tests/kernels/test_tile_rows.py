@@ -16,7 +16,7 @@ from h2o_flexgen.kernels.tile_rows import (
     tile_encode_twin,
 )
 from h2o_flexgen.quant.tiled import Tiled
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 

@@ -13,7 +13,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.table import FUSED
 from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin
 from h2o_flexgen.quant.plain import PlainForm
-from tests.all_of import all_of
+from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding

@@ -1,4 +1,4 @@
-"""What a budget promises: prompts of any length and texts without end, in memory that does not grow."""
+"""What a KV budget promises: prompts of any length and texts without end, in memory that does not grow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.contract import Case, Checkpoints
-from tests.tiny import VOCAB, save_tiny
+from tests.helpers.contract import Case, Checkpoints
+from tests.helpers.tiny import VOCAB, save_tiny
 
 LONG, SLOTS = 16_384, 256
 WARM = 7  # thousands of tokens until the timeline is as long as it ever gets

@@ -27,8 +27,8 @@ from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session import loaded_model
 from h2o_flexgen.session.plan_finder import PlanSearch
-from tests.contract import Case, Checkpoints
-from tests.pretended_cudart import LockingDevice, PretendedCudart, failing_once, watched_pages
+from tests.helpers.contract import Case, Checkpoints
+from tests.helpers.pretended_cudart import LockingDevice, PretendedCudart, failing_once, watched_pages
 from tests.profiling.profiles import TINY
 
 ON_HOST, KV_ON_HOST = (0, 100, 0, 100, 0, 100), (100, 0, 0, 100, 100, 0)

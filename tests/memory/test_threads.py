@@ -16,7 +16,7 @@ from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
 from h2o_flexgen.memory.threads import ADVICE, started_pool
-from tests.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 NO_ROOM = RuntimeError("can't start new thread")
 LIMITED = """

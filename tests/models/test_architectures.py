@@ -22,8 +22,17 @@ from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, kno
 from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.rotary import Rope
-from tests.reference import reference_generate, weights_by_layer
-from tests.tiny import KINDS, POSITIONS, VOCAB, checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model, with_each_expert
+from tests.helpers.reference import reference_generate, weights_by_layer
+from tests.helpers.tiny import (
+    KINDS,
+    POSITIONS,
+    VOCAB,
+    checkpoint_tensors,
+    save_tiny,
+    tiny_config,
+    tiny_hf_model,
+    with_each_expert,
+)
 
 STEPS = 6
 

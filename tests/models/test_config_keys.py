@@ -17,9 +17,9 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from h2o_flexgen.models import MODELS, create_model, load_config
-from tests.reference import reference_generate, weights_by_layer
-from tests.refusals import one_line
-from tests.tiny import KINDS, VOCAB, checkpoint_tensors, random_model
+from tests.helpers.reference import reference_generate, weights_by_layer
+from tests.helpers.refusals import one_line
+from tests.helpers.tiny import KINDS, VOCAB, checkpoint_tensors, random_model
 
 BLOCKS, WINDOW = 2, 6
 TEXT = torch.randint(VOCAB // 2, (24,), generator=torch.Generator().manual_seed(1)).tolist()  # longer than the window

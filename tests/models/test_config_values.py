@@ -17,8 +17,8 @@ from h2o_flexgen.models import known_config, known_names, load_config
 from h2o_flexgen.models.config_values import eos_ids_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
-from tests.refusals import one_line
-from tests.tiny import save_tiny, tiny_config
+from tests.helpers.refusals import one_line
+from tests.helpers.tiny import save_tiny, tiny_config
 
 DEEP = "[" * 100_000
 MISSING = object()

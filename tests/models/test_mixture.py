@@ -12,8 +12,8 @@ from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.models import create_model, mixture
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.mixture import MixtureOfExperts, Routed
+from tests.helpers.tiny import tiny_config
 from tests.kernels.variants import VARIANTS, used
-from tests.tiny import tiny_config
 
 TOKENS, CHOSEN = 40, 3
 OVERWRITES = Given(torch.zeros(TOKENS, 1, dtype=torch.long), may_overwrite=True)

@@ -19,8 +19,8 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Task
-from tests.contract import POLICIES, Case, Checkpoints
-from tests.pairwise import in_turn, on_devices
+from tests.helpers.contract import POLICIES, Case, Checkpoints
+from tests.helpers.pairwise import in_turn, on_devices
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
 ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 0, 100, 0, 100, 0)

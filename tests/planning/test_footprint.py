@@ -46,9 +46,9 @@ from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.held_kv import HeldKV
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, picking_bytes, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
@@ -62,13 +62,13 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
-from tests.contract import WEIGHTS, Case, Checkpoints, encoded_with
+from tests.helpers.contract import WEIGHTS, Case, Checkpoints, encoded_with
+from tests.helpers.pairwise import covering
+from tests.helpers.tiny import tiny_config
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import used
-from tests.pairwise import covering
 from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
-from tests.tiny import tiny_config
 
 MIXTURES = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")  # one of each architecture with experts
 SEEDS = [(seed, ("cpu", "pretended")[seed % 2]) for seed in range(14)]
@@ -693,15 +693,15 @@ def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: st
     request = request_of(percent, accelerator)
     needed = request.footprint
     tier = HOST if tier == DEVICE and not accelerator else tier
-    budgets = Budgets(**{tier: int(share * needed.total(tier))})
+    limits = MemoryLimits(**{tier: int(share * needed.total(tier))})
     with pytest.raises(ValueError) as caught:
-        request.refuse_what_does_not_fit(budgets)
+        request.refuse_what_does_not_fit(limits)
     message = str(caught.value)
-    assert "\n" not in message and f" on {tier} (" in message and "the budget is" in message
+    assert "\n" not in message and f" on {tier} (" in message and "the limit is" in message
     plans = suggested(message, request)
     assert bool(plans) == ("would fit: " in message)
     for each in plans:
-        each.refuse_what_does_not_fit(budgets)
+        each.refuse_what_does_not_fit(limits)
     if share >= 0.7:
         assert plans, message
 
@@ -714,25 +714,25 @@ def test_where_nothing_fits_the_tier_that_is_too_small_is_to_be_larger(tier: str
     request = request_of((30, 30, 30, 30, 30, 30), accelerator=True)
     request = replace(request, plan=replace(request.plan, gpu_batch_size=1))
     needed = request.footprint
-    budgets = Budgets(**{**{other: needed.total(other) for other in (DEVICE, HOST)}, tier: 1})
+    limits = MemoryLimits(**{**{other: needed.total(other) for other in (DEVICE, HOST)}, tier: 1})
     with pytest.raises(ValueError, match=rf"on {tier} .*no smaller batch or share fits: {advice}"):
-        request.refuse_what_does_not_fit(budgets)
+        request.refuse_what_does_not_fit(limits)
 
 
 def test_the_exact_need_fits_and_a_byte_less_does_not() -> None:
     request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
     need = request.footprint.total(HOST)
-    request.refuse_what_does_not_fit(Budgets(host=need))
+    request.refuse_what_does_not_fit(MemoryLimits(host=need))
     with pytest.raises(ValueError, match=r"plan needs .* on host"):
-        request.refuse_what_does_not_fit(Budgets(host=need - 1))
+        request.refuse_what_does_not_fit(MemoryLimits(host=need - 1))
 
 
 def test_what_the_process_holds_already_counts() -> None:
     request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
     need = request.footprint.total(HOST)
-    request.refuse_what_does_not_fit(Budgets(host=need + 10_000_000, host_base=10_000_000))
+    request.refuse_what_does_not_fit(MemoryLimits(host=need + 10_000_000, host_base=10_000_000))
     with pytest.raises(ValueError, match=r"process 10\.00 MB"):
-        request.refuse_what_does_not_fit(Budgets(host=need, host_base=10_000_000))
+        request.refuse_what_does_not_fit(MemoryLimits(host=need, host_base=10_000_000))
 
 
 def test_blocks_of_a_workload_are_met_at_their_largest() -> None:
@@ -754,7 +754,7 @@ def test_an_engine_refuses_before_it_makes_or_loads_anything(
 ) -> None:
     with (
         Case(percent=(0, 0, 0, 0, 0, 0)).open(checkpoints, offload, **option) as llm,
-        pytest.raises(ValueError, match=r"plan needs .* on host .* the budget is 1\.00 MB"),
+        pytest.raises(ValueError, match=r"plan needs .* on host .* the limit is 1\.00 MB"),
     ):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     assert not offload.exists()
@@ -776,9 +776,9 @@ def test_packed_slots_that_are_read_where_they_lie_are_not_decoded() -> None:
 def test_where_neither_is_enough_a_smaller_batch_with_a_smaller_share_is_offered() -> None:
     request = request_of((0, 100, 0, 100, 0, 100), accelerator=False, prompts=320)
     both = replace(request, plan=replace(request.plan, gpu_batch_size=1).with_percent((0, 0, 0, 0, 0, 0)))
-    budgets = Budgets(host=int(1.02 * both.footprint.total(HOST)))
+    limits = MemoryLimits(host=int(1.02 * both.footprint.total(HOST)))
     with pytest.raises(ValueError, match=r"would fit: gpu_batch_size \d+ with percent") as told:
-        request.refuse_what_does_not_fit(budgets)
+        request.refuse_what_does_not_fit(limits)
     size, *percent = map(int, re.findall(r"-?\d+", str(told.value).partition("would fit")[2]))
     offered = replace(request, plan=replace(request.plan, gpu_batch_size=size).with_percent(percent))
-    assert budgets.first_exceeded(offered.footprint) is None
+    assert limits.first_exceeded(offered.footprint) is None

@@ -29,7 +29,8 @@ from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Data, Op
 from h2o_flexgen.schedule.task import Key
-from tests.contract import Case, Checkpoints
+from tests.helpers.contract import Case, Checkpoints
+from tests.helpers.tiny import BLOCKS
 from tests.planning.allocations import peak_allocated
 from tests.planning.test_cost import ALL_ON_DISK, MIXED, RAGGED, assert_moved_as_predicted
 from tests.planning.test_footprint import arena_parts, held_by
@@ -37,7 +38,6 @@ from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.test_search import scarce, sized
 from tests.planning.worlds import block_of, tiny_spec
-from tests.tiny import BLOCKS
 
 SHARES = (1.0, 0.3, 0.55, 0.3, 0.3, 0.3, 1.0, 1.0, 0.3, 0.55)  # head by head: layers differ, and some have one level alone
 
@@ -130,7 +130,7 @@ def test_a_plan_that_is_found_fits(accelerator: bool) -> None:
     best = search(asked).best
     assert asked.fits(best.plan) and best.plan.head_budgets == plan.head_budgets
     assert best.prediction.peak_bytes[DEVICE if accelerator else HOST] <= (
-        asked.budgets.of(DEVICE if accelerator else HOST) or 0
+        asked.limits.of(DEVICE if accelerator else HOST) or 0
     )
 
 

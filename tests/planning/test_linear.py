@@ -15,11 +15,11 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.linear_program import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.predict import sum_of_steps
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.tier_budgets import Budgets
-from tests.pairwise import covering
+from tests.helpers.pairwise import covering
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -41,7 +41,7 @@ def case_of(
     accelerator: bool = False,
     lengths: list[list[int]] | None = None,
     spec: ModelSpec | None = None,
-    budgets: Budgets | None = None,
+    limits: MemoryLimits | None = None,
     machine: Machine = SLOW,
     gen_len: int = 9,
     **options: object,
@@ -50,7 +50,12 @@ def case_of(
     plan = Plan.create(**{"gpu_batch_size": 2, "num_gpu_batches": len(block.batches), **options})
     spec = spec or tiny_spec(blocks=5, width=32)
     return Case(
-        replace(spec, kv_codec=plan.kv_codec), plan, block, on(machine, accelerator), budgets or Budgets(), Site(accelerator)
+        replace(spec, kv_codec=plan.kv_codec),
+        plan,
+        block,
+        on(machine, accelerator),
+        limits or MemoryLimits(),
+        Site(accelerator),
     )
 
 
@@ -60,7 +65,7 @@ def limited(case: Case, share: float, host_share: float | None = None) -> Case:
     room = {tier: whole.total(tier) for tier in case.tiers}
     room[case.tiers[0]] += int(share * data) - data
     host = room[HOST] if case.tiers[0] == HOST else None if host_share is None else room[HOST] + int(host_share * data)
-    return replace(case, budgets=Budgets(device=room.get(DEVICE), host=host))
+    return replace(case, limits=MemoryLimits(device=room.get(DEVICE), host=host))
 
 
 # -- what it is made of --------------------------------------------------------------------------------------------------
@@ -144,7 +149,7 @@ def test_no_plan_of_a_grid_that_fits_is_better(values: dict[str, Any]) -> None:
 
 
 def fits(case: Case, plan: Plan) -> bool:
-    return case.budgets.first_exceeded(case.footprint(plan)) is None
+    return case.limits.first_exceeded(case.footprint(plan)) is None
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
@@ -190,9 +195,11 @@ def test_weights_of_a_checkpoint_may_be_read_from_a_disk_that_is_full(accelerato
     """They lie there already."""
     case = case_of(accelerator, spec=tiny_spec(blocks=8, width=32))
     read = case.footprint(case.with_shares(weights=PLACES[DISK]))
-    (answer,) = solve([replace(case, budgets=Budgets(read.total(DEVICE) if accelerator else None, read.total(HOST), disk=0))])
+    (answer,) = solve(
+        [replace(case, limits=MemoryLimits(read.total(DEVICE) if accelerator else None, read.total(HOST), disk=0))]
+    )
     assert answer.plan.weights.disk == 1 and answer.plan.kv.disk + answer.plan.hidden.disk == pytest.approx(0, abs=1e-9)
 
 
 def test_what_fits_nowhere_has_no_answer() -> None:
-    assert solve([replace(case_of(), budgets=Budgets(host=1000, disk=1000))]) == []
+    assert solve([replace(case_of(), limits=MemoryLimits(host=1000, disk=1000))]) == []

@@ -18,7 +18,7 @@ from h2o_flexgen.planning.predict_running import ALL_PASSES, stretches
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.some_steps import simulated, step_seconds
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from tests.pairwise import covering
+from tests.helpers.pairwise import covering
 from tests.planning.test_predict import SLOW_DISK
 from tests.planning.test_pricing import on
 from tests.planning.worlds import tiny_spec

@@ -18,7 +18,7 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import READ, Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key
-from tests.inverted import Inverted, registered
+from tests.helpers.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
 from tests.planning.worlds import block_of, last_block_of, tiny_spec, with_experts
 

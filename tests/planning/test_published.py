@@ -13,9 +13,9 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from tests.scripts.loading import PROJECT, load_script
@@ -23,7 +23,7 @@ from tests.scripts.loading import PROJECT, load_script
 published = load_script("published.py", "benchmarks")
 T4 = Machine.load(published.MACHINE)
 RESULTS = json.loads((PROJECT / "benchmarks" / "results" / "published-t4.json").read_text(encoding="utf-8"))
-T4_MEMORY = Budgets(device=T4.device_bytes, host=T4.host_bytes, disk=T4.disk_bytes)
+T4_MEMORY = MemoryLimits(device=T4.device_bytes, host=T4.host_bytes, disk=T4.disk_bytes)
 LENGTHS = (512, 32)
 
 
@@ -77,7 +77,7 @@ def test_their_plan_for_30b_does_not_fit_the_card_as_they_compute_prompts() -> N
     tensors places 8 % of the weights on the card where 20 % were asked for.)"""
     asked = planned(*THEIR_30B, prefill_tokens=published.WHOLE_BATCH, schedule=published.THEIRS)
     assert asked.footprint.total(DEVICE) == pytest.approx(29.37e9, rel=0.01)
-    with pytest.raises(DoesNotFit, match=r"plan needs 29\.\d+ GB on device \(weights 11\.96 GB.*the budget is 16\.00 GB"):
+    with pytest.raises(DoesNotFit, match=r"plan needs 29\.\d+ GB on device \(weights 11\.96 GB.*the limit is 16\.00 GB"):
         asked.refuse_what_does_not_fit(T4_MEMORY)
 
 
@@ -92,7 +92,7 @@ def test_computed_in_parts_of_prompts_it_fits_with_a_little_less_of_the_weights(
 
 
 def test_all_in_memory_but_the_weights_of_175b_is_refused_for_the_host() -> None:
-    with pytest.raises(DoesNotFit, match=r"on host .*the budget is 208\.00 GB"):
+    with pytest.raises(DoesNotFit, match=r"on host .*the limit is 208\.00 GB"):
         planned("opt-175b", 1, 432, (0, 50, 0, 50, 0, 100)).refuse_what_does_not_fit(T4_MEMORY)
 
 

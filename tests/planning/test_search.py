@@ -19,6 +19,7 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.search import (
@@ -32,7 +33,6 @@ from h2o_flexgen.planning.search import (
     nearest_miss,
     search,
 )
-from h2o_flexgen.planning.tier_budgets import Budgets
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
@@ -51,9 +51,9 @@ def stored_packed(plan: Plan) -> ModelSpec:
     return SPEC.packed("group8").written_as(plan.weight_codec, plan.kv_codec, plan.compute)
 
 
-def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> SearchProblem:
+def problem(accelerator: bool = False, limits: MemoryLimits | None = None, **changes: object) -> SearchProblem:
     asked = SearchProblem(
-        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), Site(accelerator), batches=(1, 2, 3, 4)
+        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), limits or MemoryLimits(), Site(accelerator), batches=(1, 2, 3, 4)
     )
     return replace(asked, **changes)  # type: ignore[arg-type]
 
@@ -65,8 +65,8 @@ def scarce(accelerator: bool, share: float, **changes: object) -> SearchProblem:
     whole = Plan(gpu_batch_size=16, num_gpu_batches=4)
     least = replace(whole, gpu_batch_size=1, num_gpu_batches=1).with_percent((0,) * 6)
     most, few = (asked.largest(plan.at(Site(accelerator))).footprint.total(tier) for plan in (whole, least))
-    budget = int(few + share * (most - few))
-    return replace(asked, budgets=Budgets(device=budget) if accelerator else Budgets(host=budget))
+    limit = int(few + share * (most - few))
+    return replace(asked, limits=MemoryLimits(device=limit) if accelerator else MemoryLimits(host=limit))
 
 
 @cache
@@ -82,8 +82,8 @@ def test_what_is_found_fits_and_is_the_best_of_what_was_simulated(accelerator: b
     for one in (*found.all, *found.front):
         assert asked.fits(one.plan) and all(float(percent).is_integer() for percent in one.plan.percent)
         for tier, nbytes in one.prediction.peak_bytes.items():
-            budget = asked.budgets.of(tier)
-            assert budget is None or nbytes <= budget
+            limit = asked.limits.of(tier)
+            assert limit is None or nbytes <= limit
     most = max(one.tokens_per_second for one in (*found.all, *found.front))
     assert found.best.tokens_per_second >= (1 - NEAR) * most
     equal, others = found.runners_up[: found.equals], found.runners_up[found.equals :]
@@ -116,7 +116,7 @@ def test_a_front_has_nothing_that_another_point_beats() -> None:
 
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_a_full_disk_leaves_the_memory(accelerator: bool) -> None:
-    found = search(problem(accelerator, Budgets(host=1 << 30, disk=0), workload=Workload.uniform(8, 20, 10)))
+    found = search(problem(accelerator, MemoryLimits(host=1 << 30, disk=0), workload=Workload.uniform(8, 20, 10)))
     assert found.best.plan.kv.disk == found.best.plan.hidden.disk == 0
 
 
@@ -205,15 +205,15 @@ def test_a_limit_that_nothing_keeps_is_answered_with_the_fastest_there_is() -> N
 
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_what_is_lacking_is_named_and_with_so_much_more_it_fits(accelerator: bool) -> None:
-    budgets = Budgets(device=DEVICE_LIBRARIES + (16 << 20) if accelerator else None, host=30 << 20, disk=1 << 40)
-    asked = problem(accelerator, budgets)
+    limits = MemoryLimits(device=DEVICE_LIBRARIES + (16 << 20) if accelerator else None, host=30 << 20, disk=1 << 40)
+    asked = problem(accelerator, limits)
     with pytest.raises(NoPlan) as refused:
         search(asked)
     line = str(refused.value)
-    match = re.search(r"no plan fits: even one row .* on host, and the budget is 31.46 MB; give (.* MB) more on host$", line)
+    match = re.search(r"no plan fits: even one row .* on host, and the limit is 31.46 MB; give (.* MB) more on host$", line)
     assert match and "\n" not in line, line
     more = parse_bytes(match[1].replace(" ", "")) + 20_000  # two decimals are shown, and shares are whole per cents
-    assert search(replace(asked, budgets=replace(budgets, host=budgets.host + more))).best  # type: ignore[operator]
+    assert search(replace(asked, limits=replace(limits, host=limits.host + more))).best  # type: ignore[operator]
 
 
 def test_sizes_that_do_not_fit_are_not_called_too_little_memory_for_one_row() -> None:
@@ -283,7 +283,7 @@ def test_processes_hold_weights_of_host_memory_once_and_all_else_each() -> None:
     asked = problem(accelerator=True, workload=Workload.uniform(8, 20, 10))
     planned = asked.largest(replace(Plan(gpu_batch_size=4, num_gpu_batches=2), weights=Shares(0.3, 0.4), kv=Shares(0.0, 0.5)))
     parts = planned.footprint.parts
-    one, three = Budgets(host_base=1000), Budgets(host_base=1000, processes=3)
+    one, three = MemoryLimits(host_base=1000), MemoryLimits(host_base=1000, processes=3)
     weights, others = parts[HOST]["weights"], planned.footprint.total(HOST) - parts[HOST]["weights"]
     assert one.needs(planned.footprint, HOST) == weights + others + 1000
     assert three.needs(planned.footprint, HOST) == weights + 3 * others + 4 * 1000, "one more looks after them"
@@ -296,9 +296,9 @@ def test_a_search_for_processes_fills_memory_that_they_share() -> None:
     asked = problem(workload=Workload.uniform(16, 20, 10), batch_sizes=(4,), batches=(2,))
     half = replace(Plan(gpu_batch_size=4, num_gpu_batches=2), weights=Shares(0.0, 0.6), kv=Shares(0.0, 1.0)).at(Site())
     parts = asked.largest(half).footprint.parts[HOST]
-    budgets = Budgets(host=parts["weights"] + 4 * (sum(parts.values()) - parts["weights"]), processes=4)
-    best = search(replace(asked, budgets=budgets)).best.plan
-    assert budgets.first_exceeded(asked.largest(best).footprint) is None
+    limits = MemoryLimits(host=parts["weights"] + 4 * (sum(parts.values()) - parts["weights"]), processes=4)
+    best = search(replace(asked, limits=limits)).best.plan
+    assert limits.first_exceeded(asked.largest(best).footprint) is None
     assert best.weights.host >= 0.5
 
 
@@ -317,7 +317,7 @@ def test_prompts_of_a_mixture_are_computed_in_parts_in_which_an_expert_meets_man
     chosen = problem(**of_many, model=of_experts, plan=Plan(prefill_tokens=512))  # type: ignore[arg-type]
     assert search(chosen).best.plan.prefill_tokens == 512
     needs = [chosen.largest(replace(found.best.plan, prefill_tokens=tokens)).footprint.total(HOST) for tokens in (1024, 8192)]
-    little = problem(**of_many, model=of_experts, budgets=Budgets(host=sum(needs) // 2))  # type: ignore[arg-type]
+    little = problem(**of_many, model=of_experts, limits=MemoryLimits(host=sum(needs) // 2))  # type: ignore[arg-type]
     assert search(little).best.plan.prefill_tokens in (1024, 2048, 4096)
 
 
@@ -331,7 +331,7 @@ def streamed(spec: ModelSpec, room_for: int = 8, **changes: Any) -> SearchProble
     """With room for so many slots, and for a tenth of the weights beside them."""
     asked = problem(model=sized(spec), workload=Workload.uniform(8, 20, 10), machine=WAITING, batch_sizes=(8,), batches=(1,))
     room = asked.largest(Plan(gpu_batch_size=8, slots=room_for).with_percent((0, 10, 0, 100, 0, 100))).footprint.total(HOST)
-    return replace(asked, budgets=Budgets(host=room), slots=SLOTS, **changes)
+    return replace(asked, limits=MemoryLimits(host=room), slots=SLOTS, **changes)
 
 
 def test_a_mixture_gets_more_slots_where_its_slices_are_read_while_an_attention_is_computed() -> None:
@@ -354,7 +354,7 @@ def test_a_dense_model_keeps_its_slots_for_its_disk_reads_a_whole_mlp_meanwhile(
 
 def test_no_slots_are_tried_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "with_slots", lambda *_: pytest.fail("more slots are tried"))
-    assert search(replace(streamed(LARGE), budgets=Budgets())).best.plan.slots == 2
+    assert search(replace(streamed(LARGE), limits=MemoryLimits())).best.plan.slots == 2
 
 
 def test_slots_are_not_searched_where_somebody_has_chosen_them_or_nobody_can() -> None:
@@ -362,7 +362,7 @@ def test_slots_are_not_searched_where_somebody_has_chosen_them_or_nobody_can() -
     assert {one.plan.slots for one in search(replace(chosen, slots=())).all} == {3}
     for plan, tried in ((Plan(), SLOTS), (Plan(slots=1), ()), (Plan(schedule="flexgen_barrier"), ())):
         assert (
-            PlanRequirements(plan, slots=SLOTS).problem(on(SLOW, False), sized(), None, 20, 10, Budgets(), Site()).slots
+            PlanRequirements(plan, slots=SLOTS).problem(on(SLOW, False), sized(), None, 20, 10, MemoryLimits(), Site()).slots
             == tried
         )
 

@@ -24,8 +24,8 @@ from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.ops import Data
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key
-from tests.contract import Case, Checkpoints, distinct_prompts
-from tests.pairwise import on_devices
+from tests.helpers.contract import Case, Checkpoints, distinct_prompts
+from tests.helpers.pairwise import on_devices
 from tests.planning.worlds import tiny_spec
 
 ALL_ON_DISK, MIXED, IN_MEMORY = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 100, 0, 100, 0, 100)

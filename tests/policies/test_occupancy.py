@@ -12,7 +12,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.table import POLICIES
-from tests.probes import OF_NO_MODEL
+from tests.helpers.probes import OF_NO_MODEL
 
 DRAWN = settings(max_examples=100)  # of each policy
 LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=6)

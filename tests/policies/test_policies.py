@@ -25,10 +25,10 @@ from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
-from tests.contract import Case, Checkpoints, generate_with
-from tests.pairwise import in_turn
+from tests.helpers.contract import Case, Checkpoints, generate_with
+from tests.helpers.pairwise import in_turn
+from tests.helpers.probes import OF_NO_MODEL, made_up_probe
 from tests.policies.oracle import Array, Head
-from tests.probes import OF_NO_MODEL, made_up_probe
 
 DIM, LENGTHS = 8, (40, 7, 23, 1)
 STEPS = 48  # so many that a text of one token outgrows the largest budget below, which is 46

@@ -14,7 +14,7 @@ from h2o_flexgen.memory.disk import DiskFiles
 from h2o_flexgen.profiling import measure
 from h2o_flexgen.profiling.measure import Needs, Products, cpu_name, disk_read_rate, host_copy_rate, offload_rates
 from h2o_flexgen.quant.codec import MATRIX_FORMS
-from tests.inverted import Inverted, registered
+from tests.helpers.inverted import Inverted, registered
 
 SMALL = Needs("float32", (96, 64), rows=(5, 3, 5))
 

@@ -34,7 +34,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import apart, attention_rates, busy_cores, moving, products, profile_cache
 from h2o_flexgen.profiling.apart import profile_apart
-from h2o_flexgen.profiling.budget import Stopwatch, TimeLimit
 from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.profiling.pool import BytePool
 from h2o_flexgen.profiling.profile_cache import profiled
@@ -42,11 +41,12 @@ from h2o_flexgen.profiling.profile_sizes import FULL, QUICK
 from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Clock, ProfileWatch, Subject
+from h2o_flexgen.profiling.time_limit import Stopwatch, TimeLimit
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.task import Task
-from tests.inverted import Inverted, registered
-from tests.pretended import PretendedDevice
+from tests.helpers.inverted import Inverted, registered
+from tests.helpers.pretended import PretendedDevice
 from tests.profiling.profiles import TINY
 
 
@@ -438,9 +438,9 @@ def test_what_a_first_call_on_an_accelerator_takes_does_not_count() -> None:
         now[0] += 0.5 if len(calls) > 1 else 30.0
 
     stopwatch = Stopwatch(lambda: now[0])
-    budget = TimeLimit(100.0, stopwatch)
+    limit = TimeLimit(100.0, stopwatch)
     assert Clock(PretendedDevice(), 1.0, stopwatch).of(action) == 0.5
-    assert budget.left == 100.0 - 4.0 and len(calls) == 9
+    assert limit.left == 100.0 - 4.0 and len(calls) == 9
 
 
 # -- profiles that are kept ----------------------------------------------------------------------------------------------

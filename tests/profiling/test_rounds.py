@@ -11,10 +11,10 @@ import pytest
 
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.profiling.budget import TimeLimit
 from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken, measured, missing
 from h2o_flexgen.profiling.subject import Figures, Subject
+from h2o_flexgen.profiling.time_limit import TimeLimit
 from tests.profiling.profiles import TINY
 
 
@@ -29,7 +29,7 @@ class World:
     def now(self) -> float:
         return self.seconds
 
-    def budget(self, seconds: float) -> TimeLimit:
+    def limit(self, seconds: float) -> TimeLimit:
         return TimeLimit(seconds, self.now)
 
     def subject(self, title: str, seconds: float = 0.01, sizes: tuple[int, ...] = (1,), **other: object) -> Subject:
@@ -87,7 +87,7 @@ def test_rounds_that_disagree_tell_of_a_disturbance() -> None:
 def test_sizes_grow_until_a_measurement_is_long_enough() -> None:
     world = World()
     subjects = [world.subject("fast", 0.001, (1, 8, 64)), world.subject("slow", 0.05, (1, 8, 64))]
-    assert measured(subjects, 1, world.budget(100.0)) == {"fast": 64, "slow": 8}
+    assert measured(subjects, 1, world.limit(100.0)) == {"fast": 64, "slow": 8}
     assert world.order == [
         *[("fast", size) for size in (1, 1, 64)],
         *[("slow", size) for size in (1, 1, 8)],
@@ -104,37 +104,37 @@ def test_what_a_first_call_takes_says_nothing_about_larger_sizes() -> None:
         world.seconds += 0.2 if not world.order else 0.0
         return steady.measure(size)
 
-    assert measured([Subject("a", measure, (1, 8))], 0, world.budget(100.0)) == {"a": 8}
+    assert measured([Subject("a", measure, (1, 8))], 0, world.limit(100.0)) == {"a": 8}
 
 
 def test_nothing_that_is_slow_is_repeated_and_then_its_first_time_counts() -> None:
     world = World()
-    assert measured([world.subject("fast"), world.subject("slow", 4.0)], 3, world.budget(10.0)) == {"fast": 1, "slow": 1}
+    assert measured([world.subject("fast"), world.subject("slow", 4.0)], 3, world.limit(10.0)) == {"fast": 1, "slow": 1}
     assert world.order.count(("slow", 1)) == 1 and world.order.count(("fast", 1)) == 4
 
 
 def test_points_for_which_there_is_no_time_are_left_out_with_all_behind_them() -> None:
     world = World()
     curve = world.curve("rows", 0.01, (1, 16, 64, 1024))
-    found = measured(curve, 1, world.budget(3.0))
+    found = measured(curve, 1, world.limit(3.0))
     assert set(found) == {"rows 1", "rows 16", "rows 64"} and missing(curve, found) == ["rows 1024"]
     world = World(slow=100.0)
     curve = world.curve("rows", 0.01, (1, 16, 64, 1024))
-    assert set(measured(curve, 1, world.budget(3.0))) == {"rows 1"}
+    assert set(measured(curve, 1, world.limit(3.0))) == {"rows 1"}
 
 
 @pytest.mark.parametrize("slow", [1.0, 20.0, 100.0])
 @pytest.mark.parametrize("rounds", [2, 9])
 def test_it_ends_in_time_on_a_machine_of_any_speed(slow: float, rounds: int) -> None:
     """The work is like that of a profile. On the slowest machine only the smallest sizes are measured."""
-    world, budget = World(slow), 25.0
+    world, limit = World(slow), 25.0
     subjects = [
         world.subject("disk", 0.01, (1, 8, 64), weight=6.0, enough=math.inf),
         *(world.subject(f"attention {number}", 0.002, (1, 8), weight=2.0) for number in range(8)),
         *(point for number in range(4) for point in world.curve(f"products {number}", 0.001, (1, 4, 16, 64, 256, 1024))),
     ]
-    found = measured(subjects, rounds, world.budget(budget))
-    assert world.seconds <= budget
+    found = measured(subjects, rounds, world.limit(limit))
+    assert world.seconds <= limit
     assert set(found) >= {subject.title for subject in subjects if not subject.behind}
     assert missing(subjects, found) == [] or slow > 1
 
@@ -146,7 +146,7 @@ def test_what_was_measured_is_not_measured_again_and_the_first_time_is_made_up_f
         taken.add(number, name, Measurement({name: 1.0}, 4, 0.01))
     again = RoundsTaken.kept_in(tmp_path / "file", "")
     subjects = [world.subject("a", sizes=(1, 4)), world.subject("b", sizes=(1, 4))]
-    assert measured(subjects, 2, world.budget(10.0), None, again) == {"a": 1.0, "b": 2.5}
+    assert measured(subjects, 2, world.limit(10.0), None, again) == {"a": 1.0, "b": 2.5}
     assert world.order == [("b", 4)] * 2, "at the size that was found before, and once for nothing"
 
 

@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 from h2o_flexgen.sampling.adjusting import History, adjusted
 from h2o_flexgen.sampling.params import BOUNDS, RULES, SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler, resolve_seed, uniform
-from tests.adjusted_by_hand import adjusted_by_hand
+from tests.helpers.adjusted_by_hand import adjusted_by_hand
 
 DRAWS = 4000
 ADJUSTING = [

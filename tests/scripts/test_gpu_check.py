@@ -22,7 +22,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.patience import PATIENCE_SECONDS
 from tests.scripts.loading import load_script
 
 SCRIPT = load_script("gpu_check")

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from h2o_flexgen import LLM
-from tests import tiny
-from tests.real_tokenizers import VOCABS, save_byte_level
+from tests.helpers import tiny
+from tests.helpers.real_tokenizers import VOCABS, save_byte_level
 from tests.scripts.loading import load_script
 
 FILES = {

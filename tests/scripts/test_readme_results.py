@@ -133,7 +133,7 @@ def test_what_the_overlap_benchmark_writes_is_a_table_and_a_picture(readme: Path
     text = readme.read_text()
     assert "| zigzag | 1.25 | 1.00 | 80% | 1.12 |" in text and "| row_by_row | 4.00 | 3.00 | 75% |  |" in text
     assert "a processor, 2 cores, torch 2.13.0" in text and "4 x 16 rows" in text and "`--percent 0 0 0 100 0 100`" in text
-    assert "zigzag 1.90 GB, row_by_row 2.00 GB; the budget is 2.00 GB" in text
+    assert "zigzag 1.90 GB, row_by_row 2.00 GB; the limit is 2.00 GB" in text
     assert f"{SKETCH}\n\n```\n|W1.0--|\n```\n" in text and "old picture" not in text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.llm import LLM
-from tests.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 OWN_THREADS = ("answering", "computing", "reading", "lane", "disk")
 SEATS = {"gpu_batch_size": 4, "num_gpu_batches": 1}

@@ -34,7 +34,7 @@ from h2o_flexgen.serving.keys import Keys
 from h2o_flexgen.serving.listening import ServerAddress, bound, listening, place_of
 from h2o_flexgen.serving.service import Service
 from h2o_flexgen.text.dialogue import choose_style
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.patience import PATIENCE_SECONDS
 
 MODEL = "tiny"
 PROMPT_LEN, GEN_LEN = 32, 48

@@ -42,7 +42,7 @@ from h2o_flexgen.serving.batches.stored_batch import (
 from h2o_flexgen.serving.batches.stored_files import StoredFiles
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.service import Service
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.patience import PATIENCE_SECONDS
 from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served
 from tests.serving.test_desk import Asking, breaking
 from tests.serving.test_refusals import error

@@ -19,9 +19,9 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.counts import ServerCounts
 from h2o_flexgen.serving.desks import THREAD, Desks, Lengths, Turns
 from h2o_flexgen.text.prompts import Prompt
-from tests.contract import Case, Checkpoints
-from tests.patience import PATIENCE_SECONDS
-from tests.tiny import POSITIONS
+from tests.helpers.contract import Case, Checkpoints
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.tiny import POSITIONS
 
 LENGTHS = (9, 1, 5, 3, 12, 2, 7, 4)
 CASE = Case("llama-gqa", lengths=LENGTHS, gpu_batch_size=4, num_gpu_batches=1)

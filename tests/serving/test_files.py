@@ -21,8 +21,8 @@ from h2o_flexgen.serving.batches import registry, stored_files
 from h2o_flexgen.serving.batches.data_folder import data_folder, write_document
 from h2o_flexgen.serving.batches.stored_files import NewFile, StoredFiles
 from h2o_flexgen.serving.bodies import Limits
-from tests.patience import PATIENCE_SECONDS
-from tests.refusals import one_line
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.refusals import one_line
 from tests.serving.served import Served, served
 from tests.serving.test_refusals import error, head
 

@@ -15,9 +15,9 @@ import pytest
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.serving.bodies import Limits
 from h2o_flexgen.serving.hosts import Hosts
-from tests.patience import PATIENCE_SECONDS
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.tiny import VOCAB
 from tests.serving.served import MODEL, PROMPT_LEN, Served, served
-from tests.tiny import VOCAB
 
 KEY = "a-key-of-some-length"
 BEYOND_ASCII = "schlüssel-à"  # the last byte is a space in latin-1

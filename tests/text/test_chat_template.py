@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from h2o_flexgen.text.chat_template import STEP, WORK, TooMuchWork, render, render_unfinished
-from tests.real_tokenizers import save_byte_level
+from tests.helpers.real_tokenizers import save_byte_level
 
 TALK = [
     {"role": "system", "content": "Be brief. "},

@@ -11,7 +11,7 @@ from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.text.dialogue import PlainStyle, Script, Style, Template, choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.tokenizer import Tokenizer
-from tests.real_tokenizers import save_byte_level
+from tests.helpers.real_tokenizers import save_byte_level
 
 CHATML = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] | trim }}</s>\n{% endfor %}"

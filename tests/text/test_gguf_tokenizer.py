@@ -21,9 +21,9 @@ from h2o_flexgen.text.gguf_vocabulary import GgufVocabulary, TokenType
 from h2o_flexgen.text.gguf_words import WORD_RULES
 from h2o_flexgen.text.load_tokenizer import HfTokenizer, load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, NoTokenizer, Tokenizer
-from tests.gguf_vocabularies import BYTE_PIECES, PREFIX, metadata_of_folder, metadata_of_pieces, save_metadata
-from tests.real_tokenizers import TEXTS, save_byte_level
-from tests.refusals import one_line
+from tests.helpers.gguf_vocabularies import BYTE_PIECES, PREFIX, metadata_of_folder, metadata_of_pieces, save_metadata
+from tests.helpers.real_tokenizers import TEXTS, save_byte_level
+from tests.helpers.refusals import one_line
 
 ODD = [
     "don't",

@@ -9,7 +9,7 @@ import pytest
 
 from h2o_flexgen.text.growth import refuse_growth
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
-from tests.refusals import one_line
+from tests.helpers.refusals import one_line
 
 
 def replacing(content: str, **pattern: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ import pytest
 
 from h2o_flexgen.text.made_up import check_room, made_up_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
-from tests.real_tokenizers import VOCABS
+from tests.helpers.real_tokenizers import VOCABS
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 5, 64, 5000])

@@ -14,7 +14,7 @@ from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.dialogue import PlainStyle, Script
 from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.tokenizer import ByteTokenizer
-from tests.refusals import one_line
+from tests.helpers.refusals import one_line
 
 ARGUMENTS = {"place": "pier \N{SNOWMAN}", "days": [1, 2.5], "deep": {"a": None}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": json.dumps(ARGUMENTS)}}

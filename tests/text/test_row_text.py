@@ -11,7 +11,7 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.row_text import Detokenizer, StopChecker, decode_new
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
-from tests.real_tokenizers import TEXTS, ids_after
+from tests.helpers.real_tokenizers import TEXTS, ids_after
 
 
 def run_row(

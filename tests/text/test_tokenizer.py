@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from h2o_flexgen.checkpoints import hub
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, Tokenizer
-from tests.real_tokenizers import TEXTS, save_byte_level
+from tests.helpers.real_tokenizers import TEXTS, save_byte_level
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)

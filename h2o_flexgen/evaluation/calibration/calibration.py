@@ -85,7 +85,7 @@ def _check(llm: LLM, texts: Sequence[Sequence[int]], beside: int) -> None:
         most = spec.seen_positions // 2
         raise ValueError(f"texts of {longest} tokens are read twice, and {there}; give {most} tokens or fewer")
     tier = DEVICE if llm.device.accelerator else HOST
-    limit = llm.budgets.of(tier)
+    limit = llm.limits.of(tier)
     hidden = sum(2 * len(ids) * spec.width * spec.itemsize for ids in texts)
     needed = max(layer.nbytes for layer in spec.layers) + hidden + beside
     if limit is not None and needed > limit:

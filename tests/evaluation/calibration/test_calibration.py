@@ -22,8 +22,8 @@ from h2o_flexgen.evaluation.calibration.repeated import LayerRead, RepeatedText
 from h2o_flexgen.evaluation.study.text_reading import read_texts
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.policies.head_budgets_file import FILE, read_head_budgets
-from tests.commands import Result, called
-from tests.contract import Checkpoints, distinct_prompts
+from tests.helpers.commands import Result, called
+from tests.helpers.contract import Checkpoints, distinct_prompts
 
 TEXTS = distinct_prompts((17, 20), seed=3)
 
@@ -62,7 +62,7 @@ def test_texts_that_cannot_be_read_twice_are_refused(checkpoints: Checkpoints) -
             calibrated(llm, [[5] * llm.spec.max_positions], "a text")
         with pytest.raises(ValueError, match="a text has 3 tokens; give 16 or more"):
             calibrated(llm, [[5, 6, 7]], "a text")
-        llm.budgets = replace(llm.budgets, host=10)
+        llm.limits = replace(llm.limits, host=10)
         with pytest.raises(ValueError, match=r"the largest layer of .* and 10 B may be held"):
             calibrated(llm, TEXTS, "texts")
 

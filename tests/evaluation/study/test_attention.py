@@ -15,8 +15,8 @@ from h2o_flexgen.evaluation.study import onlooker
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.text_attention import Attention, attention_in_blocks
 from h2o_flexgen.llm import LLM
-from tests import tiny
-from tests.contract import distinct_prompts
+from tests.helpers import tiny
+from tests.helpers.contract import distinct_prompts
 
 KINDS = ("opt", "opt-350m", "llama-gqa", "gpt-oss-far", "qwen3", "neox-parallel", "neox-sequential")
 TOKENS, PROMPT = 60, 13

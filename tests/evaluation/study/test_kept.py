@@ -23,7 +23,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
-from tests.contract import Checkpoints, distinct_prompts
+from tests.helpers.contract import Checkpoints, distinct_prompts
 from tests.policies.oracle import Head
 
 DIM, TOKENS = 8, 70

@@ -13,7 +13,7 @@ from h2o_flexgen.evaluation.study import pictures
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.pictures import draw, kept_map
 from h2o_flexgen.llm import LLM
-from tests.contract import Checkpoints, distinct_prompts
+from tests.helpers.contract import Checkpoints, distinct_prompts
 
 TEXT = distinct_prompts((48,), seed=4)[0]
 POLICIES = ("h2o", "snapkv", "local")

@@ -15,9 +15,9 @@ from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.coding import Coding
+from tests.helpers.pairwise import covering, pairs_first
 from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_decode_attention import drawn, exact
-from tests.pairwise import covering, pairs_first
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (3, 2, 1, 17, 64), (2, 1, 7, 40, 80), (2, 1, 2, 9, 3), (1, 1, 3, 20, 200),

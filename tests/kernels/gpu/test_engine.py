@@ -15,7 +15,7 @@ import torch
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.gpu import functions
 from h2o_flexgen.kernels.table import CUDA, INT8, TRITON, Processor
-from tests.contract import Case, Checkpoints, hold_contract
+from tests.helpers.contract import Case, Checkpoints, hold_contract
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.tile_rows import tile_decode_rows_twin, tile_decode_twin, tile_encode_twin
 from h2o_flexgen.quant.grouped import Grouped
 from h2o_flexgen.quant.tiled import TILE, Tiled
+from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_group_encode import SPREADS
-from tests.pairwise import pairs_first
 
 SHAPES = [(1, 64), (3, 5), (37, 130), (18, 640), (2, 4160), (70, 63)]
 ENCODED = [(3, 1), (18, 130), (20, 192)]

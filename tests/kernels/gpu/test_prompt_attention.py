@@ -12,8 +12,8 @@ from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
+from tests.helpers.pairwise import covering
 from tests.kernels.gpu.test_cap import CAPS
-from tests.pairwise import covering
 
 # shares are rounded before they meet values: of the size of values, which is about 1
 LAST_BITS = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}

@@ -14,9 +14,9 @@ from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kv.coding import Coding
+from tests.helpers.pairwise import covering
 from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_shared_attention import drawn, exact
-from tests.pairwise import covering
 
 SHAPES = [  # queries, kv_heads, group, tokens of the text, dim
     (1, 1, 1, 1, 64), (13, 2, 3, 33, 80), (8, 1, 4, 37, 64), (3, 1, 1, 40, 3), (2, 1, 12, 20, 200),

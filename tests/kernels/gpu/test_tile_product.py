@@ -13,8 +13,8 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.tile_product import tile_product
 from h2o_flexgen.kernels.tile_product import tile_product_twin
 from h2o_flexgen.quant.tiled import Tiled
+from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_tile_product import TOLERANCES, packed, x_of
-from tests.pairwise import pairs_first
 
 SHAPES = [(1, 64), (3, 5), (40, 100), (17, 1088)]  # outputs; inputs, also more than all warps read at once
 

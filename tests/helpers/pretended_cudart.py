@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.memory import host
 from h2o_flexgen.memory.host import PageLocker, Pages
 from h2o_flexgen.memory.page_locks import CudaPageLocks
-from tests.pretended import PretendedDevice
+from tests.helpers.pretended import PretendedDevice
 
 REFUSED, LOCKED_ALREADY, NOT_LOCKED = 2, 712, 713  # CUDA's numbers
 

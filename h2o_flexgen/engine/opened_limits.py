@@ -13,7 +13,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed
-from h2o_flexgen.planning.tier_budgets import Budgets
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 
 
@@ -35,8 +35,8 @@ def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
         raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
 
 
-def open_budgets(devices: Sequence[Device], gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
-    """The budgets except the disk's. With several devices, the budget is that of the one with the least free memory."""
+def open_limits(devices: Sequence[Device], gpu_mem: int | str | None, cpu_mem: int | str | None) -> MemoryLimits:
+    """The limits except the disk's. With several devices, the limit is that of the one with the least free memory."""
     for device in devices:
         device.warm_up(COMPUTE_LANE)
     host_base = bytes_to_begin_with()
@@ -44,20 +44,20 @@ def open_budgets(devices: Sequence[Device], gpu_mem: int | str | None, cpu_mem: 
     for device in devices:
         device.limit(asked)
     known = [nbytes for nbytes in (asked, *(device.free_bytes() for device in devices)) if nbytes is not None]
-    return Budgets(
+    return MemoryLimits(
         device=min(known) if known and devices[0].accelerator else None,
         host=available_bytes() + host_base if cpu_mem is None else parse_bytes(cpu_mem),
         host_base=host_base,
     )
 
 
-def weighed_anew(budgets: Budgets) -> Budgets:
-    """The budgets with the bytes measured again that the process holds besides the plan: a plan search leaves some behind."""
+def weighed_anew(limits: MemoryLimits) -> MemoryLimits:
+    """The limits with the bytes measured again that the process holds besides the plan: a plan search leaves some behind."""
     give_back_freed()
-    return replace(budgets, host_base=bytes_to_begin_with())
+    return replace(limits, host_base=bytes_to_begin_with())
 
 
-def disk_budget(offload_folder: Path, packing: Packing | None) -> int:
+def disk_limit(offload_folder: Path, packing: Packing | None) -> int:
     """The bytes that are free where KV and activations go, less what packed weights will take."""
     place = existing_folder(offload_folder)
     free = shutil.disk_usage(place).free

@@ -1,4 +1,4 @@
-"""Budgets of a decode step on a device: what is launched for each kind of layer, and how often the host waits.
+"""A decode step on a device: what is launched for each kind of layer, and how often the host waits.
 
 Nothing waits inside a layer, so that the caller's thread may launch a whole step ahead; the head waits once, for its tokens.
 """
@@ -16,7 +16,7 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints
+from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints
 
 WAITS_OF_A_HEAD = 1
 WAITS_OF_SINGLE_SLOTS = 1  # before the processor brings changed slots home

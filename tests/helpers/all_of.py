@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from tests.pairwise import Name, each_apart
+from tests.helpers.pairwise import Name, each_apart
 
 
 def all_of(choices: Mapping[Name, Sequence[Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from h2o_flexgen.memory.device import Device, DeviceTier, open_device
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.session import loaded_model
-from tests.recorded import repeated
+from tests.helpers.recorded import repeated
 
 
 class PretendedDevice(Device):

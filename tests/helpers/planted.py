@@ -7,7 +7,7 @@ import pytest
 BUDGET = 100 * 10**9
 OVER = 7_000_000
 CPU_MEM = ("--cpu-mem", str(BUDGET))
-SAID = "memory: 100.01 GB of CPU memory were held, and the budget was 100.00 GB: 7.00 MB more than promised. "
+SAID = "memory: 100.01 GB of CPU memory were held, and the limit was 100.00 GB: 7.00 MB more than promised. "
 
 
 def plant_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from tests.contract import Case, Checkpoints
+from tests.helpers.contract import Case, Checkpoints
 
 TRAILER = torch.tensor([0x5A] * 7, dtype=torch.uint8)
 ODD_OFFSET = 13  # start of the first tensor in a packed file

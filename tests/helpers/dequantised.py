@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.gguf_files import NAMES
+from tests.helpers.gguf_files import NAMES
 
 IN_MODEL = {there: here for here, there in NAMES.items()}
 

@@ -1,4 +1,4 @@
-"""Budgets: the bytes that may be held on every tier."""
+"""MemoryLimits: the bytes that may be held on every tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from h2o_flexgen.planning.footprint import WEIGHTS, Footprint
 
 
 @dataclass(frozen=True)
-class Budgets:
+class MemoryLimits:
     """Bytes that may be held per tier; None is no limit. `host_base` is what the process holds before anything is loaded.
     `processes`: how many of them run the plan on this machine, each with a device of its own, over weights of host memory that
     they share; one more process supervises them."""
@@ -43,18 +43,18 @@ class Budgets:
 
     def first_exceeded(self, footprint: Footprint) -> str | None:
         for tier in TIERS:
-            budget = self.of(tier)
-            if budget is not None and self.needs(footprint, tier) > budget:
+            limit = self.of(tier)
+            if limit is not None and self.needs(footprint, tier) > limit:
                 return tier
         return None
 
     def exceeded_by(self, peak_bytes: Mapping[str, int]) -> dict[str, int]:
-        """Bytes by which peaks exceed the budgets, by tier."""
-        budgets = {tier: self.of(tier) for tier in peak_bytes}
-        return {tier: 0 if (most := budgets[tier]) is None else max(0, peak - most) for tier, peak in peak_bytes.items()}
+        """Bytes by which peaks exceed the limits, by tier."""
+        limits = {tier: self.of(tier) for tier in peak_bytes}
+        return {tier: 0 if (most := limits[tier]) is None else max(0, peak - most) for tier, peak in peak_bytes.items()}
 
-    def with_half_free(self) -> Budgets:
-        """Budgets so much smaller that a plan leaves half of the memory beside the process free."""
+    def with_half_free(self) -> MemoryLimits:
+        """Limits so much smaller that a plan leaves half of the memory beside the process free."""
         base = self.base(HOST)
         host = None if self.host is None else base + max(0, self.host - base) // 2
         return replace(self, device=None if self.device is None else self.device // 2, host=host)

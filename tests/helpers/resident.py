@@ -34,7 +34,7 @@ from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
-from tests.probes import probe_for
+from tests.helpers.probes import probe_for
 
 
 @contextmanager

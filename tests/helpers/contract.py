@@ -39,11 +39,11 @@ from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.opened_model import OpenedModel
-from tests import tiny
-from tests.probes import OF_NO_MODEL, probe_for
-from tests.quantised import FORMS, WIDE, save_quantised
-from tests.reference import weights_by_layer
-from tests.resident import resident_generate
+from tests.helpers import tiny
+from tests.helpers.probes import OF_NO_MODEL, probe_for
+from tests.helpers.quantised import FORMS, WIDE, save_quantised
+from tests.helpers.reference import weights_by_layer
+from tests.helpers.resident import resident_generate
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
@@ -265,7 +265,7 @@ class Checkpoints:
             return place
         if is_gguf:
             pytest.importorskip("gguf")  # writes such files, and is missing where only torch and transformers are
-            from tests.gguf_files import save_gguf
+            from tests.helpers.gguf_files import save_gguf
 
             made = save_gguf(kind, place, stored.removeprefix(GGUF))
         elif stored in DTYPE_BYTES:

@@ -19,8 +19,8 @@ from h2o_flexgen.models import MODELS, create_model, layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.layout import Config, Origin
 from h2o_flexgen.models.llama import Llama
-from tests.contract import Checkpoints
-from tests.tiny import tiny_config
+from tests.helpers.contract import Checkpoints
+from tests.helpers.tiny import tiny_config
 
 KIND, MLPS = "llama-mha", 2
 
