@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
-from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.run_request import NamedByPlan
 from h2o_flexgen.cli.summary import (
     Timing,
@@ -24,6 +23,7 @@ from h2o_flexgen.cli.summary import (
     from_first_steps,
     log_name,
     measured,
+    say_broken,
     summary_lines,
     timing_json,
 )
