@@ -18,9 +18,9 @@ from h2o_flexgen.cli.batch_run import Elsewhere, JobRun, Listening, OnBroken, en
 from h2o_flexgen.cli.batch_settings import option_settings, refuse_other, refuse_other_seed, versions
 from h2o_flexgen.cli.batch_watch import JobFigures
 from h2o_flexgen.cli.open_llm import open_together
-from h2o_flexgen.cli.plan_report import PlanReport, together_lines
 from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.ray_environment import ray_environment
+from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
@@ -267,7 +267,7 @@ class BatchJob:
 
     def plan_lines(self) -> Iterator[str]:
         yield from self.plan_report.lines()
-        yield from together_lines(len(self.parts), len(self.left.sizes), self.llm.device.accelerator)
+        yield from together(len(self.parts), len(self.left.sizes), self.llm.device.accelerator).lines
 
     def _on_workers(
         self, asked: RayRequest, seed: int, left: FileJob, listening: Listening, on_broken: OnBroken

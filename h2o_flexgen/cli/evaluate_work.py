@@ -16,7 +16,7 @@ from pathlib import Path
 
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
 from h2o_flexgen.cli.open_llm import make_llm, open_llm
-from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import EvaluationWatch
 from h2o_flexgen.core.files import write_text
@@ -77,7 +77,7 @@ def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, Stored
 
 def _announce(evaluation: Evaluation, stored: StoredWeights | None, output: Path | None) -> None:
     if stored is not None:
-        print(f"found {stored.line()}", file=sys.stderr)
+        print(f"found {stored.fact().words[0]}", file=sys.stderr)
     there, total = evaluation.num_cells - evaluation.num_missing, evaluation.num_cells
     words = ["1 cell" if total == 1 else f"{total} cells"]
     if there:
@@ -186,7 +186,7 @@ class EvaluationReport:
             "model": self.model,
             "command": list(self.command),
             "identity": dict(self.evaluation.model),
-            "stored": self.stored.as_json() if self.stored else None,
+            "stored": self.stored.fact().values["stored"] if self.stored else None,
             "machine": dict(self.machine),
             "versions": _versions(),
             "tasks": {one.name: self._task(one, everything) for one in self.results},

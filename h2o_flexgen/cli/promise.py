@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from h2o_flexgen.cli.plan_report import NAMES
+from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.stats import Peaks
 

@@ -7,8 +7,8 @@ import time
 from collections import Counter
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
-from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.crowd import Crowd
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.cores import cores

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from h2o_flexgen.cli.report.fact import Fact, fact
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.blocked import Blocked
@@ -48,15 +49,16 @@ class StoredWeights:
         kind = checkpoint.origins[0].suffix.removeprefix(".")
         return cls(kind, opened.quantisation, forms_of(opened.spec(Plan()), checkpoint.dtype))
 
-    def line(self) -> str:
+    def _line(self) -> str:
         found = f"{self.kind}, {self.method}" if self.method else self.kind
         if len(self.forms) == 1:
             return f"{found}: {self.forms[0]}"
         shares = [f"{100 * form.share:.0f} % in {form}" for form in self.forms]
         return f"{found}: of the values {', '.join(shares)}"
 
-    def as_json(self) -> dict[str, object]:
-        return {"files": self.kind, "method": self.method or None, "forms": [form.as_json() for form in self.forms]}
+    def fact(self) -> Fact:
+        forms = [form.as_json() for form in self.forms]
+        return fact("found", self._line(), stored={"files": self.kind, "method": self.method or None, "forms": forms})
 
 
 def forms_of(spec: ModelSpec, plain: str) -> tuple[FormShare, ...]:

@@ -1,0 +1,53 @@
+"""Facts: what a report says, each in words for people and as values for programs. Lines, tables and JSON documents are made of
+the same list of facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from h2o_flexgen.cli.terminal import page_width, table
+
+LABEL_WIDTH = 10  # columns
+
+
+@dataclass(frozen=True)
+class Fact:
+    label: str  # before the words of a line, or the head of a column; nothing where words stand alone
+    words: tuple[str, ...]  # a line each; none where a fact is for programs alone
+    values: Mapping[str, object]  # by key of the JSON document; none where a fact is for people alone
+
+    @property
+    def lines(self) -> Sequence[str]:
+        if not self.label:
+            return self.words
+        return [f"{label:{LABEL_WIDTH}}{line}" for label, line in zip((self.label, *[""] * len(self.words)), self.words)]
+
+
+def fact(label: str, words: str | Iterable[str], **values: object) -> Fact:
+    """A fact under a label."""
+    return Fact(label, (words,) if isinstance(words, str) else tuple(words), values)
+
+
+def told(*words: str, **values: object) -> Fact:
+    """A fact without a label."""
+    return Fact("", words, values)
+
+
+def noted(**values: object) -> Fact:
+    """A fact for programs alone."""
+    return Fact("", (), values)
+
+
+def lines_of(facts: Iterable[Fact]) -> list[str]:
+    return [line for one in facts for line in one.lines]
+
+
+def document_of(facts: Iterable[Fact]) -> dict[str, object]:
+    return {key: value for one in facts for key, value in one.values.items()}
+
+
+def table_of(rows: Iterable[Sequence[Fact]]) -> list[str]:
+    """A row for each list of facts, all of the same labels."""
+    shown = [[one for one in row if one.label] for row in rows]
+    return table([[one.label for one in shown[0]], *([" ".join(one.words) for one in row] for row in shown)], page_width())
