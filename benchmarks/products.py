@@ -37,13 +37,13 @@ from benchmarks.comparison.command import argument_of, commit
 from benchmarks.instructions import instructions, processor_slug
 from benchmarks.peaks import Peaks
 from h2o_flexgen.core.files import write_text
+from h2o_flexgen.formats.kernel_table import INT8, PRODUCTS, rounds
+from h2o_flexgen.formats.table import CODECS, TILED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import encode, plain_product
-from h2o_flexgen.kernels.table import INT8, PRODUCTS, rounds
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
-from h2o_flexgen.quant.codec import CODECS, TILED
 
 ROWS = (1, 8, 32, 128, 512)
 SHAPE = (5632, 2048)  # outputs and inputs of TinyLlama's widest matrix

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.formats.kernel_table import BASELINE, EXACT, INT8, TORCH
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import matrix, native
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import PackedMatrix
 from h2o_flexgen.kernels.operations import packed_product
-from h2o_flexgen.kernels.table import BASELINE, EXACT, INT8, TORCH
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.quant.codec import PLAIN
 from tests.helpers.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.pairwise import Name, covering, in_turn, on_devices
 from tests.helpers.reference import reference_generate

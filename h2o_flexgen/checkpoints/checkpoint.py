@@ -23,7 +23,7 @@ from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 
 BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # missing in base models' files, added with a head
 

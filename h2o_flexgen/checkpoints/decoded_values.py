@@ -9,10 +9,10 @@ import torch
 
 from h2o_flexgen.checkpoints.file_reading import PART_BYTES, read_range, read_rows, read_whole
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.sectioned import Sectioned, parts_of_sections, section_starts
+from h2o_flexgen.formats.table import CODECS
 from h2o_flexgen.kernels.operations import decode
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS
-from h2o_flexgen.quant.sectioned import Sectioned, parts_of_sections, section_starts
 
 FLOAT32_BYTES = 4
 CUTS = 128  # outputs: every form can be cut at multiples of it

@@ -31,10 +31,10 @@ from h2o_flexgen.checkpoints.stored_tensors import StoredAs, StoredTensor
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
+from h2o_flexgen.formats.sectioned import FP4, Fp4
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.stored_parts import sections_of
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.sectioned import FP4, Fp4
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE, FP4_EXPONENT = 0.02, 120  # random codes are about 3 on average: 2 ** -7 of that is as much

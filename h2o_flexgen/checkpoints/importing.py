@@ -26,8 +26,8 @@ from h2o_flexgen.checkpoints.unpacking import (
     in_order,
     order_of,
 )
+from h2o_flexgen.formats.sectioned import MIDDLE, Int4
 from h2o_flexgen.kernels.stored_parts import sections_of
-from h2o_flexgen.quant.sectioned import MIDDLE, Int4
 
 WORD = "I32"
 

@@ -21,8 +21,8 @@ from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatr
 from h2o_flexgen.checkpoints.sums import Sums
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.formats.table import CODECS, PLAIN, chosen_codec
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.quant.codec import CODECS, PLAIN, chosen_codec
 
 FILE_BYTES = 2 << 30  # of a packed file, approximately
 LARGEST = 1e38  # so that the difference of two values is still a float32

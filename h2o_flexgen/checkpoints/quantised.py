@@ -12,7 +12,7 @@ from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, FP8, GPTQ, MXF
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.checkpoints.unpacking import PER_WORD, order_of
 from h2o_flexgen.core.model_spec import MOST_WIDTH
-from h2o_flexgen.quant.sectioned import FP4, FP8_BLOCKS, INT4, Fp8, Int4
+from h2o_flexgen.formats.sectioned import FP4, FP8_BLOCKS, INT4, Fp8, Int4
 
 WEIGHT = "weight"
 E4M3, BYTES, POWERS = "F8_E4M3", ("U8", "I8"), ("U8", "F8_E8M0")

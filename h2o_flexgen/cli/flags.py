@@ -22,7 +22,8 @@ from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
-from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.table import BY_BITS
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.plan import GRAPHS, JUDGED, ON, PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
@@ -32,7 +33,6 @@ from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.policy import SINKS
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import BOUNDS, LARGEST_SHIFT, SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES

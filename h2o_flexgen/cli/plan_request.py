@@ -37,11 +37,11 @@ from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.formats.table import BY_BITS, PLAIN
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import KVOptions
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.made_up import DEFAULT_TOKENS

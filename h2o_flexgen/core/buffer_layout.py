@@ -1,7 +1,7 @@
 """Layout: how many bytes each buffer and file takes, and where each part of it begins.
 
 Allocators and stores lay data out with these functions, and the footprint adds up what they return. The working room of the C
-kernels is in kernels/sizes.py, beside the header that they share.
+kernels is in formats/kernel_sizes.py, beside the header that they share.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
+from h2o_flexgen.formats.table import CODECS, PLAIN
 
 ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
 VIEW_ALIGNMENT = 64  # of plain values: with less, the same product may come out with other last bits (measured with one row)

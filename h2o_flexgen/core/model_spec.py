@@ -15,8 +15,8 @@ from math import ceil, log1p, prod
 from typing import Any
 
 from h2o_flexgen.core.layer_name import LayerName
-from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
-from h2o_flexgen.quant.codec import CODECS, PLAIN, can_be_parted, matrix_form
+from h2o_flexgen.formats.kernel_table import EXACT, PRODUCT, PRODUCTS, rounds
+from h2o_flexgen.formats.table import CODECS, PLAIN, can_be_parted, matrix_form
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from h2o_flexgen.kernels.table import CPU, Processor, choose
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.kernel_table import CPU, Processor, choose
+from h2o_flexgen.formats.table import PLAIN
 
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"  # the usual types
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_sizes import DTYPES
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
-from h2o_flexgen.kernels.sizes import DTYPES
-from h2o_flexgen.quant.codec import GROUPED, PLAIN
 
 PACKED_KINDS = {codec.name: kind for kind, codec in enumerate(GROUPED, start=len(DTYPES))}  # numbered after the plain kinds
 

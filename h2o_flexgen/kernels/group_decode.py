@@ -7,9 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP, Grouped, groups_of
+from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.quant.grouped import GROUP, Grouped, groups_of
 
 
 def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:

@@ -7,10 +7,10 @@ import ctypes
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP, Grouped
+from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.kernels.group_decode import group_parts
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.quant.grouped import GROUP, Grouped
 
 
 def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:

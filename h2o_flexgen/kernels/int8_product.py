@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.grouped import GROUP, groups_of
+from h2o_flexgen.formats.kernel_sizes import twin_values
+from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.int8_rows import FactorRows, Factors, Int8Rows, int8_rows, int8_rows_twin
 from h2o_flexgen.kernels.native import pointer
 from h2o_flexgen.kernels.panels import call
-from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.quant.grouped import GROUP, groups_of
-from h2o_flexgen.quant.tiled import TILE, Tiled
 
 
 def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

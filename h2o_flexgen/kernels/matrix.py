@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import PRODUCT, STEADY_PRODUCT
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.operations import decode, packed_product, plain_product, products_of_each, steady_product
-from h2o_flexgen.kernels.table import PRODUCT, STEADY_PRODUCT
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The operations on values that have kernels of their own, each done by the kernel that kernels/table.py chooses for it.
+"""The operations on values that have kernels of their own, each done by the kernel that formats/kernel_table.py chooses for it.
 
 Kernels are chosen nowhere else. A kernel and its twin in torch take the same arguments, and give the same bits unless their
 file says how they differ.
@@ -13,16 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
-from h2o_flexgen.kernels.gathers import SUM
-from h2o_flexgen.kernels.gating import gated_silu_twin
-from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import RotationAngles
-from h2o_flexgen.kernels.table import (
+from h2o_flexgen.formats.kernel_table import (
     ADD_WEIGHTED,
     APPEND,
     DECODE,
@@ -41,12 +32,21 @@ from h2o_flexgen.kernels.table import (
     ROTATE,
     SHARED_ATTENTION,
     STEADY_PRODUCT,
+    SUM,
     TAKE_SLOTS,
     Kernel,
     Processor,
     choose,
 )
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.formats.table import CODECS, PLAIN
+from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
+from h2o_flexgen.kernels.gating import gated_silu_twin
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+from h2o_flexgen.kernels.rotate import RotationAngles
 
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
 

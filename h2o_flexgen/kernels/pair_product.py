@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.grouped import GROUP, groups_of
+from h2o_flexgen.formats.plain import PlainForm
+from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import native_library, pointer
 from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, JoinedRuns, in_c, panel_products
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
-from h2o_flexgen.quant.grouped import GROUP, groups_of
-from h2o_flexgen.quant.plain import PlainForm
-from h2o_flexgen.quant.tiled import Tiled
 
 
 def pair_product(codec: PlainForm | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.plain import PlainForm
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.quant.plain import PlainForm
 
 
 def plain_encode(codec: PlainForm, values: Tensor, out: Tensor) -> None:

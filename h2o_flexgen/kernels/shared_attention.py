@@ -9,10 +9,10 @@ import ctypes
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES, PromptRoom
 from h2o_flexgen.kernels.decode_attention import KVSlots, kind_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
-from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom
 
 
 def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:

@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.kernel_sizes import twin_values
+from h2o_flexgen.formats.sectioned import Fp4, Fp8, Int4
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.kernels.stored_matrix import MatrixInC, Stored, form_of, order_of
 from h2o_flexgen.kernels.stored_parts import blocked_parts, fp8_parts, sectioned_parts
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.sectioned import Fp4, Fp8, Int4
 
 
 def stored_decode(codec: Stored, data: Tensor, out: Tensor) -> None:

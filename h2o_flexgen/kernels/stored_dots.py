@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.sectioned import Fp4, Int4
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.panels import Arranged, JoinedRuns
 from h2o_flexgen.kernels.stored_matrix import Stored
 from h2o_flexgen.kernels.stored_product import products_of_stored
-from h2o_flexgen.quant.sectioned import Fp4, Int4
 
 PIECE = 32  # inputs that C reads at once
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.grouped import GROUP
+from h2o_flexgen.formats.kernel_sizes import twin_values
+from h2o_flexgen.formats.sectioned import Fp4, Int4
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.int8_rows import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
-from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.kernels.stored_matrix import MatrixInC, form_of, order_of
 from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.grouped import GROUP
-from h2o_flexgen.quant.sectioned import Fp4, Int4
 
 Whole = Blocked | Fp4 | Int4  # forms of whole numbers
 SIXTEENS = "q6_K"  # the form of which 16 inputs share a scale; of other blocks it is 32

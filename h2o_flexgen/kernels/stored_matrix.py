@@ -8,11 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.kernel_sizes import DTYPES
+from h2o_flexgen.formats.sectioned import SCALE_BYTES, Fp4, Fp8, Int4, section_starts
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.sizes import DTYPES
 from h2o_flexgen.kernels.stored_parts import sections_of
-from h2o_flexgen.quant.blocked import BLOCKED, Blocked
-from h2o_flexgen.quant.sectioned import SCALE_BYTES, Fp4, Fp8, Int4, section_starts
 
 E8M0 = "e8m0"  # of Fp4
 EVERY_INPUT = 40  # more inputs, as a power of two, than any matrix has

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.sectioned import MIDDLE, Fp4, Fp8, Int4, Sectioned, section_starts
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.sectioned import MIDDLE, Fp4, Fp8, Int4, Sectioned, section_starts
 
 FP4_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
 FP4_ZERO = 12  # is added, so that codes of FP4 are unsigned

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.kernel_sizes import twin_values
+from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.panels import ARRANGED, panel_products
-from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
-from h2o_flexgen.quant.tiled import TILE, Tiled
 
 
 def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

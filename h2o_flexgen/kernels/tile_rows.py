@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP, Grouped, groups_of
+from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
+from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.native import native_library, pointer
-from h2o_flexgen.kernels.sizes import TWIN_VALUES, twin_values
-from h2o_flexgen.quant.grouped import GROUP, Grouped, groups_of
-from h2o_flexgen.quant.tiled import TILE, Tiled
 
 
 def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES
+from h2o_flexgen.formats.plain import PlainForm
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.native import KINDS
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, panel_products
-from h2o_flexgen.kernels.sizes import TWIN_VALUES
-from h2o_flexgen.quant.plain import PlainForm
 
 
 def wide_product(codec: PlainForm, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

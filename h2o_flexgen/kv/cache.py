@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
+from h2o_flexgen.formats.kernel_table import SUM
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gathers import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
@@ -27,7 +28,6 @@ from h2o_flexgen.kv.prompt_repeat import attend_with_echo
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation
-from h2o_flexgen.quant.codec import PLAIN
 
 
 class AttentionInput(NamedTuple):

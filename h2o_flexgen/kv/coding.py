@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, Arena, aligned
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode_rows
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -22,8 +22,8 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, measured_as, measured_forms, prices
-from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
+from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, Kernel, choose, measured_as, measured_forms, prices
+from h2o_flexgen.formats.table import PLAIN, ROW_FORMS
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
 DEVICES = ("cpu", "cuda")

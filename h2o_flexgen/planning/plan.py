@@ -15,13 +15,13 @@ from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
-from h2o_flexgen.kernels.table import EXACT, PRODUCTS
+from h2o_flexgen.formats.kernel_table import EXACT, PRODUCTS
+from h2o_flexgen.formats.table import PLAIN, of_rows
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import PLAIN, of_rows
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic

@@ -16,14 +16,14 @@ from math import inf, prod
 from h2o_flexgen.core.buffer_layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
-from h2o_flexgen.kernels.table import Kernel
+from h2o_flexgen.formats.kernel_table import Kernel
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.planning.batch_pass import products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.lanes import longest_by_kind
 from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule

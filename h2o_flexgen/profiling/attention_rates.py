@@ -13,6 +13,7 @@ import torch
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.kv import image_over
+from h2o_flexgen.formats.table import PLAIN, ROW_FORMS
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.slot_scores import SlotScores
@@ -26,7 +27,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.profiling.profile_sizes import ProfileSizes
 from h2o_flexgen.profiling.subject import Bench, Figures, OfRounds, Subject
-from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
 UNPACKING, HEAD = "unpacked_values", "head_seconds"

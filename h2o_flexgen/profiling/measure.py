@@ -23,9 +23,11 @@ from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.folders import existing_folder
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.formats.kernel_table import PRODUCT, choose
+from h2o_flexgen.formats.sectioned import Int4
+from h2o_flexgen.formats.table import CODECS, PLAIN, STORED
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import PRODUCT, choose
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, FilePiece, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
@@ -34,8 +36,6 @@ from h2o_flexgen.planning.machine import Curve, Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.profiling.multiplied import multiplied
 from h2o_flexgen.profiling.pool import sound_bytes
-from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED
-from h2o_flexgen.quant.sectioned import Int4
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES

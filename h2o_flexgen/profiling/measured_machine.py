@@ -14,7 +14,8 @@ import torch
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT_OPS, measured_forms, prices
+from h2o_flexgen.formats.kernel_table import PRODUCT_OPS, measured_forms, prices
+from h2o_flexgen.formats.table import ROW_FORMS
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -26,7 +27,6 @@ from h2o_flexgen.profiling.profile_sizes import FULL, ProfileSizes
 from h2o_flexgen.profiling.rounds import RoundsTaken, measured, missing
 from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, ProfileWatch, Subject
 from h2o_flexgen.profiling.time_limit import NOW, Now, Stopwatch, TimeLimit
-from h2o_flexgen.quant.codec import ROW_FORMS
 
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
 SHARE_OF_DEVICE = 4  # a device's allocator also keeps what was freed, up to three times as much

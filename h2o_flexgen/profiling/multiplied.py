@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import packed_product, plain_product
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
 def multiplied(op: str, form: str, x: Tensor, data: Tensor, outputs: int) -> Tensor:

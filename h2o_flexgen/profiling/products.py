@@ -12,10 +12,12 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import LARGE
+from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels_of, measured_forms, rounds
+from h2o_flexgen.formats.table import CODECS, PLAIN, STORED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels_of, measured_forms, rounds
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.base import Given, Model, computed
 from h2o_flexgen.models.new_tokens import NewTokens
@@ -23,8 +25,6 @@ from h2o_flexgen.profiling.multiplied import in_units, multiplied
 from h2o_flexgen.profiling.profile_sizes import ProfileSizes
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Figures, Subject
-from h2o_flexgen.quant.blocked import LARGE
-from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED
 
 PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
 VALUES_AT_FIRST = 16  # how many times fewer rows of values are tried first

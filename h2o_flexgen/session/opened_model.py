@@ -19,11 +19,11 @@ from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stage import Stage, Stages
+from h2o_flexgen.formats.table import can_be_parted
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import can_be_parted
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
 

@@ -11,12 +11,12 @@ from benchmarks.gpu_kernels import ATTENTION_SHARES, DECODING_SHARE, PRODUCT_SHA
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.machine import EVICTION, Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
 from tests.scripts.loading import PROJECT

@@ -29,11 +29,11 @@ from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.formats.table import PLAIN, matrix_form
+from h2o_flexgen.formats.tiled import TILE
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
-from h2o_flexgen.quant.codec import PLAIN, matrix_form
-from h2o_flexgen.quant.tiled import TILE
 from tests.helpers.contract import Checkpoints
 from tests.helpers.tiny import save_tiny
 

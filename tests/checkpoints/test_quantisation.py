@@ -12,9 +12,9 @@ import torch
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.checkpoints.quantisation import KEYS, Quantisation, quantisation_of
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.quantised import FORMS, WIDE, awq_config, compressed_config, gptq_config, int4_config, save_quantised
 from tests.helpers.tiny import save_tiny

@@ -30,9 +30,9 @@ from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import BITS, FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_tensors import Located
 from h2o_flexgen.core.model_spec import MOST_WIDTH, ModelSpec
+from h2o_flexgen.formats.table import PLAIN, matrix_form
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.models import create_model, load_config
-from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from tests.helpers.quantised import FORMS, WIDE, Form, Quantised, awq, awq_config, fp8, fp8_config, mxfp4, save_quantised
 
 KIND = "llama-gqa"

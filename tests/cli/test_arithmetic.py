@@ -10,11 +10,11 @@ import pytest
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels import table as kernels_table
-from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Kernel, Processor
+from h2o_flexgen.formats import kernel_table
+from h2o_flexgen.formats.kernel_table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Kernel, Processor
+from h2o_flexgen.formats.table import PLAIN, matrix_form
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from tests.helpers.inverted import rows_of
 from tests.planning.worlds import tiny_spec
 
@@ -36,7 +36,7 @@ KEPT = "activations and KV in bfloat16"
 
 @pytest.fixture(autouse=True)
 def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_table, "kernels_of", partial(rows_of, TABLE))
+    monkeypatch.setattr(kernel_table, "kernels_of", partial(rows_of, TABLE))
 
 
 def arithmetic(processor: Processor | None = OLD, dtype: str = "bfloat16", **options: object) -> Arithmetic:

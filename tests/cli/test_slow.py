@@ -11,8 +11,8 @@ from h2o_flexgen.cli import slow
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import NO_KERNELS, NO_TRITON, experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.kernels import table as kernels_table
-from h2o_flexgen.kernels.table import Processor
+from h2o_flexgen.formats import kernel_table
+from h2o_flexgen.formats.kernel_table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -26,7 +26,7 @@ BUILT = ("avx512vnni", "avx512", "avx2", "baseline")
 
 @pytest.fixture(autouse=True)
 def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_table, "kernels_of", partial(rows_of, TABLE))
+    monkeypatch.setattr(kernel_table, "kernels_of", partial(rows_of, TABLE))
 
 
 def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:

@@ -17,7 +17,7 @@ from h2o_flexgen.core.buffer_layout import (
     read_arena,
 )
 from h2o_flexgen.core.model_spec import TensorSpec
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 
 BLOCK_BYTES, BLOCK_VALUES = 18, 32  # of Q4_0
 MATRICES = st.tuples(st.sampled_from([PLAIN, "q4_0"]), st.integers(1, 3 * PAGE_ALIGNED_FROM // BLOCK_BYTES))

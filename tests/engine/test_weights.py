@@ -19,14 +19,14 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DISK
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.stores.weights import WeightStore
+from h2o_flexgen.formats.kernel_table import TORCH
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import PackedMatrix
-from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.planning.placement import place, place_weights, traffic
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES

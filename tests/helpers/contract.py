@@ -24,9 +24,10 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix
 from h2o_flexgen.kernels.operations import decode, encode
-from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning import placement
@@ -34,7 +35,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler

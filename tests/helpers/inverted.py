@@ -19,13 +19,14 @@ from torch.nn import functional
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredTensor
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.kernels import operations, table
+from h2o_flexgen.formats import kernel_table
+from h2o_flexgen.formats.kernel_table import DECODE, ENCODE, PRODUCT, Kernel
+from h2o_flexgen.formats.table import CODECS, PLAIN
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.helpers.contract import Case, Checkpoints
 
 TRAILER = torch.tensor([0x5A] * 7, dtype=torch.uint8)
@@ -81,7 +82,7 @@ def rows_of(kernels: Iterable[Kernel], op: str, form: str) -> tuple[Kernel, ...]
 
 @contextmanager
 def registered(codec: Inverted) -> Iterator[Inverted]:
-    rows = patch.object(table, "kernels_of", partial(rows_of, (*codec.kernels, *table.kernels())))
+    rows = patch.object(kernel_table, "kernels_of", partial(rows_of, (*codec.kernels, *kernel_table.kernels())))
     with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
         operations._kernel.cache_clear()
         yield codec

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.sectioned import FP4, Fp8, Int4, section_starts
 from h2o_flexgen.kernels.stored_matrix import Stored
-from h2o_flexgen.quant.blocked import BLOCKED, Blocked
-from h2o_flexgen.quant.sectioned import FP4, Fp8, Int4, section_starts
 
 SOME = (
     *BLOCKED,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import BLOCKED, LARGE, Blocked
+from h2o_flexgen.formats.kernel_table import INT8_PRODUCT, PRODUCT, TORCH
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import decode, packed_product
-from h2o_flexgen.kernels.table import INT8_PRODUCT, PRODUCT, TORCH
-from h2o_flexgen.quant.blocked import BLOCKED, LARGE, Blocked
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.helpers.all_of import all_of

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from h2o_flexgen.formats.kernel_table import INT8_PRODUCT
+from h2o_flexgen.formats.table import CODECS, PLAIN, STORED, TILED
+from h2o_flexgen.formats.tiled import TILE
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix, linear_of_each
 from h2o_flexgen.kernels.operations import decode, encode, plain_product
-from h2o_flexgen.kernels.table import INT8_PRODUCT
-from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED, TILED
-from h2o_flexgen.quant.tiled import TILE
 from tests.helpers.inverted import Inverted, registered
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used

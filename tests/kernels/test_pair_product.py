@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import PAIRS
+from h2o_flexgen.formats.plain import PlainForm
+from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.pair_product import pair_product, pair_product_twin
-from h2o_flexgen.kernels.table import PAIRS
 from h2o_flexgen.kernels.tile_rows import tile_encode_twin
-from h2o_flexgen.quant.plain import PlainForm
-from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.kernels.variants import used
 
 CODECS: list[PlainForm | Tiled] = [PlainForm(), Tiled(4), Tiled(8)]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import CPU, INT8_PRODUCT, PRODUCT, PRODUCT_OPS, TORCH, kernels
+from h2o_flexgen.formats.table import CODECS, STORED
 from h2o_flexgen.kernels import matrix as matrices
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import SEVERAL
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, linear_of_each
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, PRODUCT, PRODUCT_OPS, TORCH, kernels
-from h2o_flexgen.quant.codec import CODECS, STORED
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 

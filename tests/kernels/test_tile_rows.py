@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.group_decode import group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.tile_rows import (
@@ -15,7 +16,6 @@ from h2o_flexgen.kernels.tile_rows import (
     tile_encode,
     tile_encode_twin,
 )
-from h2o_flexgen.quant.tiled import Tiled
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 

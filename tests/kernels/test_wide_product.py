@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.kernel_table import FUSED
+from h2o_flexgen.formats.plain import PlainForm
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.table import FUSED
 from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin
-from h2o_flexgen.quant.plain import PlainForm
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, PAGE_ALIGNED_FROM
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry, Range, copies_between, slices
-from h2o_flexgen.quant.codec import PLAIN
 from tests.helpers.inverted import Inverted, registered
 
 SHAPES = draw.lists(draw.lists(draw.integers(1, 60), min_size=1, max_size=3).map(tuple), max_size=8)

@@ -31,9 +31,13 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.engine.stream import Stream, job_of
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.kernel_table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
+from h2o_flexgen.formats.sectioned import Fp4
+from h2o_flexgen.formats.table import CODECS, PLAIN
+from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
-from h2o_flexgen.kernels.table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges.table import judge_of
@@ -53,10 +57,6 @@ from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, 
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.sectioned import Fp4
-from h2o_flexgen.quant.tiled import Tiled
 from h2o_flexgen.sampling.adjusting import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler

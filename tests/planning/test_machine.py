@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, measured_as, measured_forms
+from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, measured_as, measured_forms
+from h2o_flexgen.formats.table import CODECS, PLAIN, ROW_FORMS
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.quant.codec import CODECS, PLAIN, ROW_FORMS
 from tests.helpers.inverted import Inverted, registered
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "machines"

@@ -10,11 +10,11 @@ import pytest
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import READ, Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.kernels.table import INT8_PRODUCT
+from h2o_flexgen.formats.kernel_table import INT8_PRODUCT
+from h2o_flexgen.formats.table import MATRIX_FORMS
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.disk import DiskFiles
 from h2o_flexgen.profiling import measure
 from h2o_flexgen.profiling.measure import Needs, Products, cpu_name, disk_read_rate, host_copy_rate, offload_rates
-from h2o_flexgen.quant.codec import MATRIX_FORMS
 from tests.helpers.inverted import Inverted, registered
 
 SMALL = Needs("float32", (96, 64), rows=(5, 3, 5))

@@ -21,9 +21,10 @@ import torch
 
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.kernel_table import CPU, PRODUCT, PRODUCT_OPS, TORCH, Kernel, Processor, choose, measured_forms, rounds
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import CPU, PRODUCT, PRODUCT_OPS, TORCH, Kernel, Processor, choose, measured_forms, rounds
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -43,7 +44,6 @@ from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Clock, ProfileWatch, Subject
 from h2o_flexgen.profiling.time_limit import Stopwatch, TimeLimit
 from h2o_flexgen.profiling.visits import Between, visits
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.task import Task
 from tests.helpers.inverted import Inverted, registered
 from tests.helpers.pretended import PretendedDevice

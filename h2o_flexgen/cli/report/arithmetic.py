@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
+from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
+from h2o_flexgen.formats.table import BY_BITS, PLAIN, chosen_codec
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN, chosen_codec
 
 BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
 

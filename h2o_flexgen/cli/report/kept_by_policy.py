@@ -11,11 +11,11 @@ from itertools import chain
 from h2o_flexgen.cli.report.fact import Fact, fact
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.codec import PLAIN
 
 Counted = tuple[Occupancy, int]  # how often there is such a one
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from h2o_flexgen.cli.report.fact import Fact, fact
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.sectioned import Fp4, Fp8, Int4
+from h2o_flexgen.formats.table import CODECS, PLAIN
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.sectioned import Fp4, Fp8, Int4
 from h2o_flexgen.session.opened_model import OpenedModel
 
 SHOWN_DIGITS = 3

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP as GROUP_VALUES
+from h2o_flexgen.formats.grouped import Grouped, groups_of
+from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, bits_above, bits_below, is_finite, to_nearest
-from h2o_flexgen.quant.grouped import GROUP as GROUP_VALUES
-from h2o_flexgen.quant.grouped import Grouped, groups_of
-from h2o_flexgen.quant.tiled import Tiled
 
 ROWS = 16  # that a program encodes a group of
 

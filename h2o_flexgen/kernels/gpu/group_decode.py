@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import Grouped, groups_of
 from h2o_flexgen.kernels.gpu.codes import GROUP, widened
-from h2o_flexgen.quant.grouped import Grouped, groups_of
 
 WORDS = 1024  # that a program reads
 MOST_WORDS = 64  # of one row

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.tiled import TILE as TILE_OUTPUTS
+from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, place_in_word, widened
 from h2o_flexgen.kernels.gpu.int8_rows import int8_rows
 from h2o_flexgen.kernels.int8_rows import Int8Rows
-from h2o_flexgen.quant.tiled import TILE as TILE_OUTPUTS
-from h2o_flexgen.quant.tiled import Tiled
 
 FEW, MANY = (16, TILE_OUTPUTS, 1), (32, 64, 8)  # rows, outputs and warps of a program
 

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP, groups_of
+from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.quant.codec import GROUPED, PLAIN
-from h2o_flexgen.quant.grouped import GROUP, groups_of
 
 BITS = {PLAIN: 0} | {codec.name: codec.bits for codec in GROUPED}
 UNITS = {4: torch.int16, 8: torch.int32}

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import groups_of
+from h2o_flexgen.formats.tiled import TILE as TILE_OUTPUTS
+from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
-from h2o_flexgen.quant.grouped import groups_of
-from h2o_flexgen.quant.tiled import TILE as TILE_OUTPUTS
-from h2o_flexgen.quant.tiled import Tiled
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 WORDS_OF_WARP = 16  # of an output, that a warp reads at once

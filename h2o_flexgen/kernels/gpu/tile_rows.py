@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import groups_of
+from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, place_in_word, widened
-from h2o_flexgen.quant.grouped import groups_of
-from h2o_flexgen.quant.tiled import Tiled
 
 GROUPS = 4  # of a tile that a program decodes
 GROUPS_OF_ROW = 8

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More

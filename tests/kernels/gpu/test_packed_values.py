@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import Grouped
+from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
 from h2o_flexgen.kernels.gpu.group_decode import group_decode
 from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
 from h2o_flexgen.kernels.group_decode import group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.tile_rows import tile_decode_rows_twin, tile_decode_twin, tile_encode_twin
-from h2o_flexgen.quant.grouped import Grouped
-from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_group_encode import SPREADS
 

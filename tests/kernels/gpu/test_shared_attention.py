@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu import shared_attention as module
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kv.coding import Coding
 from tests.helpers.pairwise import covering
 from tests.kernels.gpu.test_cap import CAPS

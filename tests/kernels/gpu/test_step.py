@@ -15,8 +15,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TORCH, TRITON, Processor
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.table import CUDA, HALVES, TORCH, TRITON, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.slot_scores import SlotScores
@@ -24,7 +25,6 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import PLAIN
 
 ROWS, KV_HEADS, GROUP, DIM, STEPS = 2, 2, 2, 64, 4
 LENGTHS = (12, 7)

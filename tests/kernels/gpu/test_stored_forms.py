@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import BLOCKED
+from h2o_flexgen.formats.kernel_table import CUDA, DECODE, PRODUCT, TRITON, Processor
+from h2o_flexgen.formats.sectioned import Fp8, Int4
+from h2o_flexgen.formats.table import CODECS, STORED
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
 from h2o_flexgen.kernels.stored_matrix import Stored
-from h2o_flexgen.kernels.table import CUDA, DECODE, PRODUCT, TRITON, Processor
-from h2o_flexgen.quant.blocked import BLOCKED
-from h2o_flexgen.quant.codec import CODECS, STORED
-from h2o_flexgen.quant.sectioned import Fp8, Int4
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 
 ODD = Fp8(1, 32, "e8m0")  # rows of any number of inputs, which begin in the middle of a word

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.formats.table import CODECS
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
-from h2o_flexgen.quant.codec import CODECS
 from tests.kernels.gpu.launch import Launch
 
 

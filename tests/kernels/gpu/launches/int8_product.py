@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
+from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.int8_product import int8_product
-from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.kernels.gpu.launch import Launch
 
 WIDTH, OUTPUTS = 4096, 16384

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from h2o_flexgen.formats.table import CODECS
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
-from h2o_flexgen.quant.codec import CODECS
 from tests.kernels.gpu.launch import Launch
 
 

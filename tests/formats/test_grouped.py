@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
+from h2o_flexgen.formats.grouped import GROUP, Grouped
 from h2o_flexgen.kernels.operations import decode, encode
-from h2o_flexgen.quant.grouped import GROUP, Grouped
 
 BITS = (4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

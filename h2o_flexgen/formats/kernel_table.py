@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
-from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.quant.blocked import BLOCKED, Blocked
-from h2o_flexgen.quant.codec import CODECS, GROUPED, MATRIX_FORMS, PLAIN, SECTIONED, STORED, TILED
-from h2o_flexgen.quant.sectioned import Fp8, Sectioned
+from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
+from h2o_flexgen.formats.sectioned import Fp8, Sectioned
+from h2o_flexgen.formats.table import CODECS, GROUPED, MATRIX_FORMS, PLAIN, SECTIONED, STORED, TILED
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -29,6 +29,7 @@ TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 RMS_NORM, HALVES_APART = "rms norm", "halves apart"
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
 ADD_WEIGHTED = "add weighted"
+SUM, MAX = "sum", "max"  # how the attention that a key gets from several queries becomes one number: MAX is the highest share
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded

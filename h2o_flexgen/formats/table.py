@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from h2o_flexgen.quant.blocked import BLOCKED
-from h2o_flexgen.quant.grouped import Grouped
-from h2o_flexgen.quant.plain import PlainForm
-from h2o_flexgen.quant.sectioned import FP4, FP8, INT4, WHOLE, Sectioned
-from h2o_flexgen.quant.tiled import Tiled
+from h2o_flexgen.formats.blocked import BLOCKED
+from h2o_flexgen.formats.grouped import Grouped
+from h2o_flexgen.formats.plain import PlainForm
+from h2o_flexgen.formats.sectioned import FP4, FP8, INT4, WHOLE, Sectioned
+from h2o_flexgen.formats.tiled import Tiled
 
 
 class Codec(Protocol):
