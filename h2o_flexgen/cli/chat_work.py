@@ -13,10 +13,10 @@ from types import FrameType
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.report.fact import Fact, document_of, fact, noted
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
+from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import OpeningReport, say_threads

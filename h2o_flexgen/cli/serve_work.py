@@ -19,8 +19,8 @@ from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes
+from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow

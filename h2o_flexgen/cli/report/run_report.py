@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
-from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.report.fact import Fact, document_of, lines_of
 from h2o_flexgen.cli.report.summary import (
     Timing,
@@ -24,6 +23,7 @@ from h2o_flexgen.cli.report.summary import (
     from_first_steps,
     log_name,
     measured,
+    say_broken,
     summary,
 )
 from h2o_flexgen.cli.run_request import NamedByPlan
