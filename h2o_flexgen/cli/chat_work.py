@@ -14,7 +14,7 @@ from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, Cha
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
-from h2o_flexgen.cli.report.fact import Fact, document_of, fact, noted
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visits_reason
@@ -191,14 +191,14 @@ class Chat:
     # -- what is told ----------------------------------------------------------------------------------------------------
 
     def greeting(self, llm: LLM) -> Iterator[str]:
-        yield from (f"{one.label}: {words}" for one in self._facts(llm) for words in one.words)
+        yield from (f"{one.label}: {words}" for one in self._entries(llm) for words in one.words)
         if self.is_typed:
             yield from self._help()
 
     def as_json(self, llm: LLM) -> dict[str, object]:
         peaks = llm.peaks()
         return {
-            **document_of(self._facts(llm)),
+            **document_of(self._entries(llm)),
             "turns": [asdict(turn) for turn in self.answered],
             "seen": self.talk.seen,
             "held": self.talk.held,
@@ -207,12 +207,12 @@ class Chat:
             "over_budget_bytes": dict(peaks.over_budget_bytes),
         }
 
-    def _facts(self, llm: LLM) -> Iterator[Fact]:
+    def _entries(self, llm: LLM) -> Iterator[Entry]:
         """What is said of the model and its plan before a talk, and stays as it is."""
         extent, policy, budgets = self.talk.extent, llm.plan.policy, llm.plan.head_budgets
         ends = "no limit" if extent.is_endless else f"up to {extent.context} tokens of text"
         heads = "" if budgets is None else f" with head budgets {budgets.checksum}"
-        yield fact(
+        yield entry(
             llm.name,
             f"KV policy {policy.name}{heads}, {extent.slots} slots a head, {ends}; weights {_placed(llm)}",
             model=llm.name,
@@ -222,10 +222,10 @@ class Chat:
             endless=extent.is_endless,
         )
         stored, arithmetic = StoredWeights.of(llm.opened), _arithmetic(llm)
-        yield noted(stored=None) if stored is None else stored.fact()
-        yield fact("numbers", arithmetic.line(), arithmetic=arithmetic.as_json())
+        yield noted(stored=None) if stored is None else stored.entry()
+        yield entry("numbers", arithmetic.line(), arithmetic=arithmetic.as_json())
         if llm.tokenizer.note:
-            yield fact("tokens", llm.tokenizer.note)
+            yield entry("tokens", llm.tokenizer.note)
 
 
 def _arithmetic(llm: LLM) -> Arithmetic:

@@ -79,7 +79,7 @@ def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, Stored
 
 def _announce(evaluation: Evaluation, stored: StoredWeights | None, output: Path | None) -> None:
     if stored is not None:
-        print(f"found {stored.fact().words[0]}", file=sys.stderr)
+        print(f"found {stored.entry().words[0]}", file=sys.stderr)
     there, total = evaluation.num_cells - evaluation.num_missing, evaluation.num_cells
     words = ["1 cell" if total == 1 else f"{total} cells"]
     if there:
@@ -188,7 +188,7 @@ class EvaluationReport:
             "model": self.model,
             "command": list(self.command),
             "identity": dict(self.evaluation.model),
-            "stored": self.stored.fact().values["stored"] if self.stored else None,
+            "stored": self.stored.entry().values["stored"] if self.stored else None,
             "machine": dict(self.machine),
             "versions": _versions(),
             "tasks": {one.name: self._task(one, everything) for one in self.results},

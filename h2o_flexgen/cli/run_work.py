@@ -13,7 +13,7 @@ from h2o_flexgen.cli.common_requests import check_device
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.output_files import CompletionsFile
 from h2o_flexgen.cli.processes.multi_process_run import RunApart
-from h2o_flexgen.cli.report.fact import Fact, document_of, lines_of
+from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.run_report import RunOutcome
@@ -193,10 +193,10 @@ class RunJob:
 
     def plan_as_json(self) -> dict[str, object]:
         """The plan, with the prompts of all processes."""
-        return document_of([*self.plan_report.facts(), self._together])
+        return document_of([*self.plan_report.entries(), self._together])
 
     @property
-    def _together(self) -> Fact:
+    def _together(self) -> Entry:
         return together(self.processes, self.workload.num_prompts, self.llm.device.accelerator)
 
     @cached_property
@@ -211,7 +211,7 @@ class RunJob:
         say(self.request.notes)
         say(self._together.lines)
         if self.predicted is not None:
-            say(["", *lines_of(self.predicted.facts())])
+            say(["", *lines_of(self.predicted.entries())])
 
     def say_slow(self) -> None:
         """Says what makes the run slow and could be mended."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone, PartFigures
 from h2o_flexgen.cli.processes.process import PromptsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
-from h2o_flexgen.cli.report.fact import Fact, document_of, lines_of
+from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.summary import Timing, completion_lines, say_broken, summary
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import show_stage
@@ -117,7 +117,7 @@ class RunApart:
             rows.append([str(number), self.names[number], *counts, *seconds, busiest])
         return table(rows, page_width())
 
-    def _json(self, told: Sequence[Fact], peaks: Peaks, shared: int) -> dict[str, object]:
+    def _json(self, told: Sequence[Entry], peaks: Peaks, shared: int) -> dict[str, object]:
         job = self.job
         each = [{"device": self.names[number], **asdict(one)} for number, one in sorted(self.figures.items())]
         return {

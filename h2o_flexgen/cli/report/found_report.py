@@ -9,7 +9,7 @@ from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import system_share
 from h2o_flexgen.cli.plan_request import PlanRequest
-from h2o_flexgen.cli.report.fact import Fact, document_of, fact, lines_of, noted, table_of, told
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport
 from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
@@ -83,28 +83,28 @@ class FoundReport:
         return self.request.run_flags(self.found.best.plan)
 
     def lines(self) -> list[str]:
-        return lines_of(self.facts())
+        return lines_of(self.entries())
 
     def as_json(self) -> dict[str, object]:
-        return document_of(self.facts())
+        return document_of(self.entries())
 
-    def facts(self) -> Iterator[Fact]:
+    def entries(self) -> Iterator[Entry]:
         yield self._of_machine()
-        yield from self.plan_report.facts()
+        yield from self.plan_report.entries()
         yield told("")
-        yield from self.why.facts(with_more=self.is_searched)
+        yield from self.why.entries(with_more=self.is_searched)
         yield from self._expected()
         yield from self._searched()
 
-    def _of_machine(self) -> Fact:
+    def _of_machine(self) -> Entry:
         name, left = self.problem.machine.name, dict(system_share(self.request.machine, self.request.site))
         shares = " and ".join(f"{format_bytes(nbytes)} of {NAMES[tier]} memory" for tier, nbytes in left.items())
         words = f"{name}; {shares} left to its system" if shares else name
-        return fact("machine", words, machine=name, left_to_system_bytes=left)
+        return entry("machine", words, machine=name, left_to_system_bytes=left)
 
-    def _expected(self) -> Iterator[Fact]:
+    def _expected(self) -> Iterator[Entry]:
         one, prediction, gpus = self.found.best, self.found.best.prediction, self.request.site.gpus
-        yield fact(
+        yield entry(
             "expected",
             f"prefill {prediction.prefill_seconds:.3f} s {self._of_blocks}, "
             f"{prediction.step_seconds:.4f} s a decode step, {one.tokens_per_second:.3f} tokens/s, "
@@ -114,8 +114,8 @@ class FoundReport:
         if gpus > 1:
             each = "each of them, beside the others; weights in CPU memory are held once"
             together = f"{gpus * one.tokens_per_second:.3f} tokens/s; all else is that of {each}"
-            yield fact("together", f"{gpus} processes: {together}")
-        yield fact("run", f"{RUN} {shlex.join(self.flags)}", flags=self.flags)
+            yield entry("together", f"{gpus} processes: {together}")
+        yield entry("run", f"{RUN} {shlex.join(self.flags)}", flags=self.flags)
 
     @property
     def _of_blocks(self) -> str:
@@ -137,28 +137,28 @@ class FoundReport:
             },
         }
 
-    def _searched(self) -> Iterator[Fact]:
+    def _searched(self) -> Iterator[Entry]:
         """What else was found; nothing is told of it where a plan was given."""
         found, seconds = self.found, self.search_seconds
         equal, others = found.runners_up[: found.equals], found.runners_up[found.equals :]
-        facts = [
-            fact("searched", f"{found.cases} sizes and codecs in {seconds:.1f} s", cases=found.cases, search_seconds=seconds),
-            fact("chosen", rule_of(self.problem)),
+        entries = [
+            entry("searched", f"{found.cases} sizes and codecs in {seconds:.1f} s", cases=found.cases, search_seconds=seconds),
+            entry("chosen", rule_of(self.problem)),
             *_candidates("counted as equal to it:", equal),
             *_candidates("next best:", others),
-            noted(runners_up=[document_of(candidate_facts(one)) for one in found.runners_up]),
+            noted(runners_up=[document_of(candidate_entries(one)) for one in found.runners_up]),
             *_candidates("from the soonest end to most tokens per second:", found.front),
-            noted(front=[document_of(candidate_facts(one)) for one in found.front]),
+            noted(front=[document_of(candidate_entries(one)) for one in found.front]),
         ]
-        yield from facts if self.is_searched else (noted(**document_of(facts)),)
+        yield from entries if self.is_searched else (noted(**document_of(entries)),)
 
 
-def _candidates(title: str, candidates: Sequence[Candidate]) -> Iterator[Fact]:
+def _candidates(title: str, candidates: Sequence[Candidate]) -> Iterator[Entry]:
     if candidates:
-        yield told("", title, *table_of([candidate_facts(one) for one in candidates]))
+        yield told("", title, *table_of([candidate_entries(one) for one in candidates]))
 
 
-def candidate_facts(one: Candidate) -> list[Fact]:
+def candidate_entries(one: Candidate) -> list[Entry]:
     """A row of a table of plans; the labels are its head."""
     plan, prediction = one.plan, one.prediction
     kept = "as they are" if plan.weight_codec == plan.kv_codec == PLAIN else f"{plan.weight_codec}, {plan.kv_codec}"
@@ -167,15 +167,15 @@ def candidate_facts(one: Candidate) -> list[Fact]:
     sizes = f"{plan.gpu_batch_size} x {plan.num_gpu_batches}"
     percent = list(plan.percent)
     return [
-        fact("block", sizes, gpu_batch_size=plan.gpu_batch_size, num_gpu_batches=plan.num_gpu_batches),
-        fact("percent", " ".join(f"{share:g}" for share in percent), percent=percent),
-        fact("slots", str(plan.slots), slots=plan.slots),
-        fact("weights, KV as", kept, weight_codec=plan.weight_codec, kv_codec=plan.kv_codec, compute=plan.compute),
+        entry("block", sizes, gpu_batch_size=plan.gpu_batch_size, num_gpu_batches=plan.num_gpu_batches),
+        entry("percent", " ".join(f"{share:g}" for share in percent), percent=percent),
+        entry("slots", str(plan.slots), slots=plan.slots),
+        entry("weights, KV as", kept, weight_codec=plan.weight_codec, kv_codec=plan.kv_codec, compute=plan.compute),
         noted(attend_on=plan.attend_on),
-        fact("all prefills s", f"{prefill:.3f}", prefill_seconds=round(prefill, 6)),
-        fact("s/step", f"{prediction.step_seconds:.4f}", decode_seconds=round(prediction.decode_seconds, 6)),
-        fact("tokens/s", f"{rate:.3f}", tokens_per_second=round(rate, 3)),
-        fact("one block s", f"{block:.3f}", block_seconds=round(block, 6)),
+        entry("all prefills s", f"{prefill:.3f}", prefill_seconds=round(prefill, 6)),
+        entry("s/step", f"{prediction.step_seconds:.4f}", decode_seconds=round(prediction.decode_seconds, 6)),
+        entry("tokens/s", f"{rate:.3f}", tokens_per_second=round(rate, 3)),
+        entry("one block s", f"{block:.3f}", block_seconds=round(block, 6)),
     ]
 
 
@@ -268,10 +268,10 @@ class Why:
 
     # -- in words ------------------------------------------------------------------------------------------------------
 
-    def facts(self, with_more: bool) -> Iterator[Fact]:
+    def entries(self, with_more: bool) -> Iterator[Entry]:
         seconds = {lane: round(seconds, 6) for lane, seconds in self.lane_seconds.items()}
         words = (self._lane_line(), self._memory_line(with_more))
-        yield fact("why", words, busiest_lane=self.busiest_lane, lane_seconds_per_step=seconds, binding_tier=self.binding_tier)
+        yield entry("why", words, busiest_lane=self.busiest_lane, lane_seconds_per_step=seconds, binding_tier=self.binding_tier)
 
     def _lane_line(self) -> str:
         lane, step = self.busiest_lane, "decode step" if self.steps != [0] else "prefill"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from h2o_flexgen.cli.report.fact import Fact, fact
+from h2o_flexgen.cli.report.entry import Entry, entry
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.table import PLAIN
@@ -30,17 +30,17 @@ class KeptByPolicy:
     def policy(self) -> KVPolicy:
         return self.planned.plan.policy
 
-    def facts(self) -> Iterator[Fact]:
+    def entries(self) -> Iterator[Entry]:
         plan = self.planned.plan
         packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
         beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
-        yield fact("KV", f"{self._line()}{packed}{beside}", kept=self._values())
+        yield entry("KV", f"{self._line()}{packed}{beside}", kept=self._values())
         if plan.head_budgets is not None:
             measured = f"measured on {plan.head_budgets.source}, {plan.head_budgets.checksum}"
-            yield fact("heads", f"budgets by head: {self._by_head()}; {measured}")
+            yield entry("heads", f"budgets by head: {self._by_head()}; {measured}")
         if plan.probe is not None:
             fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
-            yield fact("probe", f"of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})")
+            yield entry("probe", f"of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})")
 
     def _line(self) -> str:
         asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())

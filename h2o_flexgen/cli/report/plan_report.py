@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.common_requests import ModelRequest
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
-from h2o_flexgen.cli.report.fact import Fact, document_of, fact, lines_of, noted, told
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, told
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import page_width, table
@@ -78,16 +78,16 @@ class PlanReport:
     @property
     def words(self) -> dict[str, str]:
         """What the page of a server says of the plan, by what it is about."""
-        said = {one.label: one.words[0] for one in self.facts() if one.label in ON_PAGE}
+        said = {one.label: one.words[0] for one in self.entries() if one.label in ON_PAGE}
         return {**said, "model": said["model"].removeprefix(f"{self.model}: ")}
 
     def lines(self) -> list[str]:
-        return lines_of(self.facts())
+        return lines_of(self.entries())
 
     def as_json(self) -> dict[str, object]:
-        return document_of(self.facts())
+        return document_of(self.entries())
 
-    def facts(self) -> Iterator[Fact]:
+    def entries(self) -> Iterator[Entry]:
         plan = self.planned.plan
         yield from self._of_model()
         yield noted(
@@ -97,13 +97,13 @@ class PlanReport:
         )
         yield from self._of_work()
         yield from self._of_schedule()
-        yield from KeptByPolicy(self.planned).facts()
-        yield fact("numbers", self.arithmetic.line(), arithmetic=self.arithmetic.as_json())
+        yield from KeptByPolicy(self.planned).entries()
+        yield entry("numbers", self.arithmetic.line(), arithmetic=self.arithmetic.as_json())
         yield from self._of_devices()
         if self.tokenizer_note:
-            yield fact("tokens", self.tokenizer_note)
+            yield entry("tokens", self.tokenizer_note)
         kernels = self.planned.site.processor.kernels
-        yield fact("kernels", kernels, kernels=kernels)
+        yield entry("kernels", kernels, kernels=kernels)
         nbytes = self.packing.nbytes if self.packing else 0
         yield told(*[f"the weights are packed first, once: {self.packing}"] * (nbytes > 0), bytes_to_pack=nbytes)
         if self.dummy_weights:
@@ -113,53 +113,53 @@ class PlanReport:
         yield told("", *self._shares(), placed_bytes=placed_bytes(self.first))
         yield from self._of_tiers()
 
-    def _of_model(self) -> Iterator[Fact]:
+    def _of_model(self) -> Iterator[Entry]:
         spec, codec = self.planned.spec, self.planned.plan.weight_codec
         weights = f"{format_bytes(spec.weight_bytes)} of weights {self._written_down()}"
-        yield fact("model", f"{self.model}: {spec.architecture}, {weights}", model=self.model)
-        yield noted(stored=None) if self.stored is None else self.stored.fact()
+        yield entry("model", f"{self.model}: {spec.architecture}, {weights}", model=self.model)
+        yield noted(stored=None) if self.stored is None else self.stored.entry()
         if codec != PLAIN and not any(tensor.codec == matrix_form(codec) for tensor in spec.tensors.values()):
-            yield fact("packed", f"nothing: as {codec} no matrix would be smaller than it is stored")
+            yield entry("packed", f"nothing: as {codec} no matrix would be smaller than it is stored")
 
     def _written_down(self) -> str:
         spec = self.planned.spec
         forms = [spec.dtype if form == PLAIN else chosen_codec(form) for form in spec.forms]
         return f"in {spec.dtype}" if spec.forms == (PLAIN,) else f"with matrices as {' and '.join(forms)}"
 
-    def _of_work(self) -> Iterator[Fact]:
+    def _of_work(self) -> Iterator[Entry]:
         """What there is to do, and in which blocks."""
         plan, workload = self.planned.plan, self.planned.workload
         is_running = workload.gen_lens is not None
         prompts = f"{workload.num_prompts} of up to {max(workload.prompt_lens)} tokens"
         generated = f"{'up to ' if is_running else ''}{workload.gen_len} to generate for each"
-        yield fact("prompts", f"{prompts}, {generated}", num_prompts=workload.num_prompts)
+        yield entry("prompts", f"{prompts}, {generated}", num_prompts=workload.num_prompts)
         if not is_running:
             blocks = f"{len(self.planned.blocks)} of them to run"
-            yield fact("block", f"{plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks}")
+            yield entry("block", f"{plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks}")
             return
         sizes = [batch.size for batch in self.first.block.batches]
-        yield fact("block", f"{max(sizes)} seats x {len(sizes)} batches, in which rows come and go")
+        yield entry("block", f"{max(sizes)} seats x {len(sizes)} batches, in which rows come and go")
         if room := workload.prefix_room:
-            yield fact("prefixes", f"room for {room} tokens of what requests begin with alike, {plan.prefix_policy}")
+            yield entry("prefixes", f"room for {room} tokens of what requests begin with alike, {plan.prefix_policy}")
         shared = Counter(prefix for prefix in workload.prefixes if prefix is not None)
         if shared:
             saved = sum((rows - 1) * prefix.tokens for prefix, rows in shared.items())
             prompts = f"{saved} of {sum(workload.prompt_lens)} tokens of prompts need not be computed"
-            yield fact("prefixes", f"{len(shared)} that prompts share, {plan.prefix_policy}: {prompts}")
+            yield entry("prefixes", f"{len(shared)} that prompts share, {plan.prefix_policy}: {prompts}")
 
-    def _of_schedule(self) -> Iterator[Fact]:
+    def _of_schedule(self) -> Iterator[Entry]:
         schedule = self.first.schedule
         layers = "apart" if self.planned.plan.sep_layer else "as one layer"
-        yield fact("schedule", f"{schedule.name}, {_buffers(schedule)}, attention and MLP {layers}")
+        yield entry("schedule", f"{schedule.name}, {_buffers(schedule)}, attention and MLP {layers}")
 
-    def _of_devices(self) -> Iterator[Fact]:
+    def _of_devices(self) -> Iterator[Entry]:
         """What each device of a pipeline computes, and what it needs at most."""
         device_of, names = self.first.schedule.traffic.device_of, self.first.spec.layer_names
         needs = [sum(parts.values()) for parts in self.planned.footprint.devices]
         for device, nbytes in enumerate(needs):
             own = layers_of(device_of, device)
             ends = dict.fromkeys(names[layer].title for layer in (own[0], own[-1]))  # which may be one layer
-            yield fact(f"GPU {device}", f"{' to '.join(ends)}, needs at most {format_bytes(nbytes)}")
+            yield entry(f"GPU {device}", f"{' to '.join(ends)}, needs at most {format_bytes(nbytes)}")
         yield noted(device_bytes=needs)
 
     def _shares(self) -> list[str]:
@@ -186,7 +186,7 @@ class PlanReport:
         given, kept = ((one.percent, one.attend_on) for one in (self.requested, self.planned.plan))
         return not self.planned.site.accelerator and given != kept
 
-    def _of_tiers(self) -> Iterator[Fact]:
+    def _of_tiers(self) -> Iterator[Entry]:
         needs = {tier: self.limits.needs(self.planned.footprint, tier) for tier in TIERS}
         limits = {tier: self.limits.of(tier) for tier in TIERS}
         rows = [["tier", "needs at most", "limit", "of which"]]
@@ -201,14 +201,14 @@ class PlanReport:
         return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
 
 
-def together(processes: int, requests: int, accelerator: bool) -> Fact:
+def together(processes: int, requests: int, accelerator: bool) -> Entry:
     """What a plan is for that several processes run, each its part of all requests."""
     where = "with a GPU each" if accelerator else "on the CPU"
     words = (
         f"{processes} processes {where} share {requests} prompts, and one copy of the weights in host memory",
         "the plan is that of the process with most to do; bytes of CPU and disk are those of all",
     )
-    return fact("together", words if processes > 1 else (), num_prompts=requests, gpus=processes)
+    return entry("together", words if processes > 1 else (), num_prompts=requests, gpus=processes)
 
 
 def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from h2o_flexgen.cli.report.fact import Fact, document_of, fact, noted
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.tiers import HOST, TIERS
@@ -29,11 +29,11 @@ class Predicted:
         base = {tier: self.limits.host_base if tier == HOST else 0 for tier in TIERS}
         return {tier: nbytes + base[tier] for tier, nbytes in self.prediction.peak_bytes.items()}
 
-    def facts(self) -> Iterator[Fact]:
+    def entries(self) -> Iterator[Entry]:
         """The line shown before the run, and the values of its document."""
         one = self.prediction
         yield noted(machine=self.machine)
-        yield fact(
+        yield entry(
             "predicted",
             f"prefill {one.prefill_seconds:.3g} s, {one.step_seconds:.3g} s a step, "
             f"{one.tokens_per_second:.3g} tokens/s; {one.busiest_lane} is busiest",
@@ -47,7 +47,7 @@ class Predicted:
         yield noted(peak_bytes=self.peak_bytes)
 
     def as_json(self) -> dict[str, object]:
-        return document_of(self.facts())
+        return document_of(self.entries())
 
     def beside(self, stats: Stats) -> list[str]:
         """A table of what was predicted and what was measured."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
-from h2o_flexgen.cli.report.fact import Fact, document_of, lines_of
+from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.summary import (
     Timing,
     append_log,
@@ -78,7 +78,7 @@ class RunOutcome:
             print(json.dumps(self._json(rates)), flush=True)
 
     @cached_property
-    def _summary(self) -> Sequence[Fact]:
+    def _summary(self) -> Sequence[Entry]:
         return summary(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
 
     def _write_files(self, summary: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from h2o_flexgen.cli.report.fact import Fact, fact
+from h2o_flexgen.cli.report.entry import Entry, entry
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import Fp4, Fp8, Int4
@@ -56,9 +56,9 @@ class StoredWeights:
         shares = [f"{100 * form.share:.0f} % in {form}" for form in self.forms]
         return f"{found}: of the values {', '.join(shares)}"
 
-    def fact(self) -> Fact:
+    def entry(self) -> Entry:
         forms = [form.as_json() for form in self.forms]
-        return fact("found", self._line(), stored={"files": self.kind, "method": self.method or None, "forms": forms})
+        return entry("found", self._line(), stored={"files": self.kind, "method": self.method or None, "forms": forms})
 
 
 def forms_of(spec: ModelSpec, plain: str) -> tuple[FormShare, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.cli.report.fact import Fact, noted, told
+from h2o_flexgen.cli.report.entry import Entry, noted, told
 from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -165,7 +165,7 @@ def step_seconds_of(ends: Mapping[int, float], layers: int) -> float:
 # -- FlexGen's summary -----------------------------------------------------------------------------------------------------
 
 
-def summary(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int) -> list[Fact]:
+def summary(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int) -> list[Entry]:
     """The summary in the layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
     slots = sum(length + workload.gen_len for length in workload.prompt_lens)
     cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)
@@ -181,7 +181,7 @@ def summary(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_byt
     ]
 
 
-def _pair(phase: str, seconds: float, rate: float, rate_key: str) -> Fact:
+def _pair(phase: str, seconds: float, rate: float, rate_key: str) -> Entry:
     words = f"{phase} latency: {seconds:.3f} s\t{phase} throughput: {rate:.3f} token/s"
     return told(words, **{f"{phase}_seconds": round(seconds, 6), rate_key: round(rate, 3)})
 
