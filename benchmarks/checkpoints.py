@@ -48,7 +48,7 @@ from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.demo.fetched import SMOLLM2
-from h2o_flexgen.kernels.table import EXACT, INT8
+from h2o_flexgen.formats.kernel_table import EXACT, INT8
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
 

@@ -45,8 +45,8 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import Action, Executor
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.formats.kernel_table import DECODE_ATTENTION, Kernel
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.table import DECODE_ATTENTION, Kernel
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories

@@ -51,7 +51,7 @@ from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import format_bytes, parse_bytes
-from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import disk_read_rate
 from h2o_flexgen.session.opened_model import OpenedModel

@@ -11,7 +11,7 @@ from benchmarks.portable import portable
 from h2o_flexgen.core.documents import NotADocument, parse_json
 from h2o_flexgen.core.files import read_text
 from h2o_flexgen.evaluation.tasks.task import QUESTIONS
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.formats.kernel_table import EXACT
 
 TASK, FIGURE = "recall", "accuracy"
 NOT_MEASURED = "-"

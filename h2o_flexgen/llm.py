@@ -9,7 +9,7 @@ Nothing is loaded by the constructor: the first `generate` knows the workload, r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -184,7 +184,7 @@ class LLM(ModelUnderPlan):
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
         stop_at: Until | None = None,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Yields completions as they finish, each with the index of its request. Rows come and go: where one ends, the next
         takes its seat in the running block, and its prompt is read in the same pass over the weights as the others' next
         tokens. What a row may keep of its text depends on its own prompt and max_tokens, so no completion depends on the rows

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, TORCH
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import native
-from h2o_flexgen.kernels.table import EXACT, INT8, TORCH
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES

@@ -25,7 +25,7 @@ from h2o_flexgen.cli import run_report, run_work
 from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.engine import opened_limits
 from h2o_flexgen.engine.stores.kv import KVStore
-from h2o_flexgen.kernels.table import LIBRARIES, TORCH
+from h2o_flexgen.formats.kernel_table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES

@@ -15,11 +15,11 @@ from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.job import Request, prefix_finder
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.formats.kernel_table import TORCH
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import tiny
 from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints

@@ -19,8 +19,8 @@ from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stream import ListedJob, job_of
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op

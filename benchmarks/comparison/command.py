@@ -47,7 +47,7 @@ from benchmarks.comparison.suites import SUITES, Contender, Load, by_rows, conte
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.kernels.table import EXACT, INT8
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.kernel_table import EXACT, INT8
+from h2o_flexgen.formats.table import PLAIN
 
 GIB = 1 << 30
 GB = 10**9

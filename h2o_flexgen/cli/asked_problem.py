@@ -17,7 +17,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.kernels.table import TRITON, Processor
+from h2o_flexgen.formats.kernel_table import TRITON, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.planning.machine import Machine

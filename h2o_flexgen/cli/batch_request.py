@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -132,6 +132,30 @@ class BatchRequest:
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
         return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
+
+    # -- what the answers depend on ------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The options that lines leave open, the order of records, and what the input was made of."""
+        params, named = self.defaults.params, [each.name for each in fields(SamplingParams)]
+        sampling = {name: getattr(params, name) for name in named if name not in ("seed", "prompt_logprobs")}
+        beside = {"style": self.style, "return_token_ids": self.defaults.token_ids, "ordered": self.ordered}
+        return {**sampling, **beside, **self.made_of}
+
+    def refuse_other(self, settings: Settings) -> None:
+        """Refuses to go on with a job that was begun under other settings, unless that was asked for."""
+        if self.begun is None or self.resuming.anyway:
+            return
+        if differences := list(self.begun.differences(settings)):
+            job = f"the job in {OUTPUT} {self.files.output.name} was begun with other options"
+            raise ValueError(f"{job}: {'; '.join(differences)}; give them as they were, or another {OUTPUT}; {ANYWAY} goes on")
+
+    def refuse_other_seed(self) -> None:
+        begun = self.begun
+        if begun is not None and self.seed not in (None, begun.seed) and not self.resuming.anyway:
+            asked = f"--seed is {self.seed}, but the job in {OUTPUT} {self.files.output.name} was begun with {begun.seed}"
+            raise ValueError(f"{asked}; leave it out, or give another {OUTPUT}; {ANYWAY} goes on")
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:

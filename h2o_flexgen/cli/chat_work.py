@@ -14,9 +14,9 @@ from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.promise import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.summary import say_broken
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import OpeningReport, say_threads
 from h2o_flexgen.core.hints import did_you_mean
@@ -225,7 +225,7 @@ class Chat:
 def _arithmetic(llm: LLM) -> Arithmetic:
     """The arithmetic of one row; a turn is read in pieces."""
     own, rows = processor(llm.device.kind), llm.plan.prefill_tokens
-    return Arithmetic(llm.plan, llm.spec.dtype, own, prompt_rows=rows, forms=llm.spec.forms)
+    return Arithmetic(llm.plan, llm.spec.dtype, own, prompt_rows=rows, formats=llm.spec.formats)
 
 
 def _placed(llm: LLM) -> str:

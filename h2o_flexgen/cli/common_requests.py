@@ -15,7 +15,8 @@ from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo.places import local_place
-from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.formats.kernel_table import INT8
+from h2o_flexgen.formats.table import BY_BITS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
@@ -23,7 +24,6 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_s
 from h2o_flexgen.planning.search import SLOTS, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.kv_options import KVOptions
-from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, named_by_files
 

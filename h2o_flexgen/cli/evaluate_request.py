@@ -40,7 +40,8 @@ from h2o_flexgen.evaluation.tasks.task import (
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.evaluation.texts import Text
-from h2o_flexgen.kernels.table import PRODUCTS
+from h2o_flexgen.formats.kernel_table import PRODUCTS
+from h2o_flexgen.formats.table import BY_BITS, PLAIN
 from h2o_flexgen.planning.plan import PERCENT, Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
@@ -48,7 +49,6 @@ from h2o_flexgen.policies.head_budgets_file import OWN
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 from h2o_flexgen.sampling.params import SEED
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
 

@@ -19,7 +19,7 @@ from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import Option, options_of
 from h2o_flexgen.core.units import SIZE
-from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.plan import MOST_GPUS, Plan, six_numbers
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT

@@ -14,8 +14,9 @@ from h2o_flexgen.cli.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.formats.kernel_table import EXACT
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
@@ -24,7 +25,6 @@ from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "slots", "weights, KV as", "all prefills s", "s/step", "tokens/s", "one block s")
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}

@@ -19,8 +19,9 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.opened_limits import Packing
 from h2o_flexgen.engine.stats import Stats
+from h2o_flexgen.formats.kernel_table import Processor
+from h2o_flexgen.formats.table import PLAIN, chosen_format, matrix_format
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
@@ -30,7 +31,6 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.codec import PLAIN, chosen_codec, matrix_form
 from h2o_flexgen.schedule.schedule import Schedule
 
 if TYPE_CHECKING:  # a plan for another machine opens no model
@@ -173,13 +173,13 @@ class PlanReport:
         if self.stored is not None:
             yield f"found     {self.stored.line()}"
         codec = self.planned.plan.weight_codec
-        if codec != PLAIN and not any(tensor.codec == matrix_form(codec) for tensor in self.planned.spec.tensors.values()):
+        if codec != PLAIN and not any(tensor.format == matrix_format(codec) for tensor in self.planned.spec.tensors.values()):
             yield f"packed    nothing: as {codec} no matrix would be smaller than it is stored"
 
     def _written_down(self) -> str:
         spec = self.planned.spec
-        forms = [spec.dtype if form == PLAIN else chosen_codec(form) for form in spec.forms]
-        return f"in {spec.dtype}" if spec.forms == (PLAIN,) else f"with matrices as {' and '.join(forms)}"
+        formats = [spec.dtype if format == PLAIN else chosen_format(format) for format in spec.formats]
+        return f"in {spec.dtype}" if spec.formats == (PLAIN,) else f"with matrices as {' and '.join(formats)}"
 
     def _shares(self) -> list[str]:
         tiers = self.tiers

@@ -10,10 +10,10 @@ from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.common_requests import check_device
-from h2o_flexgen.cli.multi_process_run import RunApart
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.output_files import CompletionsFile
 from h2o_flexgen.cli.plan_report import PlanReport, Predicted, together_lines
+from h2o_flexgen.cli.processes.multi_process_run import RunApart
 from h2o_flexgen.cli.run_report import RunOutcome
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
 from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason

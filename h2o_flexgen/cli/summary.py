@@ -1,15 +1,19 @@
-"""The summary of a finished run: the texts, their time, measured whole or projected from a part, and FlexGen's five lines."""
+"""The summary of a finished run: the texts, their time, measured whole or projected from a part, FlexGen's five lines, and what
+was promised of memory and was not kept."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from h2o_flexgen.cli.plan_report import NAMES
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, Workload
-from h2o_flexgen.engine.stats import Stats
+from h2o_flexgen.engine.stats import Peaks, Stats
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs
 from h2o_flexgen.schedule.ops import Op
@@ -22,6 +26,7 @@ PROMPT_CHARACTERS = 120  # characters that are shown from the end of a prompt
 INDENT = "    "
 FEWER_BATCH_LAYERS = 20  # layers of the first decode step that are run; the second half of them is the base of the projection
 GIB = 1 << 30  # FlexGen's unit, which it calls GB
+MEMORY = "memory"  # the first word of each line about a promise
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------
@@ -203,3 +208,24 @@ def timing_json(timing: Timing) -> Mapping[str, object]:
         **{name: round(getattr(timing, name), 3) for name in rates},
         "projected": timing.projected,
     }
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+def say_broken(peaks: Peaks) -> None:
+    """Says on stderr where a limit was exceeded. The exit status stays: what was computed is whole and right."""
+    for line in broken_lines(peaks):
+        print(f"{MEMORY}: {line}", file=sys.stderr, flush=True)
+
+
+def broken_lines(peaks: Peaks) -> Iterator[str]:
+    """Peaks are exact, as the system and the allocators count them: a byte more than the limit is too much."""
+    for tier, over in peaks.over_budget_bytes.items():
+        if over:
+            peak = peaks.peak_bytes[tier]
+            held = f"{format_bytes(peak)} of {NAMES[tier]} memory were held, and the limit was {format_bytes(peak - over)}"
+            yield (
+                f"{held}: {format_bytes(over)} more than promised. What was computed is right; "
+                f"to hold less, give a limit that is smaller by as much, or a smaller batch"
+            )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 

@@ -1,4 +1,4 @@
-"""Every kernel under its name in kernels/table.py: those in C, those in Triton, and their twins in torch."""
+"""Every kernel under its name in formats/kernel_table.py: those in C, those in Triton, and their twins in torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from h2o_flexgen.formats.kernel_table import TRITON, Kernel
 from h2o_flexgen.kernels.add_weighted import add_weighted, add_weighted_twin
 from h2o_flexgen.kernels.append import append, append_twin
 from h2o_flexgen.kernels.changed_slots import gather_slots_twin
@@ -35,7 +36,6 @@ from h2o_flexgen.kernels.stored_dots import stored_dot_products, stored_dots
 from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin, stored_int8_products
 from h2o_flexgen.kernels.stored_pairs import stored_pair_products, stored_pairs
 from h2o_flexgen.kernels.stored_product import stored_product, stored_products
-from h2o_flexgen.kernels.table import TRITON, Kernel
 from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
 from h2o_flexgen.kernels.tile_product import tile_product, tile_products
 from h2o_flexgen.kernels.tile_rows import (

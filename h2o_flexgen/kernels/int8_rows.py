@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.grouped import GROUP, groups_of
+from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.quant.grouped import GROUP, groups_of
 
 LARGEST_CODE = 127
 NOTHING = 1e-30  # groups of smaller values become zeros: scales have to have inverses

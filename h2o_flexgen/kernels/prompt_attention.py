@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.column_sums import Near, column_sums, outcome_and_sums
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
-from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
 
 
 def prompt_attention(

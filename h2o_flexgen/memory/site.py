@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from h2o_flexgen.core.site import Site
+from h2o_flexgen.formats.kernel_table import CPU, Processor
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.table import CPU, Processor
 
 
 def site_of(device: str, accelerator: bool, writes_weights: bool = False) -> Site:

@@ -16,7 +16,8 @@ from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, PROMPTS, TOKENS, check_num_prompts
-from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.head_budgets_file import OWN
@@ -25,7 +26,6 @@ from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic

@@ -21,7 +21,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.planning.linear_program import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_slots
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits

@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from h2o_flexgen.core.folders import existing_folder
+from h2o_flexgen.formats.kernel_sizes import shared
+from h2o_flexgen.formats.kernel_table import CPU
 from h2o_flexgen.kernels.native import in_use, processor
-from h2o_flexgen.kernels.sizes import shared
-from h2o_flexgen.kernels.table import CPU
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.profiling.measure import describe_machine
 

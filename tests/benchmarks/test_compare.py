@@ -35,7 +35,7 @@ from benchmarks.comparison.report import Entry, Report
 from benchmarks.comparison.search import Search
 from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.kernels.table import EXACT, INT8
+from h2o_flexgen.formats.kernel_table import EXACT, INT8
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.tiny import tiny_config
 from tests.scripts.loading import PROJECT, load_script

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME

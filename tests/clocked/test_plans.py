@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.formats.kernel_table import EXACT
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import JUDGED, PINNED
-from h2o_flexgen.quant.codec import PLAIN
 from tests import test_arriving_prefixes as arriving
 from tests import test_conversation as talks
 from tests import test_shared_prefixes as prefixes

@@ -16,7 +16,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.stores import kv
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
-from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.column_sums import column_sums
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.judges.linear_judge import Linear

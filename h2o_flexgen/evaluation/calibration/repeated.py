@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.study.text_reading import TextReading
 from h2o_flexgen.evaluation.study.whole import turned
-from h2o_flexgen.kernels.gathers import MAX
+from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.models.new_tokens import NewTokens

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from h2o_flexgen.quant.grouped import GROUP as _GROUP
-from h2o_flexgen.quant.tiled import TILE as _TILE
+from h2o_flexgen.formats.grouped import GROUP as _GROUP
+from h2o_flexgen.formats.tiled import TILE as _TILE
 
 GROUP, TILE = tl.constexpr(_GROUP), tl.constexpr(_TILE)
 UPPER = tl.constexpr(0xFFFF0000)  # the bits of a float32 that bfloat16 keeps

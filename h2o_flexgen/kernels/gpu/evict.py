@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.evict import LEAST_SCORE
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.gpu.softmax import highest
 from h2o_flexgen.kernels.gpu.words import as_words
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes

@@ -1,4 +1,4 @@
-"""Every kernel in Triton under its name in kernels/table.py."""
+"""Every kernel in Triton under its name in formats/kernel_table.py."""
 
 from __future__ import annotations
 

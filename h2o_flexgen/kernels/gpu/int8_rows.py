@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP as GROUP_VALUES
+from h2o_flexgen.formats.grouped import groups_of
 from h2o_flexgen.kernels.gpu.codes import GROUP, as_float32, to_nearest
 from h2o_flexgen.kernels.int8_rows import LARGEST_CODE, NOTHING, Int8Rows
-from h2o_flexgen.quant.grouped import GROUP as GROUP_VALUES
-from h2o_flexgen.quant.grouped import groups_of
 
 GROUPS = 8  # of a row, that a program rounds
 LARGEST, LEAST, INFINITE = tl.constexpr(float(LARGEST_CODE)), tl.constexpr(NOTHING), tl.constexpr(inf)

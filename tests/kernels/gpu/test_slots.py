@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.append import append_twin
 from h2o_flexgen.kernels.changed_slots import NUMBER, gather_slots_twin, parts
 from h2o_flexgen.kernels.evict import evict_twin
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.gpu import evict as evicting
 from h2o_flexgen.kernels.gpu.append import append, rotate
 from h2o_flexgen.kernels.gpu.evict import evict

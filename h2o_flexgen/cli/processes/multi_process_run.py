@@ -9,16 +9,16 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.cli.process import PromptsPart
-from h2o_flexgen.cli.process_link import AtStage, Broken, Noted, PartDone, PartFigures
-from h2o_flexgen.cli.processes import Processes
-from h2o_flexgen.cli.promise import say_broken
-from h2o_flexgen.cli.summary import Timing, completion_lines, summary_lines, timing_json
+from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone, PartFigures
+from h2o_flexgen.cli.processes.process import PromptsPart
+from h2o_flexgen.cli.processes.supervisor import Processes
+from h2o_flexgen.cli.summary import Timing, completion_lines, say_broken, summary_lines, timing_json
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import show_stage
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.engine.tick import Tick
@@ -76,7 +76,7 @@ class RunApart:
         elif isinstance(news, PartDone):
             self.figures[number] = news.figures
         else:
-            assert isinstance(news, (AtStage, Broken, Tick)), news
+            assert isinstance(news, (AtStage, BrokenRequest, Tick)), news
 
     # -- what all of them did ------------------------------------------------------------------------------------------
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.batch_watch import JobFigures, JobWatch, Metrics
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.job import BrokenRequest, Outcome
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.restarted_run import RestartedRun
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.tick import Tick, summed
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.index import SOUND, ChangedInput, Index
 from h2o_flexgen.jobs.output import JobOutput
@@ -23,8 +26,6 @@ from h2o_flexgen.jobs.recording import Recording
 from h2o_flexgen.jobs.records import BROKEN, RecordMaker
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.sampling.sampler import NoTokenLeft
 
 ENDING = "ending: what is computed now is finished first; another signal ends at once"
 
@@ -82,45 +83,31 @@ class JobRun:
             return listening.watch.end()
 
     def _run(self, listening: Listening) -> None:
-        """Runs what is left. A request that fails does not fail the others: it is recorded, and the others are run again
-        from their prompts."""
-        left = self.left
-        while len(left.sizes):
-            broken = self._broken_in(left, listening)
-            if broken is None:
-                return
-            self._record_broken(broken.number, str(broken), listening)
-            left = left.only(self.output.finished.is_open)
-            listening.watch.begin_again()
-
-    def _record_broken(self, number: int, reason: str, listening: Listening) -> None:
-        place = self._index.place_of_number(number)
-        self._recording.refuse(place, reason, BROKEN)
-        listening.progress.note(f"line {self._index.numbers[place]} failed, and the others go on: {reason}")
-
-    def _broken_in(self, left: FileJob, listening: Listening) -> NoTokenLeft | None:
-        """Runs requests until all are done, or until one breaks."""
+        """Runs what is left, and records what becomes of each request."""
         try:
-            with closing(self._completions(left, listening)) as completions:
-                for completion in completions:
-                    place = self._index.place_of_number(completion.index)
-                    self._recording.answer(place, completion)
-                    listening.watch.finished(completion, left.size_of(place).gen_len)
+            with closing(self._outcomes(listening)) as outcomes:
+                for outcome in outcomes:
+                    self._record(outcome, listening)
         except TaskFailed as failed:
-            if isinstance(failed.cause, NoTokenLeft):
-                return failed.cause
             if isinstance(failed.cause, ChangedInput):
                 raise failed.cause from failed  # it says all that a person can mend
             raise
-        return None
 
-    def _completions(self, left: FileJob, listening: Listening) -> Generator[Completion, None, None]:
+    def _record(self, outcome: Outcome, listening: Listening) -> None:
+        place = self._index.place_of_number(outcome.index)
+        if isinstance(outcome, BrokenRequest):
+            self._recording.refuse(place, outcome.reason, BROKEN)
+            listening.progress.note(f"line {self._index.numbers[place]} failed, and the others go on: {outcome.reason}")
+        else:
+            self._recording.answer(place, outcome)
+            listening.watch.finished(outcome, self.left.size_of(place).gen_len)
+
+    def _outcomes(self, listening: Listening) -> Generator[Outcome, None, None]:
         if self.elsewhere is not None:
-            yield from self.elsewhere(left, listening, self._record_broken)
-            return
-        yield from self.llm.generate_stream(
-            left, seed=self.seed, on_stage=listening.stage, on_tick=listening.tick, on_shrink=listening.shrink
-        )
+            return self.elsewhere(self.left, listening)
+        heard: dict[str, Any] = {"on_stage": listening.stage, "on_shrink": listening.shrink}
+        generate = partial(self.llm.generate_stream, seed=self.seed, **heard)
+        return RestartedRun(generate, self.left, listening.tick).outcomes()
 
 
 @dataclass(frozen=True)
@@ -131,6 +118,7 @@ class Listening:
     progress: Progress
     interrupts: Interrupts
     output: JobOutput = field(repr=False)
+    _parts: dict[int, Tick] = field(default_factory=dict)  # how far each part of the job is, if it has several
 
     def stage(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         if stage is Stage.GENERATING:  # before that nothing is lost that a signal could wait for
@@ -143,6 +131,15 @@ class Listening:
         if self.interrupts.are_asked:
             self.interrupts.end()
 
+    def tick_of(self, part: int, tick: Tick) -> None:
+        self._parts[part] = tick
+        self.tick(summed(self._parts.values()))
+
+    def end_part(self, part: int | None) -> None:
+        """Hears that a part has ended before all its rows had: what is left of it is another part."""
+        if part in self._parts:
+            self._parts[part] = replace(self._parts[part], alive=0)
+
     def sync(self) -> None:
         if self.output.sync():
             self.progress.note(f"{self.output.path} was removed while the job runs; its records are written there again")
@@ -151,8 +148,7 @@ class Listening:
         self.progress.note(str(shrink))
 
 
-OnBroken: TypeAlias = "Callable[[int, str, Listening], None]"  # hears the number of a request, and what is wrong with it
-Elsewhere: TypeAlias = "Callable[[FileJob, Listening, OnBroken], Generator[Completion, None, None]]"
+Elsewhere: TypeAlias = "Callable[[FileJob, Listening], Generator[Outcome, None, None]]"
 
 
 def end_lines(finished: Finished, path: Path, figures: JobFigures | None) -> Iterator[str]:

@@ -14,21 +14,21 @@ from threading import Event
 
 import ray
 
-from h2o_flexgen.cli.aside import Aside
 from h2o_flexgen.cli.batch_request import LOCAL, BatchRequest, RayRequest
-from h2o_flexgen.cli.batch_run import Listening, OnBroken
-from h2o_flexgen.cli.batch_watch import Ticks
-from h2o_flexgen.cli.ray_cluster import Pool, answer_sigterm_again, connected, joined, waiting
-from h2o_flexgen.cli.ray_handing import Handing, Lost, WaitingPortions, new_actor
-from h2o_flexgen.cli.ray_portions import cut, cut_evenly
-from h2o_flexgen.cli.ray_worker import SharedJob, WorkerMessage
+from h2o_flexgen.cli.interrupts import Aside
+from h2o_flexgen.cli.job_run import Listening
+from h2o_flexgen.cli.open_llm import llm_arguments
+from h2o_flexgen.cli.ray.cluster import Pool, answer_sigterm_again, connected, joined, waiting
+from h2o_flexgen.cli.ray.handing import Handing, Lost, WaitingPortions, cut, cut_evenly, new_actor
+from h2o_flexgen.cli.ray.worker import SharedJob, WorkerMessage
 from h2o_flexgen.cli.slow import SLOW, one_worker_reason, small_job_reason
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.job import Outcome
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.sampling.completion import Completion
 
 LEAST_PORTION = 256  # requests, where nothing says how many a block holds: few blocks run empty then
 BLOCKS = 4  # blocks that a portion fills at least, for the same reason
@@ -44,11 +44,10 @@ class RayJob:
     seed: int
     identity: Settings  # of the model
     listening: Listening
-    on_broken: OnBroken
 
-    def completions(self) -> Generator[Completion, None, None]:
-        """The completion of every request, once."""
-        ticks, clock = Ticks(), _Clock()
+    def outcomes(self) -> Generator[Outcome, None, None]:
+        """What becomes of every request, once."""
+        clock = _Clock()
         self._tell_before()
         aside = Aside(self._work, self._wait)
         with joined(self.asked.address), closing(aside.said()) as all_said:
@@ -58,10 +57,10 @@ class RayJob:
                     clock.connected(said)
                     self._tell(f"workers: {said}; Ray has started after {clock.ray_seconds:.1f} s")
                 elif isinstance(said, Lost):
-                    ticks.end(said.portion)
+                    self.listening.end_part(said.portion)
                     self._tell(str(said))
                 else:
-                    yield from self._heard(said, ticks, clock)
+                    yield from self._heard(said, clock)
         if self.asked.address == LOCAL and (reason := small_job_reason(clock.workers, clock.ray_seconds, clock.run_seconds)):
             self.listening.progress.note(f"{SLOW}: {reason}")
 
@@ -70,20 +69,17 @@ class RayJob:
         with self.listening.interrupts.put_aside(), waiting():  # nothing is lost by ending then
             yield
 
-    def _heard(self, said: WorkerMessage, ticks: Ticks, clock: _Clock) -> Iterator[Completion]:
+    def _heard(self, said: WorkerMessage, clock: _Clock) -> Iterator[Outcome]:
         if said.failure is not None:
             raise ValueError(f"a worker cannot go on: {said.failure}")
         clock.heard()
         if said.opened is not None:
             self.listening.stage(Stage.GENERATING)
             self._tell(f"worker {said.opened}; ready after {clock.seconds:.1f} s")
-        if said.completion is not None:
-            yield said.completion
-        if said.broken is not None:
-            self.on_broken(said.broken.number, said.broken.reason, self.listening)
+        if said.outcome is not None:
+            yield said.outcome
         if said.tick is not None and said.portion is not None:
-            ticks.latest[said.portion] = said.tick
-            self.listening.tick(ticks.together)
+            self.listening.tick_of(said.portion, said.tick)
 
     def _tell_before(self) -> None:
         if self.asked.address != LOCAL:
@@ -126,17 +122,15 @@ class RayJob:
         return cut(places, work, pool.workers, least * sum(work) // len(work))
 
     def _share(self, parts: Sequence[Sequence[int]]) -> SharedJob:
-        request, sizes = self.request, self.left.sizes
+        request = self.request
+        style = request.style if request.checked.chats else AUTO  # which no text needs, and any model has
         return SharedJob(
-            model=request.model,
-            site=request.site,
-            plan=request.plan,
+            engine={**llm_arguments(request.model, request.site, request.first_plan), "seed": self.seed, "style": style},
+            asked=None if isinstance(request.plan, Plan) else request.plan,
             reader=self.left.index.reader,
-            style=request.style if request.checked.chats else None,
-            seed=self.seed,
             identity=self.identity,
             longest=self._longest(parts),
-            scores_texts=any(sizes.scores),
+            scores_texts=any(self.left.sizes.scores),
         )
 
     def _longest(self, parts: Sequence[Sequence[int]]) -> Workload:

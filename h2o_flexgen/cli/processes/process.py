@@ -4,32 +4,36 @@ copies that were mended."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.open_llm import make_llm
-from h2o_flexgen.cli.process_link import Broken, Failed, Loaded, Noted, PartDone, PartFigures, ProcessLink
-from h2o_flexgen.cli.weight_broadcast import HandedRound
-from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, PartFigures, Passing, ProcessLink
+from h2o_flexgen.engine.restarted_run import RestartedRun
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stats import Stats
-from h2o_flexgen.jobs.file_job import Apart, FileJob, LineReading
+from h2o_flexgen.jobs.file_job import Apart, LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.shared import SharedWeights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt
+
+PASSING_BYTES = 16 << 20  # of a device's weights that are handed round at once
 
 
 class ProcessPart(Protocol):
@@ -77,35 +81,16 @@ class RequestsPart:
     requests: Apart
     style: str | None  # how chats are written down; None: there are none
     seed: int
-    _ended: set[int] = field(default_factory=set, compare=False)  # numbers of requests
 
     def run(self, llm: LLM, link: ProcessLink) -> None:
         style = None if self.style is None else choose_style(self.style, llm.tokenizer)
         reading = LineReading(llm.tokenizer, style, RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
         left = self.requests.read_with(reading)
-        index = left.index
-        while len(left.sizes):
-            broken = self._broken_in(left, llm, link)
-            if broken is None:
-                break
-            self._ended.add(broken.number)
-            link.say(Broken(broken.number, str(broken)))
-            left = left.only(lambda place: index.request_number(place) not in self._ended)
-        index.close()
+        heard: dict[str, Any] = {"on_stage": link.stage, "on_shrink": partial(_note, link)}
+        for outcome in RestartedRun(partial(llm.generate_stream, seed=self.seed, **heard), left, link.say).outcomes():
+            link.say(outcome)
+        left.index.close()
         link.say(PartDone(_figures(llm.stats)))
-
-    def _broken_in(self, left: FileJob, llm: LLM, link: ProcessLink) -> NoTokenLeft | None:
-        """Runs requests until all are done, or until one breaks."""
-        heard: dict[str, Any] = {"on_stage": link.stage, "on_tick": link.say, "on_shrink": partial(_note, link)}
-        try:
-            for done in llm.generate_stream(left, seed=self.seed, **heard):
-                self._ended.add(done.index)
-                link.say(done)
-        except TaskFailed as failed:
-            if isinstance(failed.cause, NoTokenLeft):
-                return failed.cause
-            raise
-        return None
 
 
 def _note(link: ProcessLink, shrink: Shrink) -> None:
@@ -145,3 +130,24 @@ def _compute(link: ProcessLink, place: ProcessPlace, part: ProcessPart) -> None:
             link.say(Loaded(os.fstat(place.weights).st_size))
             engine.hand_round(handed.give)
         part.run(llm, link)
+
+
+class HandedRound:
+    """Memory by which one process gives bytes to all others, as many at a time as it holds."""
+
+    def __init__(self, link: ProcessLink, descriptor: int) -> None:
+        self._link = link
+        os.ftruncate(descriptor, PASSING_BYTES)
+        self._memory = torch.frombuffer(mmap.mmap(descriptor, PASSING_BYTES, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+
+    def give(self, given: Tensor) -> None:
+        for part in given.split(PASSING_BYTES):
+            self._memory[: part.nbytes].copy_(part)
+            self._link.say(Passing(part.nbytes))
+            self._link.hear(BytesTaken)
+
+    def take(self, out: Tensor) -> None:
+        for part in out.split(PASSING_BYTES):
+            assert self._link.hear(Passing).nbytes == part.nbytes, "processes have one plan"
+            part.copy_(self._memory[: part.nbytes])
+            self._link.say(BytesTaken())

@@ -1,14 +1,16 @@
-"""What a study says: tables for a terminal, and one JSON document."""
+"""HeavyHitterStudy: what a study of attention has found, as tables for a terminal and as one JSON document."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from h2o_flexgen.evaluation.study.held_tokens import Gone, Held, heaviest_found, held_after, jaccard, still_held, survival
 from h2o_flexgen.evaluation.study.study_scores import (
     Array,
     PowerLaw,
@@ -19,19 +21,85 @@ from h2o_flexgen.evaluation.study.study_scores import (
 )
 from h2o_flexgen.evaluation.study.text_attention import THRESHOLD
 
-if TYPE_CHECKING:
-    from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
-
 PARTS = (0.05, 0.1, 0.2)  # shares of the tokens, the heaviest first
 AGES = (1, 2, 4)  # in multiples of the number of slots
 CURVE_POINTS = 64
 
 
+def slots_of(budget: float, tokens: int) -> int:
+    return int(budget * tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class HeavyHitterStudy:
+    model: str
+    tokens: int
+    prompt_len: int
+    budget: float  # share of the text
+    sparsity: Array  # (layers, heads)
+    scores: Array  # (layers, kv_heads, tokens), accumulated, in text order
+    gone: Mapping[str, Gone]  # by the oracle and every policy
+    captured: Mapping[str, Array]  # shares of the full cache's attention, by the same: (layers, kv_heads)
+
+    @property
+    def slots(self) -> int:
+        return slots_of(self.budget, self.tokens)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The oracle, then the policies in the order asked for."""
+        return tuple(self.gone)
+
+    @cached_property
+    def sorted_scores(self) -> Array:
+        """The scores of each head, heaviest first."""
+        return sorted_scores(self.scores)
+
+    @cached_property
+    def laws(self) -> tuple[tuple[PowerLaw, ...], ...]:
+        """The power laws of every layer, head by head."""
+        return tuple(tuple(fit_power_law(head) for head in layer) for layer in self.sorted_scores)
+
+    @cached_property
+    def overlap(self) -> Mapping[tuple[str, str], Array]:
+        """How alike two policies' tokens are at the end of the text, for all pairs of names. (layers,)"""
+        held = self._held_at_end
+        return {(one, other): jaccard(held[one], held[other]) for one, other in product(self.names, self.names)}
+
+    @cached_property
+    def heaviest_found(self) -> Mapping[str, Array]:
+        """The share of the heaviest tokens, half as many as there are slots, that is held at the end. (layers,)"""
+        count = max(1, self.slots // 2)
+        return {name: heaviest_found(held, self.scores, count) for name, held in self._held_at_end.items()}
+
+    @cached_property
+    def survival(self) -> Mapping[str, Array]:
+        """The share of tokens still held at each age. (tokens after the prompt,)"""
+        return {name: survival(gone, self.prompt_len) for name, gone in self.gone.items()}
+
+    @property
+    def later(self) -> int:
+        """Tokens between the two times that `still_held` compares: as many as there are slots, if the text is long enough."""
+        return max(1, min(self.slots, (self.tokens - self.prompt_len) // 2))
+
+    @cached_property
+    def still_held(self) -> Mapping[str, Array]:
+        """The share of tokens held at one time that is held `later` tokens afterwards too. (layers,)"""
+        return {name: still_held(gone, self.prompt_len, self.later) for name, gone in self.gone.items()}
+
+    @cached_property
+    def _held_at_end(self) -> Mapping[str, Held]:
+        return {name: held_after(gone, self.tokens) for name, gone in self.gone.items()}
+
+    def as_json(self) -> dict[str, object]:
+        return _as_json(self)
+
+    def lines(self) -> list[str]:
+        """The tables for a terminal."""
+        return [*_of_attention(self), "", *_of_policies(self), "", *_of_overlap(self)]
+
+
 # -- for a terminal ----------------------------------------------------------------------------------------------------------
-
-
-def lines(study: HeavyHitterStudy) -> list[str]:
-    return [*_of_attention(study), "", *_of_policies(study), "", *_of_overlap(study)]
 
 
 def _of_attention(study: HeavyHitterStudy) -> Iterator[str]:
@@ -96,7 +164,7 @@ def percent(share: float) -> str:
 # -- JSON ------------------------------------------------------------------------------------------------------------------
 
 
-def as_json(study: HeavyHitterStudy) -> dict[str, object]:
+def _as_json(study: HeavyHitterStudy) -> dict[str, object]:
     """All figures by layer; curves at enough ranks and ages for a picture."""
     ranks = _spread(study.tokens)
     even = sorted_scores(even_scores(study.tokens))

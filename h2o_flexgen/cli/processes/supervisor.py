@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, site_of_each
-from h2o_flexgen.cli.process import ProcessPart, ProcessPlace, compute
-from h2o_flexgen.cli.process_exchange import ProcessExchange, Waits
-from h2o_flexgen.cli.process_link import News, ProcessLink
+from h2o_flexgen.cli.errors import Mendable
+from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, News, PartDone, Passing, ProcessLink
+from h2o_flexgen.cli.processes.process import ProcessPart, ProcessPlace, compute
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import OffloadFolder
 from h2o_flexgen.memory.shared import file_in_memory
@@ -31,11 +32,12 @@ ours = {signal.SIGINT, signal.SIGHUP}  # a terminal sends these to all; only the
 for one in ours: signal.signal(one, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
 sys.path[:] = json.loads(sys.argv[1])
-from h2o_flexgen.cli.process_begin import begin
+from h2o_flexgen.cli.processes.link import begin
 sys.exit(begin(int(sys.argv[2]), int(sys.argv[3])))
 """
 PATIENCE_SECONDS = 30.0  # within which a process that was told to end does
 FOLDER = "process-{}"
+Waits: TypeAlias = Callable[[], AbstractContextManager[object]]  # makes a context in which nothing is done but wait
 
 
 class Processes:
@@ -158,3 +160,64 @@ def _has_descriptor(stream: Any) -> bool:
     except (OSError, ValueError, AttributeError):
         return False
     return True
+
+
+class ProcessExchange:
+    """Messages of a job's processes go to each other, or to the process that runs the job."""
+
+    def __init__(self, links: Sequence[ProcessLink], name: Callable[[int], str], death: Callable[[int], str]) -> None:
+        """`name` is what people call a process, and `death` says how one has ended that did not say that it would."""
+        self.shared_bytes = 0  # of weights in host memory
+        self._links, self._name, self._death = links, name, death
+        self._not_taken = 0  # processes that have yet to take what is handed round
+
+    def said(self, waits: Waits) -> Iterator[tuple[int, News]]:
+        """What processes say of the job, each with its number, until all have ended. An error of one of them is raised."""
+        number_of: dict[Any, int] = {link.connection: number for number, link in enumerate(self._links)}
+        while number_of:
+            with waits():
+                ready: Sequence[Any] = wait(list(number_of))
+            for connection in ready:
+                number = number_of[connection]
+                message = self._heard(connection, number)
+                if not self._is_passed_on(message):
+                    yield number, message
+                if isinstance(message, PartDone):
+                    del number_of[connection]
+
+    def _heard(self, connection: Any, number: int) -> Any:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            raise self._of_death(number) from None
+        if isinstance(message, Failed):
+            if message.line is None:
+                raise RuntimeError(f"{self._name(number)}:\n{message.trace}")
+            raise Mendable(f"{self._name(number)}: {message.line}")
+        return message
+
+    def _is_passed_on(self, message: object) -> bool:
+        """Passes a message on if it is for other processes."""
+        if isinstance(message, Loaded):
+            self.shared_bytes = message.shared_bytes
+        if isinstance(message, Passing):
+            self._not_taken = len(self._links) - 1
+        if isinstance(message, (Loaded, Passing)):
+            for number in range(1, len(self._links)):
+                self._tell(number, message)
+            return True
+        if isinstance(message, BytesTaken):
+            self._not_taken -= 1
+            if not self._not_taken:
+                self._tell(0, message)
+            return True
+        return False
+
+    def _tell(self, number: int, message: object) -> None:
+        try:
+            self._links[number].say(message)
+        except OSError:
+            raise self._of_death(number) from None
+
+    def _of_death(self, number: int) -> Mendable:
+        return Mendable(f"{self._name(number)} {self._death(number)}")

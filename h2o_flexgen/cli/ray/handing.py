@@ -1,4 +1,6 @@
-"""Hands out requests to workers: each gets a portion at a time, and where one dies, another takes its place."""
+"""Hands out requests to workers: each gets a portion at a time, and where one dies, another takes its place. At the end of a
+portion few rows run, so there are few portions: each is a share of the work that is left. So the first ones are large, and the
+last ones let all workers end together."""
 
 from __future__ import annotations
 
@@ -11,12 +13,35 @@ from typing import Any
 import ray
 
 from h2o_flexgen.cli.batch_request import RESUME
-from h2o_flexgen.cli.ray_cluster import Pool
-from h2o_flexgen.cli.ray_worker import Portion, Worker, WorkerMessage
+from h2o_flexgen.cli.ray.cluster import Pool
+from h2o_flexgen.cli.ray.worker import Portion, Worker, WorkerMessage
 
 POLL_SECONDS = 0.2  # within which the end of the job is seen
 RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause
 LONGEST_REASON = 200  # characters
+SHARE = 2  # a portion is one of so many parts of what a worker would still have to do
+MOST_PORTION = 4096  # requests: their lines are held in memory and sent at once
+
+
+def cut(places: Sequence[int], work: Sequence[int], workers: int, least: int) -> list[Sequence[int]]:
+    """Portions of places, in order. `work` has the tokens of each place. A portion has `least` tokens, unless a worker would
+    have nothing to do then. One worker gets all."""
+    left, portions, start = sum(work), list[Sequence[int]](), 0
+    least = min(least, -(-left // workers))
+    while start < len(places):
+        enough = left if workers == 1 else max(least, left // (SHARE * workers))
+        end, load = start, 0
+        while end < len(places) and end - start < MOST_PORTION and (load < enough or end == start):
+            load += work[end]
+            end += 1
+        portions.append(places[start:end])
+        start, left = end, left - load
+    return portions
+
+
+def cut_evenly(places: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Portions of so many places each, but for the last."""
+    return [places[start : start + count] for start in range(0, len(places), count)]
 
 
 def new_actor(pool: Pool, share: Any) -> Any:
@@ -91,8 +116,8 @@ class Handing:
             self._idle.append(task.worker)
             self._hand_out()
             return
-        if said.ended is not None:
-            del task.left[said.ended]
+        if said.outcome is not None:
+            del task.left[said.outcome.index]
         yield said
 
     def _open(self, tries: int) -> None:

@@ -1,18 +1,28 @@
-"""What processes of one job and the one that looks after them say to each other."""
+"""What processes of one job and the one that looks after them say to each other, and how such a process begins and ends. What
+it then does is imported when it is told, so that it can soon be ended."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import TypeVar
+from types import FrameType
+from typing import NoReturn, TypeVar
 
+from h2o_flexgen.cli.errors import BY_SIGNAL, INTERRUPTED
+from h2o_flexgen.core.interrupted import raised_again
+from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.sampling.completion import Completion
 
 Message = TypeVar("Message")
+GRACE_SECONDS = 60.0  # within which a process ends in order after its parent has gone
 
 
 @dataclass(frozen=True)
@@ -39,14 +49,6 @@ class AtStage:
     stage: Stage
     done_bytes: int
     total_bytes: int
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A request that cannot be run to its end."""
-
-    number: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Failed:
     trace: str
 
 
-News = AtStage | Completion | Tick | Broken | Noted | PartDone  # what concerns the job
+News = AtStage | Completion | Tick | BrokenRequest | Noted | PartDone  # what concerns the job
 
 
 class ProcessLink:
@@ -107,3 +109,37 @@ class ProcessLink:
 
     def stage(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         self.say(AtStage(stage, done_bytes, total_bytes))
+
+
+# -- the life of a process -------------------------------------------------------------------------------------------------
+
+
+def begin(link: int, lifeline: int) -> int:
+    """Begins with what is said first: what is called, and what it is given."""
+    _end_with(lifeline)
+    connection = Connection(link)
+    try:
+        work: Callable[..., int]
+        work, given = connection.recv()
+        with raised_again():
+            return work(ProcessLink(connection), *given)
+    except (EOFError, KeyboardInterrupt):
+        return INTERRUPTED
+
+
+def _end_with(lifeline: int) -> None:
+    """Ends this process in order when it is told to, or when its parent has gone: then the other end of the lifeline is
+    closed. Signals of a terminal go to the parent."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # once: what is cleaned up is not disturbed
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_SECONDS)
+        os._exit(BY_SIGNAL + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()

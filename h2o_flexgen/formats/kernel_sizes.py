@@ -1,6 +1,7 @@
 """Sizes of kernels, without torch: the numbers that C and Python share, and the working room of prompt attention.
 
-The numbers are in sizes.h, which C includes and this file reads. Where the parts of a room lie is worked out here: C is told.
+The numbers are in kernels/sizes.h, which C includes and this file reads. Where the parts of a room lie is worked out here, and
+C is told.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Numbers(NamedTuple):
 
 @cache
 def shared() -> Numbers:
-    header = Path(__file__).with_suffix(".h").read_text(encoding="ascii")
+    header = (Path(__file__).parents[1] / "kernels" / "sizes.h").read_text(encoding="ascii")
     return Numbers(**{name.lower(): int(number) for name, number in re.findall(r"^#define (\w+) (\d+)", header, re.MULTILINE)})
 
 
@@ -42,7 +43,7 @@ def twin_values(device: str) -> int:
 
 
 def mask_bytes(group: int) -> int:
-    """Bytes for torch to say whether a query sees a key: as it is, and for each head of a group, in two forms."""
+    """Bytes for torch to say whether a query sees a key: as it is, and for each head of a group, in two formats."""
     return 1 + group * (1 + FLOAT_BYTES)
 
 

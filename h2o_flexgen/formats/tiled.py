@@ -1,4 +1,4 @@
-"""Group-wise quantisation of a matrix in tiles of outputs: the codes, scales and minima of quant/grouped.py in another order.
+"""Group-wise quantisation of a matrix in tiles of outputs: the codes, scales and minima of formats/grouped.py in another order.
 
 A block is a tile of 16 outputs by a group of 64 inputs: its codes in words of 32 bits, then the scales of its outputs, then
 their minima. Neighbours in memory are the same inputs of neighbouring outputs, which is what registers of a product
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from h2o_flexgen.quant.grouped import SHARED_BYTES, Grouped, groups_of
+from h2o_flexgen.formats.grouped import SHARED_BYTES, Grouped, groups_of
 
 TILE = 16
 
@@ -26,7 +26,7 @@ class Tiled:
 
     @property
     def as_rows(self) -> Grouped:
-        """The codec that has the same values row by row."""
+        """The format that has the same values row by row."""
         return Grouped(self.bits)
 
     @property
