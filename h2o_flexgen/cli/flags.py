@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, Choice, Truth
-from h2o_flexgen.core.cores import threads
+from h2o_flexgen.core.cores import cores, threads
 from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import Option, options_of
@@ -267,7 +267,7 @@ def typed(allowed: Allowed) -> Callable[[str], object] | None:
 
 def add_threads(group: Group) -> None:
     text = "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)"
-    group.value("--threads", "N", text, threads())
+    group.value("--threads", "N", text, threads(cores()))
 
 
 def add_device(group: Group) -> None:

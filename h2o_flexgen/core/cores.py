@@ -12,6 +12,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads() -> Bounds:
-    """The numbers of threads that may compute."""
-    return Bounds(1, cores(), note=", the cores that this process may use")
+def threads(most: int) -> Bounds:
+    """The numbers of threads that may compute where there are so many cores."""
+    return Bounds(1, most, note=", the cores that this process may use")

@@ -23,7 +23,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per
 def set_threads(asked: int | None) -> None:
     """Sets the number of computing threads of this process. None leaves it as it is."""
     if asked is not None:
-        set_num_threads(threads().value("threads", asked))
+        set_num_threads(threads(cores()).value("threads", asked))
 
 
 def keep_few_compiled_products() -> None:
