@@ -44,7 +44,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.evaluation.model_identity import model_identity
-from h2o_flexgen.formats.table import PLAIN, matrix_form
+from h2o_flexgen.formats.table import PLAIN, matrix_format
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
@@ -265,7 +265,7 @@ def fits(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
 
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
-    form, rows = matrix_form(llm.plan.weight_codec), (llm.plan.gpu_batch_size,)
+    form, rows = matrix_format(llm.plan.weight_codec), (llm.plan.gpu_batch_size,)
     needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, form, read_files=llm.weight_files)
     return measure(llm.device, needs, repetitions=3, seconds=0.5)
 

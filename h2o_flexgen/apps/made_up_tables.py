@@ -14,7 +14,9 @@ from pathlib import Path
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
 from h2o_flexgen.apps.data_wrangling.made_up_data import MadeUpDataSet
 from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.cli.flags import SEED, Parser, whole
+from h2o_flexgen.cli.flags import Parser
+from h2o_flexgen.core.allowed_values import Bounds
+from h2o_flexgen.sampling.params import SEED
 
 PROGRAM = "python -m h2o_flexgen.apps.made_up_tables"
 MOST_ROWS = 100_000
@@ -31,7 +33,7 @@ def _parser() -> Parser:
     parser.add_argument("data_set", choices=tuple(DATA_SETS), metavar="NAME", help=f"one of {', '.join(DATA_SETS)}")
     parser.add_argument("folder", metavar="FOLDER", help="the tables go below it, where the download has them")
     group = parser.group()
-    group.value("--rows", "N", "of each of train.csv, valid.csv and test.csv", whole(1, MOST_ROWS), 40)
+    group.value("--rows", "N", "of each of train.csv, valid.csv and test.csv", Bounds(1, MOST_ROWS), 40)
     group.value("--seed", "N", "makes up others", SEED, 0)
     return parser
 

@@ -231,7 +231,7 @@ class Chat:
 def _arithmetic(llm: LLM) -> Arithmetic:
     """The arithmetic of one row; a turn is read in pieces."""
     own, rows = processor(llm.device.kind), llm.plan.prefill_tokens
-    return Arithmetic(llm.plan, llm.spec.dtype, own, prompt_rows=rows, forms=llm.spec.forms)
+    return Arithmetic(llm.plan, llm.spec.dtype, own, prompt_rows=rows, formats=llm.spec.formats)
 
 
 def _placed(llm: LLM) -> str:

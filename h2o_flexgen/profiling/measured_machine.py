@@ -14,8 +14,8 @@ import torch
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.formats.kernel_table import PRODUCT_OPS, measured_forms, prices
-from h2o_flexgen.formats.table import ROW_FORMS
+from h2o_flexgen.formats.kernel_table import PRODUCT_OPS, measured_formats, prices
+from h2o_flexgen.formats.table import ROW_FORMATS
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -150,9 +150,9 @@ def _machine(
         kv_write_per_s=figures["kv_write_per_s"],
         host_read_per_s=figures[moving.SUM],
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(*PRODUCT_OPS)),
-        decoded_values_per_s=_rates(figures, products.DECODING, measured_forms()),
-        attention_flops_per_s=_rates(figures, attention_rates.COMPUTING, (*DTYPE_BYTES, *ROW_FORMS)),
-        unpacked_values_per_s=_rates(figures, attention_rates.UNPACKING, ROW_FORMS),
+        decoded_values_per_s=_rates(figures, products.DECODING, measured_formats()),
+        attention_flops_per_s=_rates(figures, attention_rates.COMPUTING, (*DTYPE_BYTES, *ROW_FORMATS)),
+        unpacked_values_per_s=_rates(figures, attention_rates.UNPACKING, ROW_FORMATS),
         head_seconds=figures[attention_rates.HEAD],
         prompt_flops_per_s=_rates(figures, attention_rates.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),

@@ -1,5 +1,5 @@
 """Pool: the memory that everything is measured with. It is filled once, with bytes that are sound values of every type and of
-every packed form, and each measurement takes them for what it needs. Memory that a process touches for the first time is ten
+every packed format, and each measurement takes them for what it needs. Memory that a process touches for the first time is ten
 times as slow as any other, so a part of its own for each measurement would take longer than all measurements."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from inspect import Parameter, signature
 from h2o_flexgen.checkpoints import probe_file
 from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.demo.places import file_beside
 from h2o_flexgen.planning.plan import Plan
@@ -18,7 +18,7 @@ from h2o_flexgen.planning.search import SLOTS
 from h2o_flexgen.policies import head_budgets_file
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.head_budgets_file import OWN, read_head_budgets
-from h2o_flexgen.sampling.foreign_options import OPTIONS, refuse_unknown
+from h2o_flexgen.sampling.foreign_options import OPTIONS
 
 HEAD_BUDGETS, PROBE = "head_budgets", "probe"  # options of plans that may be named by a file
 

@@ -42,7 +42,7 @@ def test_a_line_names_method_forms_bits_and_groups(stored: str, checkpoints: Che
     ],
 )
 def test_blocks_of_floats_are_named(stored: str, group: str, checkpoints: Checkpoints) -> None:
-    assert found(checkpoints, stored).forms[0].group == group
+    assert found(checkpoints, stored).formats[0].group == group
 
 
 def test_json_has_the_same(checkpoints: Checkpoints) -> None:

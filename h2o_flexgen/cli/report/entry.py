@@ -1,4 +1,4 @@
-"""Entries: what a report says, each in words for people and as values for programs. Lines, tables and JSON documents are made of
+"""Entries: what a report says, each in words for people and as values for programs. Lines, tables and JSON documents come from
 the same list of entries."""
 
 from __future__ import annotations

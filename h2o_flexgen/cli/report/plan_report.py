@@ -18,7 +18,7 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.opened_limits import Packing
 from h2o_flexgen.formats.kernel_table import Processor
-from h2o_flexgen.formats.table import PLAIN, chosen_codec, matrix_form
+from h2o_flexgen.formats.table import PLAIN, chosen_format, matrix_format
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.memory_limits import MemoryLimits
@@ -118,13 +118,13 @@ class PlanReport:
         weights = f"{format_bytes(spec.weight_bytes)} of weights {self._written_down()}"
         yield entry("model", f"{self.model}: {spec.architecture}, {weights}", model=self.model)
         yield noted(stored=None) if self.stored is None else self.stored.entry()
-        if codec != PLAIN and not any(tensor.codec == matrix_form(codec) for tensor in spec.tensors.values()):
+        if codec != PLAIN and not any(tensor.format == matrix_format(codec) for tensor in spec.tensors.values()):
             yield entry("packed", f"nothing: as {codec} no matrix would be smaller than it is stored")
 
     def _written_down(self) -> str:
         spec = self.planned.spec
-        forms = [spec.dtype if form == PLAIN else chosen_codec(form) for form in spec.forms]
-        return f"in {spec.dtype}" if spec.forms == (PLAIN,) else f"with matrices as {' and '.join(forms)}"
+        formats = [spec.dtype if format == PLAIN else chosen_format(format) for format in spec.formats]
+        return f"in {spec.dtype}" if spec.formats == (PLAIN,) else f"with matrices as {' and '.join(formats)}"
 
     def _of_work(self) -> Iterator[Entry]:
         """What there is to do, and in which blocks."""

@@ -188,7 +188,7 @@ class RunOutcome:
                 dtype=llm.spec.dtype,
                 weight_shape=(usual.shape[-2], usual.shape[-1]),
                 rows=tuple(self.watch.flops),
-                form=usual.codec,
+                format=usual.format,
                 product=llm.spec.product,
                 read_files=files,
                 offload_folder=llm.offload_folder,
@@ -219,7 +219,7 @@ class RunOutcome:
     def _compute_bound(self, machine: Machine) -> float:
         """The seconds that the run's flops take at the rates of its products. These depend on their rows."""
         spec = self.job.llm.spec
-        rate = partial(machine.product_rate, spec.product, spec.usual_matrix.codec, spec.dtype)
+        rate = partial(machine.product_rate, spec.product, spec.usual_matrix.format, spec.dtype)
         return sum(done / rate(rows) for rows, done in self.watch.flops.items())
 
     def _offloaded_bytes(self) -> int:

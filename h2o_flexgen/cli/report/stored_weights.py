@@ -1,4 +1,4 @@
-"""What was found in a checkpoint: the kind of its files, its quantisation, and the forms of its weights."""
+"""What was found in a checkpoint: the kind of its files, its quantisation, and the formats of its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from h2o_flexgen.cli.report.entry import Entry, entry
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import Fp4, Fp8, Int4
-from h2o_flexgen.formats.table import CODECS, PLAIN
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.session.opened_model import OpenedModel
 
@@ -18,10 +18,10 @@ SHOWN_DIGITS = 3
 
 
 @dataclass(frozen=True)
-class FormShare:
-    """The values of a model that are written in one form."""
+class FormatShare:
+    """The values of a model that are written in one format."""
 
-    name: str  # a codec's, or the type of plain values
+    name: str  # a format's, or the type of plain values
     group: str  # what shares a scale; nothing where values are plain
     bits: float  # of a value, with its share of scales and all else
     share: float  # of the model's values
@@ -38,7 +38,7 @@ class FormShare:
 class StoredWeights:
     kind: str  # of the files
     method: str  # of quantisation, as its config names it; nothing where there is none
-    forms: tuple[FormShare, ...]  # of matrices and tables, those of most values first
+    formats: tuple[FormatShare, ...]  # of matrices and tables, those of most values first
 
     @classmethod
     def of(cls, opened: OpenedModel) -> StoredWeights | None:
@@ -51,39 +51,39 @@ class StoredWeights:
 
     def _line(self) -> str:
         found = f"{self.kind}, {self.method}" if self.method else self.kind
-        if len(self.forms) == 1:
-            return f"{found}: {self.forms[0]}"
-        shares = [f"{100 * form.share:.0f} % in {form}" for form in self.forms]
+        if len(self.formats) == 1:
+            return f"{found}: {self.formats[0]}"
+        shares = [f"{100 * format.share:.0f} % in {format}" for format in self.formats]
         return f"{found}: of the values {', '.join(shares)}"
 
     def entry(self) -> Entry:
-        forms = [form.as_json() for form in self.forms]
+        forms = [format.as_json() for format in self.formats]
         return entry("found", self._line(), stored={"files": self.kind, "method": self.method or None, "forms": forms})
 
 
-def forms_of(spec: ModelSpec, plain: str) -> tuple[FormShare, ...]:
-    """The forms of a model's matrices; `plain` is the type of those that are not packed."""
+def forms_of(spec: ModelSpec, plain: str) -> tuple[FormatShare, ...]:
+    """The formats of a model's matrices; `plain` is the type of those that are not packed."""
     tensors = [tensor for tensor in spec.tensors.values() if len(tensor.shape) > 1]
     values = Counter[str]()
     for tensor in tensors:
-        values[tensor.codec] += tensor.numel
-    return tuple(_form(codec, tensors, count / values.total(), plain) for codec, count in values.most_common())
+        values[tensor.format] += tensor.numel
+    return tuple(_form(format, tensors, count / values.total(), plain) for format, count in values.most_common())
 
 
-def _form(codec: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> FormShare:
-    own = [tensor for tensor in tensors if tensor.codec == codec]
+def _form(format: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> FormatShare:
+    own = [tensor for tensor in tensors if tensor.format == format]
     bits = 8 * sum(tensor.stored_nbytes for tensor in own) / sum(tensor.numel for tensor in own)
-    return FormShare(plain if codec == PLAIN else codec, _group(codec), bits, share)
+    return FormatShare(plain if format == PLAIN else format, _group(format), bits, share)
 
 
 def _group(name: str) -> str:
-    codec = CODECS[name]
-    if isinstance(codec, Blocked):
-        return f"blocks of {codec.values}"
-    if isinstance(codec, (Fp4, Int4)):
-        return f"groups of {codec.group}"
-    if not isinstance(codec, Fp8):
+    format = FORMATS[name]
+    if isinstance(format, Blocked):
+        return f"blocks of {format.values}"
+    if isinstance(format, (Fp4, Int4)):
+        return f"groups of {format.group}"
+    if not isinstance(format, Fp8):
         return ""
-    if not codec.block_columns:
-        return "a scale for an output" if codec.block_rows else "a scale for a matrix"
-    return f"blocks of {codec.block_rows} x {codec.block_columns}"
+    if not format.block_columns:
+        return "a scale for an output" if format.block_rows else "a scale for a matrix"
+    return f"blocks of {format.block_rows} x {format.block_columns}"

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint's own forms, as kernels in Triton are told of them when they are compiled: what lies where.
+"""The bytes of a checkpoint's own formats, as kernels in Triton are told of them when they are compiled: what lies where.
 
 A matrix is seen as words of 32 bits of codes, row by row. A word has eight codes of 4 bits or four of 8; `span` says which
 inputs they belong to. What codes share (a scale, a minimum, a zero) lies in the block of the word, or in sections of its own.
@@ -33,7 +33,7 @@ WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
-class GpuForm:
+class GpuLayout:
     codes: str = INTEGER.value
     bits: int = 4  # of a code in its word
     zero: int = 0  # is taken off each code, where it is the same for all
@@ -82,34 +82,34 @@ class GpuForm:
         return 4 if self.shared == SIX_BITS.value else 2
 
 
-BLOCKS: Mapping[str, GpuForm] = {
-    "q4_0": GpuForm(span=16, codes_at=2, zero=8, shared=SCALE.value),
-    "q4_1": GpuForm(span=16, codes_at=4, shared=SCALE_AND_MINIMUM.value),
-    "q5_0": GpuForm(span=16, codes_at=6, zero=16, upper=FIFTH_BITS.value, upper_at=2, shared=SCALE.value),
-    "q5_1": GpuForm(span=16, codes_at=8, upper=FIFTH_BITS.value, upper_at=4, shared=SCALE_AND_MINIMUM.value),
-    "q8_0": GpuForm(bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE.value),
-    "q4_K": GpuForm(span=32, codes_at=16, shared=SIX_BITS.value),
-    "q5_K": GpuForm(span=32, codes_at=48, upper=PLANES_OF_ONE.value, upper_at=16, shared=SIX_BITS.value),
-    "q6_K": GpuForm(span=64, zero=32, upper=PLANES_OF_TWO.value, upper_at=128, shared=SIXTEENS.value, shared_at=192),
-    "mxfp4": GpuForm(FP4.value, span=16, codes_at=1, shared=EXPONENT.value),
+BLOCKS: Mapping[str, GpuLayout] = {
+    "q4_0": GpuLayout(span=16, codes_at=2, zero=8, shared=SCALE.value),
+    "q4_1": GpuLayout(span=16, codes_at=4, shared=SCALE_AND_MINIMUM.value),
+    "q5_0": GpuLayout(span=16, codes_at=6, zero=16, upper=FIFTH_BITS.value, upper_at=2, shared=SCALE.value),
+    "q5_1": GpuLayout(span=16, codes_at=8, upper=FIFTH_BITS.value, upper_at=4, shared=SCALE_AND_MINIMUM.value),
+    "q8_0": GpuLayout(bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE.value),
+    "q4_K": GpuLayout(span=32, codes_at=16, shared=SIX_BITS.value),
+    "q5_K": GpuLayout(span=32, codes_at=48, upper=PLANES_OF_ONE.value, upper_at=16, shared=SIX_BITS.value),
+    "q6_K": GpuLayout(span=64, zero=32, upper=PLANES_OF_TWO.value, upper_at=128, shared=SIXTEENS.value, shared_at=192),
+    "mxfp4": GpuLayout(FP4.value, span=16, codes_at=1, shared=EXPONENT.value),
 }
 
 
 @cache
-def form_of(codec: Stored) -> GpuForm:
-    if isinstance(codec, Blocked):
-        form = BLOCKS[codec.name]
-        return replace(form, block_words=codec.values * form.bits // 32, block_bytes=codec.block_bytes)
-    if isinstance(codec, Fp8):
-        return GpuForm(FP8.value, bits=8, shared_rows=codec.block_rows, shared_inputs=codec.block_columns)
-    if isinstance(codec, Fp4):
-        return GpuForm(FP4.value, shared_inputs=codec.group)
-    zero = 0 if codec.zeros else MIDDLE
-    return GpuForm(zero=zero, shared_inputs=codec.group, has_zeros=codec.zeros, is_ordered=codec.ordered)
+def layout_of(format: Stored) -> GpuLayout:
+    if isinstance(format, Blocked):
+        layout = BLOCKS[format.name]
+        return replace(layout, block_words=format.values * layout.bits // 32, block_bytes=format.block_bytes)
+    if isinstance(format, Fp8):
+        return GpuLayout(FP8.value, bits=8, shared_rows=format.block_rows, shared_inputs=format.block_columns)
+    if isinstance(format, Fp4):
+        return GpuLayout(FP4.value, shared_inputs=format.group)
+    zero = 0 if format.zeros else MIDDLE
+    return GpuLayout(zero=zero, shared_inputs=format.group, has_zeros=format.zeros, is_ordered=format.ordered)
 
 
 class Parts(NamedTuple):
-    """The tensors of a matrix that kernels are handed. What its form has no section for is the first of them once more."""
+    """The tensors of a matrix that kernels are handed. What its format has no section for is the first of them once more."""
 
     codes: Tensor  # or blocks, uint8
     scales: Tensor
@@ -117,17 +117,19 @@ class Parts(NamedTuple):
     order: Tensor
 
 
-def parts_of(codec: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
-    """data (rows, bytes of a row), or (1, bytes) of a form in sections"""
-    assert data.is_contiguous() and data.numel() == codec.nbytes((outputs, inputs), 1)
-    if isinstance(codec, Blocked):
+def parts_of(format: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
+    """data (rows, bytes of a row), or (1, bytes) of a format in sections"""
+    assert data.is_contiguous() and data.numel() == format.nbytes((outputs, inputs), 1)
+    if isinstance(format, Blocked):
         return Parts(data, data, data, data)
-    codes, scales, *more = sections_of(codec, data, outputs, inputs)
-    typed = scales if isinstance(codec, Fp4) or codec.scale == E8M0 else scales.view(getattr(torch, codec.scale))
-    form = form_of(codec)
-    return Parts(codes, typed, more[0] if form.has_zeros else codes, more[-1].view(torch.int32) if form.is_ordered else codes)
+    codes, scales, *more = sections_of(format, data, outputs, inputs)
+    typed = scales if isinstance(format, Fp4) or format.scale == E8M0 else scales.view(getattr(torch, format.scale))
+    layout = layout_of(format)
+    return Parts(
+        codes, typed, more[0] if layout.has_zeros else codes, more[-1].view(torch.int32) if layout.is_ordered else codes
+    )
 
 
-def load_bytes(form: GpuForm, parts: Parts, row_bytes: int) -> int:
+def load_bytes(layout: GpuLayout, parts: Parts, row_bytes: int) -> int:
     """The bytes of a word that can be loaded at once, wherever it lies. Memory begins at a multiple of any word."""
-    return gcd(WORD_BYTES, form.block_bytes, form.codes_at, form.upper_at, row_bytes, parts.codes.storage_offset())
+    return gcd(WORD_BYTES, layout.block_bytes, layout.codes_at, layout.upper_at, row_bytes, parts.codes.storage_offset())

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from h2o_flexgen.formats.table import CODECS
+from h2o_flexgen.formats.table import FORMATS
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
@@ -15,18 +15,18 @@ from tests.kernels.gpu.launch import Launch
 SHAPE = OUTPUTS, INPUTS = 11008, 4096
 
 
-def data_of(codec: str) -> torch.Tensor:
-    rows = OUTPUTS if CODECS[codec].rows_together == 1 else 1
-    return torch.empty(rows, CODECS[codec].nbytes(SHAPE, 2) // rows, dtype=torch.uint8, device="meta")
+def data_of(format: str) -> torch.Tensor:
+    rows = OUTPUTS if FORMATS[format].rows_together == 1 else 1
+    return torch.empty(rows, FORMATS[format].nbytes(SHAPE, 2) // rows, dtype=torch.uint8, device="meta")
 
 
-def decoded(codec: str, dtype: torch.dtype) -> None:
-    stored_decode(CODECS[codec], data_of(codec), torch.empty(SHAPE, dtype=dtype, device="meta"))
+def decoded(format: str, dtype: torch.dtype) -> None:
+    stored_decode(FORMATS[format], data_of(format), torch.empty(SHAPE, dtype=dtype, device="meta"))
 
 
-def multiplied(codec: str, dtype: torch.dtype, rows: int) -> None:
+def multiplied(format: str, dtype: torch.dtype, rows: int) -> None:
     x = torch.empty(rows, INPUTS, dtype=dtype, device="meta")
-    stored_product(CODECS[codec], Factor(x), data_of(codec), OUTPUTS, None)
+    stored_product(FORMATS[format], Factor(x), data_of(format), OUTPUTS, None)
 
 
 READ = {"decode_kernel": 4, "product_kernel": 8}  # values of x are read by fours at least
