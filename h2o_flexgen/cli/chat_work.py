@@ -21,7 +21,7 @@ from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visit
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import OpeningReport, say_threads
 from h2o_flexgen.core.hints import did_you_mean
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.engine.progress import Progress

@@ -21,12 +21,11 @@ from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import EvaluationWatch
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.evaluation.cells import Cell, Cells
-from h2o_flexgen.evaluation.figures import Figure
+from h2o_flexgen.evaluation.answer_settings import model_identity
+from h2o_flexgen.evaluation.cells import Cell, Cells, Figure
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.grid_picture import draw_quality, panels_of
 from h2o_flexgen.evaluation.grid_run import Evaluation
-from h2o_flexgen.evaluation.model_identity import model_identity
 from h2o_flexgen.evaluation.result_table import Results, details, tables
 from h2o_flexgen.evaluation.study.facts import study_facts
 from h2o_flexgen.evaluation.study.facts_picture import draw_facts

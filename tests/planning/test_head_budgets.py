@@ -12,8 +12,7 @@ from h2o_flexgen.cli.report.entry import document_of, lines_of
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.stream import Stream, job_of

@@ -17,7 +17,7 @@ from h2o_flexgen.cli.report.summary import Timing, completion_lines, say_broken,
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import show_stage
 from h2o_flexgen.core.dealing import dealt
-from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.progress import Progress

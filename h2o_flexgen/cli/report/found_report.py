@@ -13,7 +13,7 @@ from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, no
 from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport
 from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
-from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.formats.table import PLAIN

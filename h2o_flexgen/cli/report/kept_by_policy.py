@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 from h2o_flexgen.cli.report.entry import Entry, entry
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.workload_plan import WorkloadPlan

@@ -14,7 +14,7 @@ from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.buffer_layout import hidden_bytes
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.opened_limits import Packing
 from h2o_flexgen.formats.kernel_table import Processor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from h2o_flexgen.cli.report.entry import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.cli.terminal import page_width, table
-from h2o_flexgen.core.tiers import HOST, TIERS
+from h2o_flexgen.core.site import HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.planning.memory_limits import MemoryLimits
