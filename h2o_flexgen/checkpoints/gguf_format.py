@@ -19,7 +19,8 @@ from h2o_flexgen.checkpoints.model_files import AGAIN, refuse_pointer
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.table import BLOCKED
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
