@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.hints import refuse_unknown
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
@@ -42,7 +43,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.sampling.foreign_options import ARGUMENTS, refuse_unknown
+from h2o_flexgen.sampling.foreign_options import ARGUMENTS
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.loaded_model import ModelUnderPlan

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import BASELINE, EXACT, INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import matrix, native
@@ -331,7 +331,7 @@ def test_logits_have_the_same_bits_in_every_library_and_in_torch(
 
 
 PACKED_HEADS = [(kind, "float32", "group4") for kind in ("gemma3", "neox-sequential", "neox-parallel", "opt", *MIXTURES)]
-OF_CHECKPOINTS = [(kind, stored, codec) for kind, stored, codec, compute in STORED if compute == INT8]  # most heads are plain
+OF_CHECKPOINTS = [(kind, stored, format) for kind, stored, format, compute in STORED if compute == INT8]  # most heads are plain
 
 
 @needs_kernels
@@ -376,7 +376,7 @@ def test_no_number_of_threads_changes_a_bit(
 def test_a_row_of_a_product_comes_out_the_same_in_any_company(
     weight_codec: str, compute: str, library: str, checkpoints: Checkpoints
 ) -> None:
-    _, weights = checkpoints.model("llama-gqa", "float32", "float32", codec=weight_codec, compute=compute)
+    _, weights = checkpoints.model("llama-gqa", "float32", "float32", format=weight_codec, compute=compute)
     one = next(each for each in weights[1].values() if isinstance(each, PackedMatrix))
     assert one.room is not None
     x = torch.randn(40, one.room.values.shape[1], generator=torch.Generator().manual_seed(1))

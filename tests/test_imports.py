@@ -15,11 +15,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT = "h2o_flexgen"
 SPELL_CUDA = (
     "formats/kernel_table.py",
-    "cli/flags.py",
     "memory/device.py",
     "memory/page_locks.py",
     "engine/executor.py",
     "planning/machine.py",
+    "planning/plan.py",
 )
 RAW = ("kernels/raw_memory.py", "memory/host.py")  # the door to memory past torch, and where that is page-locked
 SPELL_CUDA_FOLDERS = ("kernels/",)
@@ -69,7 +69,7 @@ OF_APPS = (
     "apps/data_wrangling/__main__.py",
     "apps/data_wrangling/request.py",
     "apps/data_wrangling/wrangling_work.py",
-    "apps/data_wrangling/wrangling_report.py",
+    "apps/data_wrangling/wrangling_work.py",
     "apps/made_up_tables.py",
 )
 APPS = ("apps.data_wrangling.__main__", "apps.made_up_tables")  # their doors

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import EXACT, TORCH
-from h2o_flexgen.formats.table import CODECS, PLAIN
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.evict import evict_twin, weighed
 from h2o_flexgen.kernels.factor import Factor
@@ -62,7 +62,7 @@ def of_encoding(decisions: list[Decision], encode: Callable[..., Tensor]) -> Cal
     def encoding(self: Coding, values: Tensor) -> Tensor:
         kept = encode(self, values)
         twin = torch.empty_like(kept).view(-1, kept.shape[-1])
-        group_encode_twin(CODECS[self.codec], values.reshape(-1, values.shape[-1]), twin)  # type: ignore[arg-type]
+        group_encode_twin(FORMATS[self.format], values.reshape(-1, values.shape[-1]), twin)  # type: ignore[arg-type]
         decisions.append(Decision("encoding", values.float().clone(), kept.clone(), twin.view_as(kept)))
         return kept
 

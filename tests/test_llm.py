@@ -73,7 +73,7 @@ def test_another_plan_can_be_adopted_until_weights_are_loaded(tmp_path: Path, mo
     with LLM(str(tmp_path / "model"), device="cpu") as llm:
         assert llm.packing is None and llm.limits.disk == 10**9
         llm.adopt(packed)
-        assert llm.requested == packed and llm.plan == packed.folded() and llm.spec.layers[1].matrices[0].codec == "tiles4"
+        assert llm.requested == packed and llm.plan == packed.folded() and llm.spec.layers[1].matrices[0].format == "tiles4"
         assert llm.packing is not None and llm.limits.disk == 10**9 - llm.packing[1] < 10**9
         (found,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2))
         assert len(found.token_ids) == 2

@@ -275,7 +275,7 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     ("flags", "words"),
     [
         (("--percent", 0, 50, 0, 50, 0, 50), ("--percent", "--evaluate")),
-        (("--percent", "auto"), ("six whole numbers; got 'auto'", "leave it out")),
+        (("--percent", "auto"), ("six numbers; got 'auto'", "leave it out")),
         (("--evaluate", "--allow-4bit"), ("--allow-4bit is for a search", "without --evaluate")),
         (("--evaluate", "--compress-weight", "--allow-int8"), ("--allow-int8 is for a search", "without --evaluate")),
         (("--allow-int8",), ("compute 'int8' is for weights that are packed", "--compress-weight")),

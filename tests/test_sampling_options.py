@@ -54,12 +54,12 @@ def different_options(stops: Sequence[int]) -> list[SamplingParams]:
 
 def hold_reference(case: Case, checkpoints: Checkpoints, params: Sequence[SamplingParams], found: Sequence[Completion]) -> None:
     """Every token is the one that the reference picks of the logits that the resident loop has behind those before it."""
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, codec=case.weight_codec, compute=case.compute)
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, format=case.weight_codec, compute=case.compute)
     forced = [[*one.token_ids, *[0] * case.gen_len][: case.gen_len] for one in found]
     for rows in case.batches():
         prompts, own = [case.prompts[row] for row in rows], [forced[row] for row in rows]
-        policy, at_once, codec = case.kv_policy, case.prefill_tokens, case.kv_codec
-        logits = resident_generate(model, weights, prompts, case.gen_len, False, policy, at_once, codec, own)
+        policy, at_once, format = case.kv_policy, case.prefill_tokens, case.kv_codec
+        logits = resident_generate(model, weights, prompts, case.gen_len, False, policy, at_once, format, own)
         for place, row in enumerate(rows):
             for step, token in enumerate(found[row].token_ids):
                 before, ends = list(found[row].token_ids[:step]), params[row].stop_ids

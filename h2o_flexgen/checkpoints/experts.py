@@ -47,7 +47,7 @@ def each_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def matrices_of_each(matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredMatrix]:
-    """The same for matrices in a form of their checkpoint's own."""
+    """The same for matrices in a format of their checkpoint's own."""
     return {name: part for name, matrix in matrices.items() for name, part in _parts_of_matrix(name, matrix)}
 
 

@@ -42,7 +42,7 @@ TYPES: Mapping[int, str] = {
     40: "nvfp4",
     41: "q1_0",
 }
-BLOCKS: Mapping[str, Blocked] = {form.name: form for form in BLOCKED}
+BLOCKS: Mapping[str, Blocked] = {format.name: format for format in BLOCKED}
 READ = (*DTYPE_BYTES, *BLOCKS)
 
 

@@ -43,7 +43,7 @@ def twin_values(device: str) -> int:
 
 
 def mask_bytes(group: int) -> int:
-    """Bytes for torch to say whether a query sees a key: as it is, and for each head of a group, in two forms."""
+    """Bytes for torch to say whether a query sees a key: as it is, and for each head of a group, in two formats."""
     return 1 + group * (1 + FLOAT_BYTES)
 
 

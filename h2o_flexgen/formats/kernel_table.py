@@ -14,7 +14,7 @@ from math import inf
 from h2o_flexgen.formats.blocked import BLOCKED, Blocked
 from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
 from h2o_flexgen.formats.sectioned import Fp8, Sectioned
-from h2o_flexgen.formats.table import CODECS, GROUPED, MATRIX_FORMS, PLAIN, SECTIONED, STORED, TILED
+from h2o_flexgen.formats.table import FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, SECTIONED, STORED, TILED
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -40,12 +40,12 @@ WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
-ROWS_OF_DOTS = 16  # up to here dot products of stored forms were measured to be faster than panels made of them
+ROWS_OF_DOTS = 16  # up to here dot products of stored formats were measured to be faster than panels made of them
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
-WIDE_SIDE = 4096  # of a matrix so large that all else that a form stores is small beside its values
-MEASURED_BY_BITS = {5.0: "q4_K", 7.0: "q6_K", inf: "q8_0"}  # forms of checkpoints that a profile measures: up to so many bits
+WIDE_SIDE = 4096  # of a matrix so large that all else that a format stores is small beside its values
+MEASURED_BY_BITS = {5.0: "q4_K", 7.0: "q6_K", inf: "q8_0"}  # formats of checkpoints that a profile measures: up to so many bits
 FP8_MEASURED = "fp8-128x128-float32"
 WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
@@ -56,7 +56,7 @@ class Kernel:
     """One way to do an operation. A field that is left at its default does not restrict it."""
 
     op: str
-    form: str  # codec of the bytes that it reads or writes
+    format: str  # format of the bytes that it reads or writes
     function: str  # its name in kernels/functions.py
     device: str | None = None  # kind of device
     libraries: tuple[str, ...] = ()  # one of these must be loaded
@@ -64,7 +64,7 @@ class Kernel:
     most_rows: float = inf
     most_width: float = inf  # values of one slot or row
     instructions: str = ""  # the processor must have those with which torch multiplies this dtype
-    priced_as: str = ""  # where kernels of one form have different prices
+    priced_as: str = ""  # where kernels of one format have different prices
     within: str = ""  # the type that a product is made in, where it is not that of its rows
 
     def takes(self, dtype: str, rows: float, width: int) -> bool:
@@ -73,7 +73,7 @@ class Kernel:
     @property
     def price(self) -> str:
         """The name of its rate in a profile, among those of its operation. Plain values are priced by their dtype instead."""
-        return self.priced_as or measured_as(self.form)
+        return self.priced_as or measured_as(self.format)
 
 
 @dataclass(frozen=True)
@@ -94,94 +94,94 @@ class Processor:
         return fits and (not kernel.libraries or self.build in kernel.libraries)
 
 
-def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:
+def choose(op: str, format: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:
     """The first kernel of the table that fits. None for a product or an attention means that the bytes are decoded first."""
-    for kernel in kernels_of(op, form):
+    for kernel in kernels_of(op, format):
         if kernel.takes(dtype, rows, width) and runs(kernel):
             return kernel
     return None
 
 
 @cache
-def kernels_of(op: str, form: str) -> tuple[Kernel, ...]:
-    """The rows of the table for an operation on a form: few of the many, and a search asks for them thousands of times."""
-    return tuple(kernel for kernel in kernels() if kernel.op == op and kernel.form == form)
+def kernels_of(op: str, format: str) -> tuple[Kernel, ...]:
+    """The rows of the table for an operation on a format: few of the many, and a search asks for them thousands of times."""
+    return tuple(kernel for kernel in kernels() if kernel.op == op and kernel.format == format)
 
 
-def measured_forms() -> tuple[str, ...]:
-    """The forms of matrices that a profile measures."""
-    return *MATRIX_FORMS, *MEASURED_BY_BITS.values(), FP8_MEASURED
+def measured_formats() -> tuple[str, ...]:
+    """The formats of matrices that a profile measures."""
+    return *MATRIX_FORMATS, *MEASURED_BY_BITS.values(), FP8_MEASURED
 
 
-def rounds(form: str) -> bool:
-    """Whether products with this form can do without exactness: their factor is rounded to 8 bits."""
-    return any(kernel.within == INT8 for kernel in kernels_of(INT8_PRODUCT, form))
+def rounds(format: str) -> bool:
+    """Whether products with this format can do without exactness: their factor is rounded to 8 bits."""
+    return any(kernel.within == INT8 for kernel in kernels_of(INT8_PRODUCT, format))
 
 
 def prices(*ops: str) -> tuple[str, ...]:
-    """The names of the rates that packed forms can have in a profile."""
-    return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op in ops and kernel.form != PLAIN))
+    """The names of the rates that packed formats can have in a profile."""
+    return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op in ops and kernel.format != PLAIN))
 
 
 @cache
-def measured_as(form: str) -> str:
-    """The form that a profile measures for this one. There are many forms of checkpoints, and what decoding and products of one
-    take depends on little but its bits, so that one of each family stands for all."""
-    codec = CODECS[form]
-    if codec not in STORED:
-        return form
-    bits = 8 * codec.nbytes((WIDE_SIDE, WIDE_SIDE), 0) / WIDE_SIDE**2
-    return FP8_MEASURED if isinstance(codec, Fp8) else next(name for most, name in MEASURED_BY_BITS.items() if bits <= most)
+def measured_as(format: str) -> str:
+    """The format that a profile measures for this one. Checkpoints have many, and what decoding and products of one take
+    depends on little but its bits, so that one of each family stands for all."""
+    stored = FORMATS[format]
+    if stored not in STORED:
+        return format
+    bits = 8 * stored.nbytes((WIDE_SIDE, WIDE_SIDE), 0) / WIDE_SIDE**2
+    return FP8_MEASURED if isinstance(stored, Fp8) else next(name for most, name in MEASURED_BY_BITS.items() if bits <= most)
 
 
-def _of_groups(form: str) -> Iterator[Kernel]:
+def _of_groups(format: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
-        yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
-        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
-        yield Kernel(op, form, f"{function}_twin")
-    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
-    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
-    yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
-    yield Kernel(SHARED_ATTENTION, form, "shared_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
+        yield Kernel(op, format, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, format, function, CUDA, (TRITON,), DTYPES)
+        yield Kernel(op, format, f"{function}_twin")
+    yield Kernel(DECODE_ATTENTION, format, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
+    yield Kernel(DECODE_ATTENTION, format, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
+    yield Kernel(SHARED_ATTENTION, format, "shared_attention", CPU, LIBRARIES, DTYPES)
+    yield Kernel(SHARED_ATTENTION, format, "shared_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
 
 
-def _of_tiles(form: str) -> Iterator[Kernel]:
+def _of_tiles(format: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
-        yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
-        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
-        yield Kernel(op, form, f"{function}_twin")
-    yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
-    yield Kernel(PRODUCT, form, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
-    yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
-    yield Kernel(PRODUCT, form, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
-    yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
-    yield Kernel(INT8_PRODUCT, form, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {form}", within=INT8)
-    yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
+        yield Kernel(op, format, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, format, function, CUDA, (TRITON,), DTYPES)
+        yield Kernel(op, format, f"{function}_twin")
+    yield Kernel(PRODUCT, format, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
+    yield Kernel(PRODUCT, format, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {format}")
+    yield Kernel(PRODUCT, format, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
+    yield Kernel(PRODUCT, format, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
+    yield Kernel(INT8_PRODUCT, format, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {format}", within=INT8)
+    yield Kernel(INT8_PRODUCT, format, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {format}", within=INT8)
+    yield Kernel(INT8_PRODUCT, format, "int8_product_twin", priced_as=f"int8 {format}", within=INT8)
 
 
-def _rounded_products(codec: Blocked | Sectioned, family: str) -> Iterator[Kernel]:
-    """Products of a form of checkpoints where rows may be rounded to 8 bits: they are if its codes are whole numbers."""
-    if isinstance(codec, Fp8):
-        exact = (kernel for kernel in _of_stored(codec.name, family) if kernel.op == PRODUCT)
+def _rounded_products(format: Blocked | Sectioned, family: str) -> Iterator[Kernel]:
+    """Products of a format of checkpoints where rows may be rounded to 8 bits: they are if its codes are whole numbers."""
+    if isinstance(format, Fp8):
+        exact = (kernel for kernel in _of_stored(format.name, family) if kernel.op == PRODUCT)
         in_one_order = (kernel for kernel in exact if kernel.device != CPU or kernel.most_rows == inf)  # for any rows
         yield from (replace(kernel, op=INT8_PRODUCT) for kernel in in_one_order)
     else:
-        price = f"int8 {measured_as(codec.name)}"
-        yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product", CPU, LIBRARIES, DTYPES, priced_as=price, within=INT8)
-        yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product_twin", priced_as=price, within=INT8)
+        price = f"int8 {measured_as(format.name)}"
+        yield Kernel(INT8_PRODUCT, format.name, "stored_int8_product", CPU, LIBRARIES, DTYPES, priced_as=price, within=INT8)
+        yield Kernel(INT8_PRODUCT, format.name, "stored_int8_product_twin", priced_as=price, within=INT8)
 
 
-def _of_stored(form: str, family: str) -> Iterator[Kernel]:
-    """A form of checkpoints, which nothing here writes."""
-    yield Kernel(DECODE, form, "stored_decode", CPU, LIBRARIES, DTYPES)
-    yield Kernel(DECODE, form, "stored_decode", CUDA, (TRITON,), DTYPES)
-    yield Kernel(DECODE, form, f"{family}_decode_twin")
-    few = Kernel(PRODUCT, form, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
+def _of_stored(format: str, family: str) -> Iterator[Kernel]:
+    """A format of checkpoints, which nothing here writes."""
+    yield Kernel(DECODE, format, "stored_decode", CPU, LIBRARIES, DTYPES)
+    yield Kernel(DECODE, format, "stored_decode", CUDA, (TRITON,), DTYPES)
+    yield Kernel(DECODE, format, f"{family}_decode_twin")
+    few = Kernel(PRODUCT, format, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
     yield replace(few, libraries=(PAIRS,), dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
-    yield Kernel(PRODUCT, form, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {measured_as(form)}")
+    yield Kernel(PRODUCT, format, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {measured_as(format)}")
     yield few
-    yield Kernel(PRODUCT, form, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
-    yield Kernel(PRODUCT, form, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
+    yield Kernel(PRODUCT, format, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
+    yield Kernel(PRODUCT, format, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
 
 
 def _of_plain_products() -> Iterator[Kernel]:
@@ -235,10 +235,10 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
         *_of_slots(),
         *_of_values(),
-        *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
-        *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
-        *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),
-        *(kernel for codec in SECTIONED for kernel in _of_stored(codec.name, "sectioned")),
-        *(kernel for codec in BLOCKED for kernel in _rounded_products(codec, "blocked")),
-        *(kernel for codec in SECTIONED for kernel in _rounded_products(codec, "sectioned")),
+        *(kernel for format in GROUPED for kernel in _of_groups(format.name)),
+        *(kernel for format in TILED for kernel in _of_tiles(format.name)),
+        *(kernel for format in BLOCKED for kernel in _of_stored(format.name, "blocked")),
+        *(kernel for format in SECTIONED for kernel in _of_stored(format.name, "sectioned")),
+        *(kernel for format in BLOCKED for kernel in _rounded_products(format, "blocked")),
+        *(kernel for format in SECTIONED for kernel in _rounded_products(format, "sectioned")),
     )

@@ -1,4 +1,4 @@
-"""The codec that stores values as they are."""
+"""The format that stores values as they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 
 
 @dataclass(frozen=True)
-class PlainForm:
+class PlainFormat:
     name: str = "plain"
     rows_together: int = 1
 

@@ -32,18 +32,18 @@ class Sectioned(Protocol):
         """The outputs that each section has bytes for, together; 0 where they are for all."""
 
 
-def section_starts(codec: Sectioned, shape: tuple[int, ...]) -> tuple[int, ...]:
+def section_starts(format: Sectioned, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The places at which sections begin."""
-    return tuple(accumulate(map(_filled, codec.sections(shape)[:-1]), initial=0))
+    return tuple(accumulate(map(_filled, format.sections(shape)[:-1]), initial=0))
 
 
-def parts_of_sections(codec: Sectioned, shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[int, int], ...]:
+def parts_of_sections(format: Sectioned, shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[int, int], ...]:
     """The ranges of bytes of each section that make the matrix of the outputs from `first` to `last` alone, which begin where
     every section can be cut."""
     ranges = []
-    for nbytes, together in zip(codec.sections(shape), codec.outputs_together()):
+    for nbytes, together in zip(format.sections(shape), format.outputs_together()):
         unit = nbytes // -(-shape[0] // together) if together else nbytes
-        assert not together or first % together == 0, (codec, first)
+        assert not together or first % together == 0, (format, first)
         ranges.append((first // together * unit, -(-last // together) * unit) if together else (0, nbytes))
     return tuple(ranges)
 

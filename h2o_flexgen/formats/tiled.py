@@ -26,7 +26,7 @@ class Tiled:
 
     @property
     def as_rows(self) -> Grouped:
-        """The codec that has the same values row by row."""
+        """The format that has the same values row by row."""
         return Grouped(self.bits)
 
     @property

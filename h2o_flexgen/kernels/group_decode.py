@@ -1,4 +1,4 @@
-"""Values of a group codec, decoded. C and torch give the same bits."""
+"""Values of a group format, decoded. C and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 
 
-def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
+def group_decode(format: Grouped, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row) into out (rows, columns)."""
     rows, columns = out.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
+    kind = (ctypes.c_int(format.bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
     native_library().group_decode(pointer(data), pointer(out, writes=True), *sizes, *kind)
 
 
-def group_decode_twin(codec: Grouped, data: Tensor, out: Tensor) -> None:
+def group_decode_twin(format: Grouped, data: Tensor, out: Tensor) -> None:
     rows, columns = out.shape
-    codes, scales, minima = group_parts(codec, data, columns)
+    codes, scales, minima = group_parts(format, data, columns)
     step = max(1, twin_values(out.device.type) // max(1, columns))
     for row in range(0, rows, step):
         part = slice(row, row + step)
@@ -31,11 +31,11 @@ def group_decode_twin(codec: Grouped, data: Tensor, out: Tensor) -> None:
         out[part] = values.flatten(1)[:, :columns]
 
 
-def group_parts(codec: Grouped, data: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_parts(format: Grouped, data: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """The codes of each row (rows, groups, bytes of a group), its scales and its minima (rows, groups), as bfloat16."""
     groups = groups_of(columns)
-    codes, scales, minima = data.split((groups * codec.code_bytes, 2 * groups, 2 * groups), dim=1)
-    return codes.unflatten(1, (groups, codec.code_bytes)), scales.view(torch.bfloat16), minima.view(torch.bfloat16)
+    codes, scales, minima = data.split((groups * format.code_bytes, 2 * groups, 2 * groups), dim=1)
+    return codes.unflatten(1, (groups, format.code_bytes)), scales.view(torch.bfloat16), minima.view(torch.bfloat16)
 
 
 def _unpacked(codes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values encoded with a group codec. C and torch give the same bits."""
+"""Values encoded with a group format. C and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from h2o_flexgen.kernels.group_decode import group_parts
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 
 
-def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
+def group_encode(format: Grouped, values: Tensor, out: Tensor) -> None:
     """Encodes values (rows, columns) into out (rows, bytes of a row)."""
     values = values.contiguous()  # kept alive until C is done
     rows, columns = values.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
+    kind = (ctypes.c_int(format.bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
     native_library().group_encode(pointer(values), pointer(out, writes=True), *sizes, *kind)
 
 
-def group_encode_twin(codec: Grouped, values: Tensor, out: Tensor) -> None:
-    codes, scales, minima = group_parts(codec, out, values.shape[1])
-    most, step = 2**codec.bits - 1, max(1, twin_values(values.device.type) // (codes.shape[1] * GROUP))
+def group_encode_twin(format: Grouped, values: Tensor, out: Tensor) -> None:
+    codes, scales, minima = group_parts(format, out, values.shape[1])
+    most, step = 2**format.bits - 1, max(1, twin_values(values.device.type) // (codes.shape[1] * GROUP))
     for row in range(0, len(values), step):
         part = slice(row, row + step)
         here = _in_groups(values[part].float(), codes.shape[1])
@@ -37,7 +37,7 @@ def group_encode_twin(codec: Grouped, values: Tensor, out: Tensor) -> None:
         here.masked_fill_(lost.unsqueeze(-1), 0.0)
         here.div_(torch.where(scale > 0, scale, 1).float().unsqueeze(-1))  # a constant group has codes of 0
         code = here.round_().clamp_(0, most).byte()
-        codes[part] = code if codec.bits == 8 else code[..., : GROUP // 2] | code[..., GROUP // 2 :] << 4
+        codes[part] = code if format.bits == 8 else code[..., : GROUP // 2] | code[..., GROUP // 2 :] << 4
         scales[part], minima[part] = scale, minimum
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.formats.grouped import GROUP, groups_of
-from h2o_flexgen.formats.plain import PlainForm
+from h2o_flexgen.formats.plain import PlainFormat
 from h2o_flexgen.formats.tiled import Tiled
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import native_library, pointer
@@ -19,25 +19,25 @@ from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, JoinedRuns, in_c, p
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 
 
-def pair_product(codec: PlainForm | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def pair_product(format: PlainFormat | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (outputs, inputs) or (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
-    pair_products(codec, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    pair_products(format, x, Meeting.of_all(x, data.contiguous(), bias), out)
     return out
 
 
-def pair_products(codec: PlainForm | Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def pair_products(format: PlainFormat | Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    bits = codec.bits if isinstance(codec, Tiled) else PLAIN_BITS
+    bits = format.bits if isinstance(format, Tiled) else PLAIN_BITS
     assert x.values.dtype == torch.bfloat16 and (bits or all(meeting.data.dtype == torch.bfloat16 for meeting in meetings))
     panel_products("pair_product", x, paired, meetings, out, told=bits)
 
 
-def pair_product_twin(codec: PlainForm | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def pair_product_twin(format: PlainFormat | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     values = data.float()
-    if isinstance(codec, Tiled):
+    if isinstance(format, Tiled):
         decoded = torch.empty(outputs, x.values.shape[-1], dtype=torch.bfloat16)
-        tile_decode_twin(codec, data, decoded)
+        tile_decode_twin(format, data, decoded)
         values = decoded.float()
     return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
 

@@ -1,5 +1,5 @@
-"""The product of few rows and a transposed matrix in a checkpoint's own form: dot products, straight from the bytes. Nothing is
-rounded but the outcome to the type of the rows. What becomes of a row depends on nothing but the row and the matrix."""
+"""The product of few rows and a transposed matrix in a checkpoint's own format: dot products, straight from the bytes. Nothing
+is rounded but the outcome to the type of the rows. What becomes of a row depends on nothing but the row and the matrix."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from h2o_flexgen.kernels.stored_product import products_of_stored
 PIECE = 32  # inputs that C reads at once
 
 
-def stored_dots(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_dots(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
-    stored_dot_products(codec, x, Meeting.of_all(x, data, bias), out)
+    stored_dot_products(format, x, Meeting.of_all(x, data, bias), out)
     return out
 
 
-def stored_dot_products(codec: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def stored_dot_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    arrange = _in_pairs if isinstance(codec, (Fp4, Int4)) else _in_order
-    products_of_stored("stored_dots", codec, x, arrange, meetings, out)
+    arrange = _in_pairs if isinstance(format, (Fp4, Int4)) else _in_order
+    products_of_stored("stored_dots", format, x, arrange, meetings, out)
 
 
 def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:

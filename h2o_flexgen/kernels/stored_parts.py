@@ -1,7 +1,7 @@
-"""What the bytes of a checkpoint's own form mean, in torch: codes, and the numbers that some of them share.
+"""What the bytes of a checkpoint's own format mean, in torch: codes, and the numbers that some of them share.
 
-Every form of whole numbers is w = (code - zero) * scale + minimum, with unsigned codes; zero, scale and minimum belong to a
-group of 16 to 128 inputs of an output. In float32 that gives the bits of the form's own definition.
+Every format of whole numbers is w = (code - zero) * scale + minimum, with unsigned codes; zero, scale and minimum belong to a
+group of 16 to 128 inputs of an output. In float32 that gives the bits of the format's own definition.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ class IntegerParts(NamedTuple):
         return natural
 
 
-def blocked_parts(codec: Blocked, data: Tensor) -> IntegerParts:
+def blocked_parts(format: Blocked, data: Tensor) -> IntegerParts:
     """data (rows, bytes of a row)"""
-    return _PARTS[codec.name](data.reshape(-1, codec.block_bytes), len(data))
+    return _PARTS[format.name](data.reshape(-1, format.block_bytes), len(data))
 
 
-def sectioned_parts(codec: Int4 | Fp4, data: Tensor, outputs: int, inputs: int) -> IntegerParts:
+def sectioned_parts(format: Int4 | Fp4, data: Tensor, outputs: int, inputs: int) -> IntegerParts:
     """data (1, bytes)"""
-    sections = sections_of(codec, data, outputs, inputs)
+    sections = sections_of(format, data, outputs, inputs)
     codes = _neighbours(sections[0].view(outputs, -1))
-    if isinstance(codec, Fp4):
+    if isinstance(format, Fp4):
         return IntegerParts(_fp4(codes), _same(FP4_ZERO, codes), _halved(sections[1].view(outputs, -1)), None)
-    scales = sections[1].view(getattr(torch, codec.scale)).view(outputs, -1).float()
-    zeros = sections[2].view(outputs, -1).float() if codec.zeros else _same(MIDDLE, codes)
-    order = sections[-1].view(torch.int32).long() if codec.ordered else None
+    scales = sections[1].view(getattr(torch, format.scale)).view(outputs, -1).float()
+    zeros = sections[2].view(outputs, -1).float() if format.zeros else _same(MIDDLE, codes)
+    order = sections[-1].view(torch.int32).long() if format.ordered else None
     return IntegerParts(codes, zeros, scales, None, order)
 
 
-def fp8_parts(codec: Fp8, data: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+def fp8_parts(format: Fp8, data: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """data (1, bytes) -> codes (outputs, inputs) as float8, and scales in float32 by blocks of outputs and inputs"""
-    codes, scales = sections_of(codec, data, outputs, inputs)
-    shape = codec.scales_shape((outputs, inputs))
-    wide = _powers(scales) if codec.scale == "e8m0" else scales.view(getattr(torch, codec.scale)).float()
+    codes, scales = sections_of(format, data, outputs, inputs)
+    shape = format.scales_shape((outputs, inputs))
+    wide = _powers(scales) if format.scale == "e8m0" else scales.view(getattr(torch, format.scale)).float()
     return codes.view(torch.float8_e4m3fn).view(outputs, inputs), wide.view(shape)
 
 
-def sections_of(codec: Sectioned, data: Tensor, outputs: int, inputs: int) -> list[Tensor]:
+def sections_of(format: Sectioned, data: Tensor, outputs: int, inputs: int) -> list[Tensor]:
     """The bytes of each section of data (1, bytes)."""
-    starts, sizes = section_starts(codec, (outputs, inputs)), codec.sections((outputs, inputs))
+    starts, sizes = section_starts(format, (outputs, inputs)), format.sections((outputs, inputs))
     return [data[0, start : start + size] for start, size in zip(starts, sizes)]
 
 
@@ -98,7 +98,7 @@ def _same(number: int, like: Tensor) -> Tensor:
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """2 ** (byte - 127), made of bits: the least is too small for a float's usual form, and 255 is infinity."""
+    """2 ** (byte - 127), made of bits: the least is too small for a float's usual format, and 255 is infinity."""
     bits = exponents.int()
     return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
 
@@ -128,7 +128,7 @@ def _shared_of_eight(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), minima.float()
 
 
-# -- forms -------------------------------------------------------------------------------------------------------------------
+# -- formats -------------------------------------------------------------------------------------------------------------------
 
 
 def _rows(rows: int, codes: Tensor, scales: Tensor, minima: Tensor | None = None, zero: int = 0) -> IntegerParts:

@@ -16,21 +16,21 @@ from h2o_flexgen.kernels.panels import ARRANGED, panel_products
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 
 
-def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def tile_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
-    tile_products(codec, x, Meeting.of_all(x, data, bias), out)
+    tile_products(format, x, Meeting.of_all(x, data, bias), out)
     return out
 
 
-def tile_products(codec: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def tile_products(format: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    shape = -(-out.shape[-1] // TILE), codec.tile_bytes(x.values.shape[-1])
+    shape = -(-out.shape[-1] // TILE), format.tile_bytes(x.values.shape[-1])
     assert all(meeting.data.shape == shape for meeting in meetings)
-    panel_products("tile_product", x, ARRANGED[codec.bits], meetings, out, told=codec.bits)
+    panel_products("tile_product", x, ARRANGED[format.bits], meetings, out, told=format.bits)
 
 
-def tile_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def tile_product_twin(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """Multiplies with values that are decoded to float32, some tiles at a time."""
     wide, inputs = x.made(Tensor.float), x.values.shape[-1]
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
@@ -38,6 +38,6 @@ def tile_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias:
     for first in range(0, len(data), step):
         part = slice(first * TILE, min(outputs, (first + step) * TILE))
         values = torch.empty(part.stop - part.start, inputs, device=data.device)
-        tile_decode_twin(codec, data[first : first + step], values)
+        tile_decode_twin(format, data[first : first + step], values)
         out[..., part] = functional.linear(wide, values, None if bias is None else bias[part].float())
     return out

@@ -1,4 +1,4 @@
-"""Rows of the group codec put into tiles and taken out of them, bit for bit the same in C and in torch."""
+"""Rows of the group format put into tiles and taken out of them, bit for bit the same in C and in torch."""
 
 from __future__ import annotations
 
@@ -15,80 +15,80 @@ from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.native import native_library, pointer
 
 
-def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:
+def tile_encode(format: Tiled, values: Tensor, out: Tensor) -> None:
     """Encodes values (outputs, columns) into out (tiles, bytes of a tile)."""
-    rows = _room_for_rows(codec.as_rows, values)
-    group_encode(codec.as_rows, values, rows)
-    sizes = (*map(ctypes.c_long, values.shape), ctypes.c_int(codec.bits), ctypes.c_int(torch.get_num_threads()))
+    rows = _room_for_rows(format.as_rows, values)
+    group_encode(format.as_rows, values, rows)
+    sizes = (*map(ctypes.c_long, values.shape), ctypes.c_int(format.bits), ctypes.c_int(torch.get_num_threads()))
     native_library().rows_to_tiles(pointer(rows), pointer(out, writes=True), *sizes)
 
 
-def tile_encode_twin(codec: Tiled, values: Tensor, out: Tensor) -> None:
-    rows = _room_for_rows(codec.as_rows, values)
-    group_encode_twin(codec.as_rows, values, rows)
+def tile_encode_twin(format: Tiled, values: Tensor, out: Tensor) -> None:
+    rows = _room_for_rows(format.as_rows, values)
+    group_encode_twin(format.as_rows, values, rows)
     filled = torch.nn.functional.pad(rows, (0, 0, 0, len(out) * TILE - len(rows)))
-    out.copy_(_rows_to_tiles(codec, filled, groups_of(values.shape[1])))
+    out.copy_(_rows_to_tiles(format, filled, groups_of(values.shape[1])))
 
 
-def tile_decode_rows(codec: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
+def tile_decode_rows(format: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes the outputs with these numbers (count,) of data (tiles, bytes of a tile) into out (count, columns)."""
-    rows, numbers = _room_for_rows(codec.as_rows, out), numbers.contiguous()
+    rows, numbers = _room_for_rows(format.as_rows, out), numbers.contiguous()
     assert numbers.dtype == torch.int64 and len(numbers) == len(out)
     assert not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < TILE * len(data)), "numbers of other outputs"
-    sizes = (*map(ctypes.c_long, out.shape), ctypes.c_int(codec.bits), ctypes.c_int(torch.get_num_threads()))
+    sizes = (*map(ctypes.c_long, out.shape), ctypes.c_int(format.bits), ctypes.c_int(torch.get_num_threads()))
     native_library().tiles_to_rows(pointer(data), pointer(numbers), pointer(rows), *sizes)
-    group_decode(codec.as_rows, rows, out)
+    group_decode(format.as_rows, rows, out)
 
 
-def tile_decode_rows_twin(codec: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
+def tile_decode_rows_twin(format: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     step = max(1, twin_values(out.device.type) // (TILE * max(1, out.shape[1])))
     for start in range(0, len(out), step):
         part = numbers[start : start + step]
-        rows = _tiles_to_rows(codec, data[part // TILE], groups_of(out.shape[1]))
+        rows = _tiles_to_rows(format, data[part // TILE], groups_of(out.shape[1]))
         own = rows.view(len(part), TILE, -1)[torch.arange(len(part), device=part.device), part % TILE]
-        group_decode_twin(codec.as_rows, own, out[start : start + step])
+        group_decode_twin(format.as_rows, own, out[start : start + step])
 
 
-def tile_decode(codec: Tiled, data: Tensor, out: Tensor) -> None:
+def tile_decode(format: Tiled, data: Tensor, out: Tensor) -> None:
     """Decodes all outputs, some tiles at a time: their rows are still in the cache when they are decoded."""
     step = max(1, TWIN_VALUES // (TILE * max(1, out.shape[1]))) * TILE
     numbers = torch.arange(len(out))
     for start in range(0, len(out), step):
         part = slice(start, start + step)
-        tile_decode_rows(codec, data, numbers[part], out[part])
+        tile_decode_rows(format, data, numbers[part], out[part])
 
 
-def tile_decode_twin(codec: Tiled, data: Tensor, out: Tensor) -> None:
+def tile_decode_twin(format: Tiled, data: Tensor, out: Tensor) -> None:
     step = max(1, twin_values(out.device.type) // (TILE * max(1, out.shape[1])))
     for start in range(0, len(data), step):
         values = out[start * TILE : (start + step) * TILE]
-        rows = _tiles_to_rows(codec, data[start : start + step], groups_of(out.shape[1]))
-        group_decode_twin(codec.as_rows, rows[: len(values)], values)
+        rows = _tiles_to_rows(format, data[start : start + step], groups_of(out.shape[1]))
+        group_decode_twin(format.as_rows, rows[: len(values)], values)
 
 
-def _room_for_rows(codec: Grouped, like: Tensor) -> Tensor:
+def _room_for_rows(format: Grouped, like: Tensor) -> Tensor:
     rows, columns = like.shape
-    return torch.empty(rows, codec.nbytes((columns,), like.itemsize), dtype=torch.uint8, device=like.device)
+    return torch.empty(rows, format.nbytes((columns,), like.itemsize), dtype=torch.uint8, device=like.device)
 
 
-def _rows_to_tiles(codec: Tiled, rows: Tensor, groups: int) -> Tensor:
+def _rows_to_tiles(format: Tiled, rows: Tensor, groups: int) -> Tensor:
     """rows (tiles * 16, bytes of a row) -> (tiles, bytes of a tile)"""
-    codes, shared = rows.tensor_split([groups * codec.as_rows.code_bytes], dim=1)
+    codes, shared = rows.tensor_split([groups * format.as_rows.code_bytes], dim=1)
     codes = codes.view(len(rows), groups, -1)
-    if codec.bits == 4:
+    if format.bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=-1).view(len(rows), groups, GROUP // 8, 2, 4)
         codes = codes[..., 0, :] | codes[..., 1, :] << 4
-    words = codes.reshape(-1, TILE, groups, codec.as_rows.code_bytes // 4, 4).permute(0, 2, 3, 1, 4)
+    words = codes.reshape(-1, TILE, groups, format.as_rows.code_bytes // 4, 4).permute(0, 2, 3, 1, 4)
     pairs = shared.view(-1, TILE, 2, groups, 2).permute(0, 3, 2, 1, 4)  # (tiles, groups, scales or minima, outputs, bytes)
     return torch.cat((words.flatten(2), pairs.flatten(2)), dim=-1).flatten(1)
 
 
-def _tiles_to_rows(codec: Tiled, tiles: Tensor, groups: int) -> Tensor:
+def _tiles_to_rows(format: Tiled, tiles: Tensor, groups: int) -> Tensor:
     """tiles (tiles, bytes of a tile) -> (tiles * 16, bytes of a row)"""
-    blocks = tiles.view(len(tiles), groups, codec.block_bytes)
-    words, pairs = blocks.tensor_split([TILE * codec.as_rows.code_bytes], dim=-1)
+    blocks = tiles.view(len(tiles), groups, format.block_bytes)
+    words, pairs = blocks.tensor_split([TILE * format.as_rows.code_bytes], dim=-1)
     codes = words.view(len(tiles), groups, -1, TILE, 4).permute(0, 3, 1, 2, 4)  # (tiles, outputs, groups, words, bytes)
-    if codec.bits == 4:
+    if format.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-2).flatten(3)
         codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
     shared = pairs.reshape(len(tiles), groups, 2, TILE, 2).permute(0, 3, 2, 1, 4)

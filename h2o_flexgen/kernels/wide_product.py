@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES
-from h2o_flexgen.formats.plain import PlainForm
+from h2o_flexgen.formats.plain import PlainFormat
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.native import KINDS
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, panel_products
 
 
-def wide_product(codec: PlainForm, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def wide_product(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (outputs, inputs), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
-    wide_products(codec, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    wide_products(format, x, Meeting.of_all(x, data.contiguous(), bias), out)
     return out
 
 
-def wide_products(codec: PlainForm, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def wide_products(format: PlainFormat, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own and of one type, into out (..., outputs)."""
     shape = out.shape[-1], x.values.shape[-1]
     assert all(meeting.data.shape == shape for meeting in meetings)
@@ -31,7 +31,7 @@ def wide_products(codec: PlainForm, x: Factor, meetings: Sequence[Meeting], out:
         panel_products("wide_product", x, ARRANGED[PLAIN_BITS], meetings, out, told=KINDS[meetings[0].data.dtype])
 
 
-def wide_product_twin(codec: PlainForm, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def wide_product_twin(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     wide = x.made(Tensor.float)
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
     step = max(1, TWIN_VALUES // max(1, data.shape[1]))

@@ -164,8 +164,8 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
     """Bytes for one token: torch makes products of 8 bits from values of fp32. A kernel needs little more than 8 bits."""
     if spec.product != INT8_PRODUCT:
         return 0
-    packed = [matrix for layer in spec.layers for matrix in layer.matrices if matrix.codec != PLAIN]
-    if all(site.has_kernel(INT8_PRODUCT, spec.dtype, form) for form in {matrix.codec for matrix in packed}):
+    packed = [matrix for layer in spec.layers for matrix in layer.matrices if matrix.format != PLAIN]
+    if all(site.has_kernel(INT8_PRODUCT, spec.dtype, format) for format in {matrix.format for matrix in packed}):
         return 0
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 

@@ -20,7 +20,7 @@ from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
-from h2o_flexgen.evaluation.model_identity import folder_digest
+from h2o_flexgen.evaluation.answer_settings import folder_digest
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece
 from h2o_flexgen.models import create_model, load_config
@@ -182,7 +182,7 @@ def _saved(folder: Path, **options: Any) -> Path:
 def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
     file = _saved(tmp_path, form="q5_0", table_form="q8_0")
     checkpoint, data = open_checkpoint(file), file.read_bytes()
-    assert {matrix.codec for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
+    assert {matrix.format for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
     assert checkpoint.stored_as("model.norm.weight").itemsize == 4 and checkpoint.files == (file,)
     rows = {one.name: one for one in GGUFReader(file).tensors}
     for name, theirs in (
@@ -191,7 +191,7 @@ def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
     ):
         matrix = checkpoint.matrices[name]
         ((start, stored),) = matrix.segments
-        assert isinstance(matrix, StoredMatrix) and start == 0 and checkpoint.stored_as(name).codec == matrix.codec
+        assert isinstance(matrix, StoredMatrix) and start == 0 and checkpoint.stored_as(name).format == matrix.format
         assert data[stored.offset :][: stored.nbytes] == rows[theirs].data.tobytes()
 
 

@@ -15,15 +15,15 @@ BITS = (4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def encoded(codec: Grouped, values: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(codec.nbytes(tuple(values.shape), values.itemsize), dtype=torch.uint8)
-    encode(codec.name, values, out)
+def encoded(format: Grouped, values: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(format.nbytes(tuple(values.shape), values.itemsize), dtype=torch.uint8)
+    encode(format.name, values, out)
     return out
 
 
-def there_and_back(codec: Grouped, values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def there_and_back(format: Grouped, values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     out = torch.empty(values.shape, dtype=dtype)
-    decode(codec.name, encoded(codec, values), out)
+    decode(format.name, encoded(format, values), out)
     return out
 
 
@@ -82,11 +82,11 @@ def test_a_constant_group_stays_constant(bits: int, value: float) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_rows_are_encoded_alone(bits: int) -> None:
     """The bytes of some rows are a range of the bytes of all: a slot, or a part of a matrix, can be rewritten."""
-    codec, values = Grouped(bits), torch.randn(11, 130)
-    whole = encoded(codec, values)
-    row = codec.nbytes((1, 130), 4)
+    format, values = Grouped(bits), torch.randn(11, 130)
+    whole = encoded(format, values)
+    row = format.nbytes((1, 130), 4)
     for first, last in ((0, 1), (3, 7), (10, 11)):
-        assert torch.equal(encoded(codec, values[first:last]), whole[first * row : last * row])
+        assert torch.equal(encoded(format, values[first:last]), whole[first * row : last * row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,9 +94,9 @@ def test_rows_are_encoded_alone(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_rows_are_decoded_alone(bits: int, columns: int, dtype: torch.dtype) -> None:
     """Some rows, in any order and again, come out as when all are decoded and these are taken: to the bit."""
-    codec, values, rows = Grouped(bits), torch.randn(200, columns), torch.tensor([7, 0, 199, 7, 64])
-    data, whole = encoded(codec, values).view(200, -1), there_and_back(codec, values, dtype)
+    format, values, rows = Grouped(bits), torch.randn(200, columns), torch.tensor([7, 0, 199, 7, 64])
+    data, whole = encoded(format, values).view(200, -1), there_and_back(format, values, dtype)
     for chosen in (rows, slice(64, 128), slice(195, 200), slice(3, 4)):
         out = torch.empty_like(whole[chosen])
-        decode(codec.name, data[chosen], out)
+        decode(format.name, data[chosen], out)
         assert torch.equal(out, whole[chosen])

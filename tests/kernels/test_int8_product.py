@@ -71,17 +71,17 @@ def test_threads_change_nothing(variant: str, bits: int, rows: int) -> None:
 @all_of({"bits": [4, 8]})
 def test_extreme_codes_do_not_saturate(variant: str, bits: int) -> None:
     """All codes are the largest and x has the largest magnitude: sums reach their limits."""
-    codec = Tiled(bits)
-    blocks = torch.zeros(1, 2, codec.block_bytes, dtype=torch.uint8)
-    blocks[..., : TILE * codec.as_rows.code_bytes] = 255
-    blocks[..., TILE * codec.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
+    format = Tiled(bits)
+    blocks = torch.zeros(1, 2, format.block_bytes, dtype=torch.uint8)
+    blocks[..., : TILE * format.as_rows.code_bytes] = 255
+    blocks[..., TILE * format.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
     for sign in (1.0, -1.0):
         x = torch.full((9, 128), sign)
         with used(variant):
-            found = int8_product(codec, Factor(x), blocks.flatten(1), 16, None)
+            found = int8_product(format, Factor(x), blocks.flatten(1), 16, None)
         dot = 128 * 127 * (2**bits - 1)
         assert torch.allclose(found, torch.full((9, 16), sign * (dot + 128 * 127) * 0.5 / 127), rtol=1e-6)
-        assert torch.equal(found, int8_product_twin(codec, Factor(x), blocks.flatten(1), 16, None))
+        assert torch.equal(found, int8_product_twin(format, Factor(x), blocks.flatten(1), 16, None))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -50,8 +50,8 @@ def test_what_is_encoded_into_its_bytes_is_decoded_beside_them(
 ) -> None:
     """Tensors of both kinds lie in one buffer, and none reaches into its neighbour's bytes."""
     shapes = [(shape, inverted) for shapes, inverted in groups for shape in shapes]
-    with registered(Inverted()) as codec:
-        names = [codec.name if inverted else PLAIN for _, inverted in shapes]
+    with registered(Inverted()) as format:
+        names = [format.name if inverted else PLAIN for _, inverted in shapes]
         layout = Layout.pack({str(at): PackEntry(0, shape, dtype, names[at]) for at, (shape, _) in enumerate(shapes)})
         pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
         values = [torch.randn(shape).to(dtype) for shape, _ in shapes]

@@ -14,8 +14,7 @@ import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
@@ -39,7 +38,7 @@ from tests.planning.test_pricing import on
 from tests.planning.worlds import of_slices, tiny_spec, with_experts
 
 SPEC = tiny_spec(blocks=4, width=64)
-CODECS = (("group4", "plain"), ("plain", "group4"), ("group4", "group4"))
+FORMATS = (("group4", "plain"), ("plain", "group4"), ("group4", "group4"))
 
 
 def sized(spec: ModelSpec = SPEC) -> Callable[[Plan], ModelSpec]:
@@ -141,10 +140,10 @@ def test_the_host_attends_where_that_is_faster() -> None:
 
 def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
     asked = scarce(False, 0.02)
-    plain, free = search(asked), search(replace(asked, codecs=CODECS))
+    plain, free = search(asked), search(replace(asked, codecs=FORMATS))
     assert {one.plan.weight_codec for one in plain.all} == {"plain"} and {one.plan.kv_codec for one in plain.all} == {"plain"}
     assert free.best.tokens_per_second >= plain.best.tokens_per_second
-    assert (free.best.plan.weight_codec, free.best.plan.kv_codec) in CODECS, "nearly no memory: fewer bytes are faster"
+    assert (free.best.plan.weight_codec, free.best.plan.kv_codec) in FORMATS, "nearly no memory: fewer bytes are faster"
 
 
 @pytest.mark.parametrize(
@@ -153,9 +152,9 @@ def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
         ("plain", {}, {("plain", "exact")}),
         ("plain", {"computes": ("int8",)}, {("plain", "exact")}),
         ("group4", {"computes": ("int8",)}, {("group4", "exact"), ("group4", "int8")}),
-        ("plain", {"codecs": CODECS, "computes": ("int8",)}, {("plain", "exact"), ("group4", "exact"), ("group4", "int8")}),
+        ("plain", {"codecs": FORMATS, "computes": ("int8",)}, {("plain", "exact"), ("group4", "exact"), ("group4", "int8")}),
         ("plain", {"model": stored_packed, "computes": ("int8",)}, {("plain", "exact"), ("plain", "int8")}),
-        ("plain", {"codecs": CODECS, "plan": Plan(compute="int8")}, {("group4", "int8")}),
+        ("plain", {"codecs": FORMATS, "plan": Plan(compute="int8")}, {("group4", "int8")}),
     ],
 )
 def test_products_that_are_not_exact_are_tried_where_they_are_allowed_and_weights_are_packed(

@@ -1,4 +1,4 @@
-"""Values encoded with a group codec in one launch, by rows or in tiles: the bytes that torch gives."""
+"""Values encoded with a group format in one launch, by rows or in tiles: the bytes that torch gives."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, bits_above, b
 ROWS = 16  # that a program encodes a group of
 
 
-def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
+def group_encode(format: Grouped, values: Tensor, out: Tensor) -> None:
     """Encodes values (rows, columns) into out (rows, bytes of a row)."""
     assert out.is_contiguous()
     rows, columns = values.shape
     if values.numel():
         grid, whole = (triton.cdiv(rows, ROWS), groups_of(columns)), columns % GROUP_VALUES == 0
-        group_encode_kernel[grid](values, out, rows, columns, *values.stride(), codec.bits, ROWS, whole, enable_fp_fusion=False)
+        group_encode_kernel[grid](
+            values, out, rows, columns, *values.stride(), format.bits, ROWS, whole, enable_fp_fusion=False
+        )
 
 
-def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:
+def tile_encode(format: Tiled, values: Tensor, out: Tensor) -> None:
     """Encodes values (outputs, columns) into out (tiles, bytes of a tile)."""
     assert out.is_contiguous()
     outputs, columns = values.shape
     if values.numel():
         grid, whole = (len(out), groups_of(columns)), columns % GROUP_VALUES == 0
-        tile_encode_kernel[grid](values, out, outputs, columns, *values.stride(), codec.bits, whole, enable_fp_fusion=False)
+        tile_encode_kernel[grid](values, out, outputs, columns, *values.stride(), format.bits, whole, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,4 +1,4 @@
-"""Values of a group codec, decoded in one launch, bit for bit as in torch."""
+"""Values of a group format, decoded in one launch, bit for bit as in torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ WORDS = 1024  # that a program reads
 MOST_WORDS = 64  # of one row
 
 
-def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
+def group_decode(format: Grouped, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row) into out (rows, columns)."""
     assert data.is_contiguous() and out.is_contiguous()
     rows, columns = out.shape
     if not out.numel():
         return
-    words = groups_of(columns) * codec.code_bytes // 4
+    words = groups_of(columns) * format.code_bytes // 4
     of_row = min(MOST_WORDS, triton.next_power_of_2(words))
     at_once = WORDS // of_row
     grid = triton.cdiv(rows, at_once), triton.cdiv(words, of_row)
-    group_decode_kernel[grid](data, out, rows, columns, codec.bits, at_once, of_row, enable_fp_fusion=False)
+    group_decode_kernel[grid](data, out, rows, columns, format.bits, at_once, of_row, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -21,23 +21,23 @@ from h2o_flexgen.kernels.int8_rows import Int8Rows
 FEW, MANY = (16, TILE_OUTPUTS, 1), (32, 64, 8)  # rows, outputs and warps of a program
 
 
-def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def int8_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., columns), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
-    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(x.values.shape[-1])) and data.is_contiguous()
+    assert data.shape == (-(-outputs // TILE_OUTPUTS), format.tile_bytes(x.values.shape[-1])) and data.is_contiguous()
     out = x.values.new_empty(x.rows, outputs)
     if out.numel():
-        _launch(codec, x.made(int8_rows), data, bias, out)
+        _launch(format, x.made(int8_rows), data, bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(codec: Tiled, x: Int8Rows, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _launch(format: Tiled, x: Int8Rows, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
     rows, outputs = out.shape
     rows_at_once, outputs_at_once, warps = FEW if rows <= FEW[0] else MANY
     int8_product_kernel[triton.cdiv(outputs, outputs_at_once), triton.cdiv(rows, rows_at_once)](
         *(data, *x, out if bias is None else bias, out),
         *(rows, outputs, x.scales.shape[1]),
         HAS_BIAS=bias is not None,
-        BITS=codec.bits,
+        BITS=format.bits,
         ROWS=rows_at_once,
         OUTPUTS=outputs_at_once,
         num_warps=warps,

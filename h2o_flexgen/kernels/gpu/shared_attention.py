@@ -32,7 +32,7 @@ def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | Non
     q, chunks = q.contiguous(), triton.cdiv(length, CHUNK)
     out = torch.empty(1, queries, heads, dim, dtype=torch.float32, device=q.device)
     scores = torch.empty(1, queries, heads, dtype=torch.float32, device=q.device)
-    key, value = (SlotPlaces.of(KVSlots(kept.data[None], kept.codec), dim) for kept in (keys, values))
+    key, value = (SlotPlaces.of(KVSlots(kept.data[None], kept.format), dim) for kept in (keys, values))
     at_once = max(1, SCORED_BYTES // (FLOAT_BYTES * heads * chunks * dim))
     for start in range(0, queries, at_once):
         piece = slice(start, start + at_once)

@@ -14,21 +14,21 @@ GROUPS = 4  # of a tile that a program decodes
 GROUPS_OF_ROW = 8
 
 
-def tile_decode(codec: Tiled, data: Tensor, out: Tensor) -> None:
+def tile_decode(format: Tiled, data: Tensor, out: Tensor) -> None:
     """Decodes data (tiles, bytes of a tile) into out (outputs, columns)."""
     assert data.is_contiguous() and out.is_contiguous()
     outputs, columns = out.shape
     if out.numel():
         grid = len(data), triton.cdiv(groups_of(columns), GROUPS)
-        tile_decode_kernel[grid](data, out, outputs, columns, codec.bits, GROUPS, enable_fp_fusion=False)
+        tile_decode_kernel[grid](data, out, outputs, columns, format.bits, GROUPS, enable_fp_fusion=False)
 
 
-def tile_decode_rows(codec: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
+def tile_decode_rows(format: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes the outputs with these numbers (count,) of data (tiles, bytes of a tile) into out (count, columns)."""
     assert data.is_contiguous() and numbers.is_contiguous() and out.is_contiguous()
     if out.numel():
         grid = len(out), triton.cdiv(groups_of(out.shape[1]), GROUPS_OF_ROW)
-        tile_decode_rows_kernel[grid](data, numbers, out, out.shape[1], codec.bits, GROUPS_OF_ROW, enable_fp_fusion=False)
+        tile_decode_rows_kernel[grid](data, numbers, out, out.shape[1], format.bits, GROUPS_OF_ROW, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["outputs"])

@@ -50,13 +50,13 @@ def test_types_bias_and_what_is_not_finite(gpu: torch.device, bits: int, dtype: 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_extreme_codes_stay_exact(gpu: torch.device, bits: int) -> None:
-    codec = Tiled(bits)
-    blocks = torch.zeros(1, 2, codec.block_bytes, dtype=torch.uint8)
-    blocks[..., : TILE * codec.as_rows.code_bytes] = 255
-    blocks[..., TILE * codec.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
+    format = Tiled(bits)
+    blocks = torch.zeros(1, 2, format.block_bytes, dtype=torch.uint8)
+    blocks[..., : TILE * format.as_rows.code_bytes] = 255
+    blocks[..., TILE * format.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
     x, data = torch.full((3, 128), -1.0, device=gpu), blocks.flatten(1).to(gpu)
-    found = int8_product(codec, Factor(x), data, 16, None)
-    assert same(found, int8_product_twin(codec, Factor(x), data, 16, None)) and (found < 0).all()
+    found = int8_product(format, Factor(x), data, 16, None)
+    assert same(found, int8_product_twin(format, Factor(x), data, 16, None)) and (found < 0).all()
 
 
 def test_no_rows_are_no_rows(gpu: torch.device) -> None:

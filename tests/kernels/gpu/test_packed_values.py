@@ -54,14 +54,14 @@ def test_decoding_gives_the_bits_of_torch(gpu: torch.device, given: dict[str, An
     group_encode_twin(Grouped(bits), values, rows := room_for_rows(values, bits))
     tile_encode_twin(Tiled(bits), values, tiles := room_for_tiles(values, bits))
     numbers = torch.tensor([0, shape[0] - 1, shape[0] // 2, 0], device=gpu)
-    for kernel, twin, codec, stored, count in (
+    for kernel, twin, format, stored, count in (
         (group_decode, group_decode_twin, Grouped(bits), (rows,), shape[0]),
         (tile_decode, tile_decode_twin, Tiled(bits), (tiles,), shape[0]),
         (tile_decode_rows, tile_decode_rows_twin, Tiled(bits), (tiles, numbers), len(numbers)),
     ):
         found, expected = (torch.full((count + 1, shape[1]), 7.0, dtype=dtype, device=gpu) for _ in range(2))
-        kernel(codec, *stored, found[:count])
-        twin(codec, *stored, expected[:count])
+        kernel(format, *stored, found[:count])
+        twin(format, *stored, expected[:count])
         assert same(found, expected) and (found[count] == 7.0).all(), kernel
 
 
@@ -73,12 +73,12 @@ def test_encoding_gives_the_bytes_of_torch(gpu: torch.device, bits: int, spread:
     torch.manual_seed(len(spread))
     for shape in ENCODED:
         values = SPREADS[spread](shape).to(gpu, dtype)
-        for kernel, twin, codec, room in (
+        for kernel, twin, format, room in (
             (group_encode, group_encode_twin, Grouped(bits), room_for_rows),
             (tile_encode, tile_encode_twin, Tiled(bits), room_for_tiles),
         ):
-            kernel(codec, values, found := room(values, bits))
-            twin(codec, values, expected := room(values, bits))
+            kernel(format, values, found := room(values, bits))
+            twin(format, values, expected := room(values, bits))
             assert torch.equal(found, expected), (kernel, shape)
 
 

@@ -15,9 +15,9 @@ WIDTH, OUTPUTS = 4096, 16384
 
 
 def product(bits: int, rows: int) -> None:
-    codec, x = Tiled(bits), torch.empty(rows, WIDTH, dtype=torch.float16, device="meta")
-    data = torch.empty(OUTPUTS // TILE, codec.tile_bytes(WIDTH), dtype=torch.uint8, device="meta")
-    int8_product(codec, Factor(x), data, OUTPUTS, x.new_empty(OUTPUTS))
+    format, x = Tiled(bits), torch.empty(rows, WIDTH, dtype=torch.float16, device="meta")
+    data = torch.empty(OUTPUTS // TILE, format.tile_bytes(WIDTH), dtype=torch.uint8, device="meta")
+    int8_product(format, Factor(x), data, OUTPUTS, x.new_empty(OUTPUTS))
 
 
 LAUNCHES = (
