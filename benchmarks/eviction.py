@@ -239,7 +239,7 @@ def bytes_computed_with(planned: BlockPlan, step: int) -> int:
 
 
 def opened(args: argparse.Namespace) -> LLM:
-    kept, shape = variants(args)[args.one].options(), {"sep_layer": False, "slots": 3}
+    kept, shape = variants(args)[args.one].options(), {"sep_layer": False, "buffers": 3}
     memory = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     codecs = {"weight_codec": args.weight_codec, "kv_codec": args.kv_codec}
     return LLM(args.model, dummy_weights=is_random(args.model), percent=args.percent, **kept, **shape, **memory, **codecs)

@@ -85,7 +85,7 @@ class LLM(ModelUnderPlan):
     ) -> None:
         """`threads` compute on the CPU, for the whole process (default: torch's number). `trace`: the trace of a run on a GPU
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
-        Plan.create: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
+        Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model."""
         names = name_of("model", model), name_of("tokenizer", tokenizer)
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), names[0])

@@ -35,7 +35,7 @@ Told = list[tuple[Stage, int, int]]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slotz": 3}, r"unknown option 'slotz'; did you mean slots\?"),
+        ({"bufers": 3}, r"unknown option 'bufers'; did you mean buffers\?"),
         ({"cpu_men": "8GB"}, r"unknown option 'cpu_men'; did you mean cpu_mem\?"),
         ({"plan": Plan(), "slotz": 3}, "unknown option 'slotz'"),
         ({"plan": Plan(), "slots": 3}, "both plan and slots are given"),

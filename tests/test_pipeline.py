@@ -45,7 +45,7 @@ CHOICES = {
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),
     "num_gpu_batches": (1, 2, 3),
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     "sep_layer": (True, False),
     "policy": POLICIES[::2],
     "prefill_tokens": (1024, 12),

@@ -34,7 +34,7 @@ PLANS = (
     Case("neox-parallel", MIXED, gen_len=GEN_LEN, policy=POLICIES[2], prefill_tokens=12, kv_codec="group4"),
     Case("opt-350m", MIXED, gen_len=GEN_LEN, policy=POLICIES[3], gpu_batch_size=1, schedule="row_by_row"),
     Case("qwen3", ON_DISK, gen_len=GEN_LEN, policy=POLICIES[6], schedule="flexgen_barrier", sep_layer=False),
-    Case("qwen2-wordy", MIXED, gen_len=GEN_LEN, policy=POLICIES[8], slots=3, kv_codec="group8", weight_codec="group8"),
+    Case("qwen2-wordy", MIXED, gen_len=GEN_LEN, policy=POLICIES[8], buffers=3, kv_codec="group8", weight_codec="group8"),
     Case("qwen2", MIXED, gen_len=GEN_LEN, weight_codec="group4", compute="int8"),
 )
 

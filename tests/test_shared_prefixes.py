@@ -80,7 +80,7 @@ CHOICES = {
     "percent": MIXES,
     "gpu_batch_size": (1, 2, 3, 5),
     "num_gpu_batches": (1, 2, 3),
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
     "policy": POLICIES,
     "prefix_policy": (PINNED, JUDGED),

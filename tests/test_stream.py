@@ -45,7 +45,7 @@ CHOICES = {
     "percent": (MIXES[3], *MIXES[:3], *MIXES[4:]),  # the first of a choice is who meets nobody new: offload, and overlap
     "gpu_batch_size": (2, 1, 3, 4),
     "num_gpu_batches": (2, 1, 3),
-    "slots": (2, 1, 3),
+    "buffers": (2, 1, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
     "policy": POLICIES,
     "prefill_tokens": (1024, 12, 1),

@@ -315,13 +315,13 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
     )
     for name in ("sep_layer", "pin_weight", "graphs"):
         group.option(PLAN[name])
-    group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
+    group.switch("--overlap", True, "0: one buffer, nothing overlaps; the tokens are the same")
     group.option(PLAN["attend_on"], is_open=True)
     group.option(PLAN["prefill_tokens"])
     for name in ("weight_codec", "kv_codec"):
         group.option(PLAN[name], is_open=True)
-    slots = PLAN["slots"]
-    group.option(slots, f"{slots.text} (default: {slots.default}; a search tries more)", is_open=True)
+    buffers = PLAN["buffers"]
+    group.option(buffers, f"{buffers.text} (default: {buffers.default}; a search tries more)", is_open=True)
 
 
 def add_sizes(group: Group, found: str = "") -> None:

@@ -26,7 +26,7 @@ from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
-HEAD = ("block", "percent", "slots", "weights, KV as", "all prefills s", "s/step", "tokens/s", "one block s")
+HEAD = ("block", "percent", "buffers", "weights, KV as", "all prefills s", "s/step", "tokens/s", "one block s")
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
 BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
@@ -167,7 +167,7 @@ def _row(one: Candidate) -> list[str]:
     return [
         f"{plan.gpu_batch_size} x {plan.num_gpu_batches}",
         " ".join(f"{share:g}" for share in plan.percent),
-        str(plan.slots),
+        str(plan.buffers),
         kept + products,
         f"{prediction.prefill_seconds:.3f}",
         f"{prediction.step_seconds:.4f}",
@@ -182,7 +182,7 @@ def candidate_json(one: Candidate) -> dict[str, object]:
         "gpu_batch_size": plan.gpu_batch_size,
         "num_gpu_batches": plan.num_gpu_batches,
         "percent": list(plan.percent),
-        "slots": plan.slots,
+        "slots": plan.buffers,
         "weight_codec": plan.weight_codec,
         "kv_codec": plan.kv_codec,
         "compute": plan.compute,

@@ -256,8 +256,8 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
 def _buffers(schedule: Schedule) -> str:
     weights, others = schedule.weight_buffers, schedule.buffers
     if weights == others:
-        return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
-    return f"{weights} slots for weights and {others} for KV and activations"
+        return "1 buffer, nothing overlaps" if weights == 1 else f"{weights} buffers"
+    return f"{weights} buffers for weights and {others} for KV and activations"
 
 
 def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:

@@ -102,7 +102,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         steps=block.gen_len,
         layers=len(spec.layers),
         batches=len(block.batches),
-        slots=plan.slots,
+        buffers=plan.buffers,
         accelerator=site.accelerator,
         weights_on_disk=_layers_with(spec, plan, placement, DISK),
         weights_on_host=_layers_with(spec, plan, placement, HOST),

@@ -10,7 +10,7 @@ from functools import cached_property
 from h2o_flexgen.core.allowed_values import AUTO, Bounds, Choice, Instance, Truth, decimal_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.option import check_options, option, options_of
+from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import Site
@@ -61,7 +61,7 @@ PINNED, JUDGED = PREFIX_POLICIES = "pinned", "judged"  # what becomes of prefixe
 SHARE_NAMES = ("weights", "KV", "activations")
 PERCENT = Bounds(0, 100, is_whole=False)
 MOST_GPUS = 64  # of a machine
-MOST_SLOTS = 1000  # upper bound of a schedule's buffers
+MOST_BUFFERS = 1000  # upper bound of those of a schedule
 
 
 class RowCodec(Choice):
@@ -77,6 +77,7 @@ class RowCodec(Choice):
         return next(str(bits) for bits, codec in BY_BITS.items() if codec == value)
 
 
+JSON_KEYS = {"buffers": "slots"}  # of reports and manifests, which others read
 CODEC, BITS, FOUR_BITS = RowCodec(of_rows()), "|".join(map(str, BY_BITS)), "4"
 
 
@@ -93,8 +94,12 @@ class Plan:
         "N",
         "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces",
     )
-    slots: int = option(  # visits; 1 means no overlap
-        2, Bounds(1, MOST_SLOTS), "N", "layers that may have weights under way or in use at once"
+    buffers: int = option(  # 1 means no overlap
+        2,
+        Bounds(1, MOST_BUFFERS),
+        "N",
+        "layers that may have weights under way or in use at once",
+        also_called=("slots",),
     )
     attend_on: str = option(
         DEVICE,
@@ -223,7 +228,8 @@ class Plan:
     @staticmethod
     def option_names() -> list[str]:
         """The options of `create`: the fields of a plan, with those of `kv_options` in its place."""
-        return [one.name for one in fields(Plan) if one.name != "kv_options"] + [*options_of(KVOptions)]
+        own = [one.name for one in fields(Plan) if one.name != "kv_options"]
+        return [*own, *options_of(KVOptions), *(name for one in options_of(Plan).values() for name in one.also_called)]
 
     @classmethod
     def create(cls, **options: object) -> Plan:
@@ -231,6 +237,7 @@ class Plan:
         for name in options:
             if name not in cls.option_names():
                 raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, cls.option_names())}")
+        options = by_own_names(options, cls)
         of_kv = {name: options.pop(name) for name in options_of(KVOptions) if name in options}
         return cls(kv_options=KVOptions(**of_kv), **options)  # type: ignore[arg-type]
 
@@ -240,7 +247,7 @@ class Plan:
 
     def as_json(self) -> dict[str, object]:
         """All options; head budgets and a probe, which are many numbers, by name and checksum."""
-        return {one.name: _as_json(getattr(self, one.name)) for one in fields(self)}
+        return {JSON_KEYS.get(one.name, one.name): _as_json(getattr(self, one.name)) for one in fields(self)}
 
     def levels(self, spec: ModelSpec) -> tuple[Level, ...]:
         """The KV heads of a model by what they keep, those that keep most first."""
@@ -316,15 +323,15 @@ class Plan:
             raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
 
     @property
-    def has_own_slots(self) -> bool:
+    def has_own_buffers(self) -> bool:
         """Whether the schedule fixes its number of buffers, so that a plan cannot choose it."""
-        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
+        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, buffers=1)).buffers > 1
 
     def without_overlap(self) -> Plan:
         """The plan with one buffer: fetch, compute and store one after the other."""
-        if self.has_own_slots:
-            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has slots of its own; choose another")
-        return replace(self, slots=1)
+        if self.has_own_buffers:
+            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has buffers of its own; choose another")
+        return replace(self, buffers=1)
 
     def at(self, site: Site) -> Plan:
         """The plan as it can be carried out at a site."""

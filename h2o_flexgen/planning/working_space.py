@@ -62,7 +62,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
     if site.accelerator and plan.may_capture:
         most += max(_decode_bytes(spec, plan, LevelHeads.of(planned.kv, at), site) for at in kinds.values())
-        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.slots)
+        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.buffers)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 

@@ -34,7 +34,7 @@ HOST = replace(DISK, percent=(0, 100, 0, 100, 0, 100))
 KV_ON_DISK = replace(DISK, percent=(100, 0, 0, 0, 100, 0))
 KV_ON_HOST = replace(DISK, percent=(100, 0, 0, 100, 100, 0))
 HIDDEN_ON_DISK = replace(DISK, percent=(100, 0, 100, 0, 0, 0))
-THREE_BUFFERS = replace(KV_ON_DISK, slots=3)
+THREE_BUFFERS = replace(KV_ON_DISK, buffers=3)
 Fault = Callable[[], AbstractContextManager[object]]
 
 

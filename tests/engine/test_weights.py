@@ -53,7 +53,7 @@ def opened_store(
     stored: str = "float32",
     dtype: str = "float32",
     schedule: str = "zigzag",
-    slots: int = 2,
+    buffers: int = 2,
     batches: int = 3,
     format: str = PLAIN,
 ) -> Iterator[tuple[WeightStore, Schedule, ModelSpec]]:
@@ -62,7 +62,10 @@ def opened_store(
     spec = create_model(load_config(str(folder)), dtype).spec.packed(format)
     spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_as(tensor.name).itemsize))
     source = checkpoint if format == PLAIN else PackedCheckpoint(checkpoint, spec)
-    plan, block = Plan(num_gpu_batches=batches, slots=slots, schedule=schedule).with_percent(percent), block_of_batches(batches)
+    plan, block = (
+        Plan(num_gpu_batches=batches, buffers=buffers, schedule=schedule).with_percent(percent),
+        block_of_batches(batches),
+    )
     with opened_memories(device, offload) as memories:
         site = Site(memories.device.accelerator)
         plan = plan.at(site)
@@ -142,11 +145,11 @@ def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, c
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_every_visit_sees_the_values_of_the_checkpoint(
-    schedule: str, percent: tuple[float, ...], slots: int, any_device: str, checkpoints: Checkpoints, offload: Path
+    schedule: str, percent: tuple[float, ...], buffers: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    with opened_store("opt", percent, any_device, checkpoints, offload, schedule=schedule, slots=slots) as (store, made, _):
+    with opened_store("opt", percent, any_device, checkpoints, offload, schedule=schedule, buffers=buffers) as (store, made, _):
         run_and_compare(store, made, checkpoints, "opt", "float32", "float32")
 
 
