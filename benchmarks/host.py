@@ -55,7 +55,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.profiling.small_models import small_opt
+from h2o_flexgen.profiling.products import small_opt
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op

@@ -46,8 +46,8 @@ from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.comparison.random_gguf import random_gguf
 from benchmarks.comparison.suites import Contender, Load
 from h2o_flexgen.cli.terminal import table
+from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import format_bytes, parse_bytes

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.llm import LLM

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.portable import portable
-from h2o_flexgen.core.documents import NotADocument, parse_json
-from h2o_flexgen.core.files import read_text
+from h2o_flexgen.core.files import NotADocument, parse_json, read_text
 from h2o_flexgen.evaluation.tasks.task import QUESTIONS
 from h2o_flexgen.formats.kernel_table import EXACT
 

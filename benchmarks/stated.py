@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu_kernels import ATTENTION_SHARES, DECODING_SHARE, HEAD_DIM, PRODUCT_SHARES
 from benchmarks.host import GpuHost, launches_of
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, MLP_VISIT
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.site import DEVICE
 from h2o_flexgen.formats.kernel_table import ROWS_OF_TILES
 from h2o_flexgen.formats.table import FORMATS, PLAIN, TILED
 from h2o_flexgen.planning.machine import EVICTION, Curve, Machine

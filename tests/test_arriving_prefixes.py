@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.arrivals import Arrival, Arrivals
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState

@@ -22,7 +22,7 @@ import pytest
 
 from h2o_flexgen import chat
 from h2o_flexgen.cli import chat_request, chat_work, run_request
-from h2o_flexgen.cli.summary import broken_lines
+from h2o_flexgen.cli.report.summary import broken_lines
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams

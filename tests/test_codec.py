@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.buffer_layout import part_starts
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.pricing import Pricing

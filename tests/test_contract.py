@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import BASELINE, EXACT, INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import matrix, native

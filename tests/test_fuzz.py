@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import native

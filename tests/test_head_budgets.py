@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.cache import KVCache

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.engine.device_parts import PartsThere
 from h2o_flexgen.engine.executor import TaskFailed

@@ -32,7 +32,7 @@ from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaDevice
-from h2o_flexgen.memory.shared import file_in_memory
+from h2o_flexgen.memory.host import file_in_memory
 from h2o_flexgen.sampling.completion import Completion
 from tests.helpers.commands import Result, called
 from tests.helpers.contract import Case, Checkpoints

@@ -21,7 +21,8 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams, run
 from h2o_flexgen.checkpoints.probe_file import write_probe
-from h2o_flexgen.cli import run_report, run_work
+from h2o_flexgen.cli import run_work
+from h2o_flexgen.cli.report import run_report
 from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.engine import opened_limits
 from h2o_flexgen.engine.stores.kv import KVStore

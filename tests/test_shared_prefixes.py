@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.prefix_groups import PrefixGroups
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.job import Request, prefix_finder
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.engine.tick import Tick

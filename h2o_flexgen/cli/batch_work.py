@@ -16,12 +16,12 @@ from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_watch import JobFigures
 from h2o_flexgen.cli.job_run import Elsewhere, JobRun, Listening, end_lines
 from h2o_flexgen.cli.open_llm import open_together
-from h2o_flexgen.cli.plan_report import PlanReport, together_lines
 from h2o_flexgen.cli.processes.multi_process_job import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.ray import ray_environment
+from h2o_flexgen.cli.report.plan_report import PlanReport, together
+from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
-from h2o_flexgen.cli.summary import say_broken
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
@@ -265,7 +265,7 @@ class BatchJob:
 
     def plan_lines(self) -> Iterator[str]:
         yield from self.plan_report.lines()
-        yield from together_lines(len(self.parts), len(self.left.sizes), self.llm.device.accelerator)
+        yield from together(len(self.parts), len(self.left.sizes), self.llm.device.accelerator).lines
 
     def _on_workers(self, asked: RayRequest, seed: int, left: FileJob, listening: Listening) -> Generator[Outcome, None, None]:
         with ray_environment() if asked.address == LOCAL else nullcontext():

@@ -16,7 +16,7 @@ from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.texts import Text
-from h2o_flexgen.policies.head_budgets_file import FILE, OWN
+from h2o_flexgen.policies.head_budgets import FILE, OWN
 
 PROGRAM = "python -m h2o_flexgen.calibrate"
 USUAL_TOKENS, USUAL_TEXTS, MOST_TEXTS = 512, 8, 1000

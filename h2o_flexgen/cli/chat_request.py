@@ -10,7 +10,7 @@ from pathlib import Path
 from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
 from h2o_flexgen.cli.flags import PLAN, TRACEBACK, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan

@@ -11,9 +11,9 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.environment import cores
 from h2o_flexgen.core.option import options_of
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.formats.table import BY_BITS

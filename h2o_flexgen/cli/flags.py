@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, Choice, Truth
-from h2o_flexgen.core.cores import cores, threads
+from h2o_flexgen.core.environment import cores, threads
 from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import Option, options_of

@@ -19,11 +19,11 @@ from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
+from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes
+from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
-from h2o_flexgen.cli.summary import say_broken
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import OpeningReport, say_threads
 from h2o_flexgen.core.seats import SeatNeed

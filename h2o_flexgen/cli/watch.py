@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
-from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import SLOW, say_slow
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.core.cores import cores
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder, cores
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import MADE_AGAIN, Stage, how_far, made_again

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -223,3 +223,13 @@ def mapping(key: Read[Key], value: Read[T]) -> Read[dict[Key, T]]:
         return {key(name): value(each) for name, each in given.items()}
 
     return read
+
+
+LARGEST_ID = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
+
+
+def check_tokens(what: str, ids: Iterable[int], vocab: int, model: str) -> None:
+    """Refuses token ids that the model does not have. `what` begins the error: "prompt 3 has"."""
+    wrong = next((token for token in ids if not 0 <= token < vocab), None)
+    if wrong is not None:
+        raise ValueError(f"{what} the token id {wrong}; {model} knows 0 to {vocab - 1}")

@@ -12,11 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import ceil, log1p, prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from h2o_flexgen.core.layer_name import LayerName
 from h2o_flexgen.formats.kernel_table import EXACT, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.formats.table import FORMATS, PLAIN, can_be_parted, matrix_format
+
+
+class LayerName(NamedTuple):
+    """The name of a layer, for people. Schedules know layers by their numbers alone; code that shows tasks may be given
+    names."""
+
+    title: str  # "experts 8-15 of block 3"
+    block: int | None = None  # the decoder block it belongs to
+    is_of_experts: bool = False  # a slice of the experts of a block: there are many, and they are drawn in their own way
+
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment

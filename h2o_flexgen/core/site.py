@@ -1,4 +1,5 @@
-"""Site: where a plan is run. It is made once by the code that opens devices, and all planning for these devices reads it."""
+"""The tiers that data may live on, and Site: where a plan is run. A site is made once by the code that opens devices, and all
+planning for these devices reads it."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from dataclasses import dataclass, field
 from h2o_flexgen.formats.kernel_table import CPU, Processor, choose
 from h2o_flexgen.formats.table import PLAIN
 
+DEVICE, HOST, DISK = "device", "host", "disk"
+TIERS = (DEVICE, HOST, DISK)  # the fastest first; without an accelerator, the device's share lies on the host
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"  # the usual types
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import get_num_threads, set_num_threads
 
-from h2o_flexgen.core.cores import cores, threads
+from h2o_flexgen.core.environment import cores, threads
 from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 __all__ = ["crowding", "get_num_threads", "keep_few_compiled_products", "make_room_for_others", "set_threads"]

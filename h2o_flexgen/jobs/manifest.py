@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.files import read_document_text, write_durably
+from h2o_flexgen.core.files import parse_json, read_document_text, write_durably
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.jobs.input_check import InputPart
 from h2o_flexgen.jobs.input_file import JSON_LINES

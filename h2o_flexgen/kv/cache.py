@@ -22,7 +22,7 @@ from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.judge import Held, Judge, Written
+from h2o_flexgen.kv.judges import Held, Judge, Written
 from h2o_flexgen.kv.prompt_reading import PromptReading
 from h2o_flexgen.kv.prompt_repeat import attend_with_echo
 from h2o_flexgen.kv.slot_scores import SlotScores

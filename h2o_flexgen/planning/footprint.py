@@ -25,8 +25,7 @@ from h2o_flexgen.core.buffer_layout import (
     region_bytes,
 )
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.held_kv import Place

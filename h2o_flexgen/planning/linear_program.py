@@ -19,8 +19,7 @@ from itertools import combinations
 import pulp
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, footprint

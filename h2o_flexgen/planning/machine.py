@@ -17,11 +17,10 @@ from typing import Any
 import yaml
 
 from h2o_flexgen.core.allowed_values import decimal_number
-from h2o_flexgen.core.documents import parse_yaml
-from h2o_flexgen.core.files import read_document, write_text
+from h2o_flexgen.core.files import parse_yaml, read_document, write_text
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, Kernel, choose, measured_as, measured_formats, prices
 from h2o_flexgen.formats.table import PLAIN, ROW_FORMATS
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE

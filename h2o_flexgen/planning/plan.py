@@ -13,14 +13,12 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import MOST_BATCHES, PROMPTS, TOKENS, check_num_prompts
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.policies.h2o import H2O
-from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.head_budgets_file import OWN
+from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of

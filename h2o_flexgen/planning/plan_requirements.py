@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.planning.machine import Machine

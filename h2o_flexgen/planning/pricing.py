@@ -15,7 +15,7 @@ from math import inf, prod
 
 from h2o_flexgen.core.buffer_layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.formats.kernel_table import Kernel
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.planning.batch_pass import products_of, rows_of

@@ -17,8 +17,7 @@ from math import log2
 
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT

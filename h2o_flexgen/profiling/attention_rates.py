@@ -25,8 +25,7 @@ from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.profiling.profile_sizes import ProfileSizes
-from h2o_flexgen.profiling.subject import Bench, Figures, OfRounds, Subject
+from h2o_flexgen.profiling.bench import Bench, Figures, OfRounds, ProfileSizes, Subject
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
 UNPACKING, HEAD = "unpacked_values", "head_seconds"

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
-from h2o_flexgen.core.cores import cores
-from h2o_flexgen.core.folders import existing_folder
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.environment import cores, existing_folder
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.kernel_table import PRODUCT, choose
 from h2o_flexgen.formats.sectioned import Int4
@@ -34,8 +33,8 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.machine import Curve, Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
-from h2o_flexgen.profiling.multiplied import multiplied
-from h2o_flexgen.profiling.pool import sound_bytes
+from h2o_flexgen.profiling.bench import sound_bytes
+from h2o_flexgen.profiling.products import multiplied
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES

@@ -1,5 +1,6 @@
 """What layers compute besides attention: products with plain and with packed weights, decoding, and work over values such as
-norms, activations and additions."""
+norms, activations and additions. They are measured on models of two kinds in any size, which are made without transformers: its
+import would take longer than all that is measured with them."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import isfinite
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,14 +20,53 @@ from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, Kernel, choos
 from h2o_flexgen.formats.table import FORMATS, PLAIN, STORED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.operations import decode
+from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
 from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed
+from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.profiling.multiplied import in_units, multiplied
-from h2o_flexgen.profiling.profile_sizes import ProfileSizes
-from h2o_flexgen.profiling.small_models import small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Figures, Subject
+from h2o_flexgen.profiling.bench import Bench, Figures, ProfileSizes, Subject
+
+HEAD_DIM, VOCAB, POSITIONS = 64, 512, 2048
+COMMON = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "tie_word_embeddings": True}
+
+
+def small_opt(dtype: str, width: int, blocks: int = 1) -> Model:
+    """Layer norms, biases, and ReLU."""
+    own = {"word_embed_proj_dim": width, "ffn_dim": 4 * width, "activation_function": "relu", "do_layer_norm_before": True}
+    parts = {"layer_norm_elementwise_affine": True, "enable_bias": True}
+    sizes = {"hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": max(1, width // HEAD_DIM)}
+    return create_model(_config(model_type="opt", **own, **parts, **sizes), dtype)
+
+
+def small_llama(dtype: str, width: int, heads: int | None = None, blocks: int = 1) -> Model:
+    """RMS norms, rotations, and a gated SiLU. Its heads may be more than its width has room for."""
+    number = heads or max(1, width // HEAD_DIM)
+    own = {"intermediate_size": 11 * width // 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    parts = {"attention_bias": False, "mlp_bias": False, "num_key_value_heads": number, "head_dim": HEAD_DIM}
+    sizes = {"hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": number}
+    return create_model(_config(model_type="llama", **own, **parts, **sizes), dtype)
+
+
+def _config(**values: object) -> Config:
+    return cast("Config", SimpleNamespace(**COMMON, **values))
+
+
+def multiplied(op: str, format: str, x: Tensor, data: Tensor, outputs: int) -> Tensor:
+    """One product as a run makes it, by the kernel that is chosen: x (..., inputs), the bytes of a matrix (outputs, inputs) ->
+    (..., outputs). There must be a kernel for so many rows."""
+    if format == PLAIN:
+        return plain_product(Factor(x), data.view(x.dtype).view(outputs, -1), None)
+    out = packed_product(op, format, Factor(x), in_units(format, data, outputs), outputs, None)
+    assert out is not None, f"no kernel does {op} of {format} with {x.shape[:-1].numel()} rows"
+    return out
+
+
+def in_units(format: str, data: Tensor, outputs: int) -> Tensor:
+    """(units of rows, bytes of a unit)"""
+    return data.view(-(-outputs // FORMATS[format].rows_together), -1)
+
 
 PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
 VALUES_AT_FIRST = 16  # how many times fewer rows of values are tried first

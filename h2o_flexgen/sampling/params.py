@@ -7,10 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import Bounds, Rule, Several, Truth, any_of, mapping, several, text
+from h2o_flexgen.core.allowed_values import (
+    LARGEST_ID,
+    Bounds,
+    Rule,
+    Several,
+    Truth,
+    any_of,
+    check_tokens,
+    mapping,
+    several,
+    text,
+)
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.option import check_options, option, options_of
-from h2o_flexgen.core.vocabulary import LARGEST_ID, check_tokens
 from h2o_flexgen.core.workload import MOST_TOKENS
 
 LARGEST_SHIFT, LARGEST_BIAS = 2.0, 100.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.schedule.lanes import Lanes
 from h2o_flexgen.schedule.ops import Data, Op, ring
 from h2o_flexgen.schedule.task import Visit

@@ -16,9 +16,8 @@ from h2o_flexgen.demo.places import file_beside
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.search import BUFFERS
-from h2o_flexgen.policies import head_budgets_file
-from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.head_budgets_file import OWN, read_head_budgets
+from h2o_flexgen.policies import head_budgets
+from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets, read_head_budgets
 from h2o_flexgen.sampling.foreign_options import OPTIONS
 
 HEAD_BUDGETS, PROBE = "head_budgets", "probe"  # options of plans that may be named by a file
@@ -67,7 +66,7 @@ def head_budgets_of(given: object, model: str) -> HeadBudgets:
     if isinstance(given, HeadBudgets):
         return given
     if given == OWN:
-        return read_head_budgets(file_beside(model, head_budgets_file.FILE, "are no head budgets", "--output"))
+        return read_head_budgets(file_beside(model, head_budgets.FILE, "are no head budgets", "--output"))
     if isinstance(given, (str, os.PathLike)):
         return read_head_budgets(given)
     raise ValueError(f"head_budgets is a {type(given).__name__}; give HeadBudgets, the path of a file, or {OWN!r}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
 from h2o_flexgen.text.tokenizer import Message
 

@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks import stated
 from benchmarks.gpu_kernels import ATTENTION_SHARES, DECODING_SHARE, PRODUCT_SHARES
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model, known_config

@@ -20,7 +20,7 @@ from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
-from h2o_flexgen.evaluation.model_identity import folder_digest
+from h2o_flexgen.evaluation.answer_settings import folder_digest
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece
 from h2o_flexgen.models import create_model, load_config

@@ -25,7 +25,7 @@ from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import nbytes_in, remove_leftovers
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.checkpoints.sums import STRETCH_BYTES
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.stage import Stage

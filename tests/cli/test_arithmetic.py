@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats import kernel_table

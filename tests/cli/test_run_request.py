@@ -12,7 +12,7 @@ import pytest
 from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.common_requests import plan_of
 from h2o_flexgen.cli.run_request import DEMO_PROMPTS, FEW_PROMPTS, MadeUpPrompts, RunRequest, parse, request_of
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.search import BUFFERS

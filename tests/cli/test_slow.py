@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from h2o_flexgen.cli import slow
-from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import NO_KERNELS, NO_TRITON, experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats import kernel_table

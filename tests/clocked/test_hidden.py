@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.stores.hidden import HiddenStore

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import JUDGED, PINNED

@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.executor import Action, Executor, TaskFailed, shortage_in
 from h2o_flexgen.engine.recorder import TIMED_EVERY
 from h2o_flexgen.memory.device import CudaMarker, Device, Marker, open_device

@@ -15,8 +15,7 @@ import torch
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DISK
+from h2o_flexgen.core.site import DISK, Site
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.formats.kernel_table import TORCH

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.formats.table import FORMATS, PLAIN

@@ -23,8 +23,7 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.judge import Judge
-from h2o_flexgen.kv.judges.table import judge_of
+from h2o_flexgen.kv.judges import Judge, judge_of
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits

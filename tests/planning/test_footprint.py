@@ -22,8 +22,7 @@ from h2o_flexgen.core.buffer_layout import aligned, decoded_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
@@ -40,11 +39,11 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.table import judge_of
+from h2o_flexgen.kv.judges import judge_of
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
-from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts

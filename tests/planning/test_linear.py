@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.linear_program import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.placement import Placement, place, placed_shares, spread, traffic
 from h2o_flexgen.planning.plan import Plan, Shares

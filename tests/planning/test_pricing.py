@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.site import DISK, HOST, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan

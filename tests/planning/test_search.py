@@ -14,8 +14,7 @@ import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, TensorSpec
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from h2o_flexgen.schedule.task import Key, Task

@@ -45,14 +45,11 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import apart, attention_rates, busy_cores, moving, products, profile_cache
 from h2o_flexgen.profiling.apart import profile_apart
+from h2o_flexgen.profiling.bench import FULL, QUICK, Bench, BytePool, Clock, ProfileWatch, Stopwatch, Subject, TimeLimit
 from h2o_flexgen.profiling.measured_machine import profile
-from h2o_flexgen.profiling.pool import BytePool
+from h2o_flexgen.profiling.products import small_llama, small_opt
 from h2o_flexgen.profiling.profile_cache import profiled
-from h2o_flexgen.profiling.profile_sizes import FULL, QUICK
 from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
-from h2o_flexgen.profiling.small_models import small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Clock, ProfileWatch, Subject
-from h2o_flexgen.profiling.time_limit import Stopwatch, TimeLimit
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.schedule.task import Task
 from tests.helpers.inverted import Inverted, registered

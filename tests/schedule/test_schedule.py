@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.ops import Op

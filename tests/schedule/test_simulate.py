@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.row_by_row import RowByRow

@@ -10,20 +10,31 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.apps.data_wrangling.data_sets import (
+    DATA_DIR,
+    DATA_SET,
     DATA_SETS,
     DOWNLOAD,
     MATCHES,
     SPLITS,
     TASKS,
     DataSet,
+    Folder,
     QuestionKind,
     names_of,
 )
-from h2o_flexgen.apps.data_wrangling.examples import COUNT, FILE, Examples, by_hand, drawn
-from h2o_flexgen.apps.data_wrangling.folder import DATA_DIR, DATA_SET, Folder
-from h2o_flexgen.apps.data_wrangling.question_prompts import BEGINNING, STOP, PromptedQuestion, asked, requests_of
-from h2o_flexgen.apps.data_wrangling.questions import Questions, Serialising
-from h2o_flexgen.apps.data_wrangling.wording import FULL_STOP
+from h2o_flexgen.apps.data_wrangling.question_prompts import (
+    BEGINNING,
+    COUNT,
+    FILE,
+    STOP,
+    Examples,
+    PromptedQuestion,
+    asked,
+    by_hand,
+    drawn,
+    requests_of,
+)
+from h2o_flexgen.apps.data_wrangling.questions import FULL_STOP, Questions, Serialising
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchOptions, BatchRequest, add_engine, add_job
 from h2o_flexgen.cli.flags import NOISE, Group, Parser, typed
 from h2o_flexgen.core.allowed_values import Bounds

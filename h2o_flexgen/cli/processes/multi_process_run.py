@@ -4,7 +4,7 @@ they would have had in one process, and the report is of all."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone, PartFigures
 from h2o_flexgen.cli.processes.process import PromptsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
-from h2o_flexgen.cli.summary import Timing, completion_lines, say_broken, summary_lines, timing_json
+from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
+from h2o_flexgen.cli.report.summary import Timing, completion_lines, say_broken, summary
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import show_stage
 from h2o_flexgen.core.dealing import dealt
-from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.progress import Progress
@@ -102,9 +103,10 @@ class RunApart:
         if job.request.verbose:
             say(["", *completion_lines(self.completions, job.request.verbose >= 2, job.llm.tokenizer.reads_texts)])
         say(["", *self._table(), f"weights in host memory that they share: {format_bytes(shared)}"])
-        say(["", *summary_lines(job.llm.spec, job.workload, self.timing, peaks.peak_bytes[DEVICE])])
+        told = summary(job.llm.spec, job.workload, self.timing, peaks.peak_bytes[DEVICE])
+        say(["", *lines_of(told)])
         say_broken(peaks)
-        print(json.dumps(self._json(peaks, shared)), flush=True)
+        print(json.dumps(self._json(told, peaks, shared)), flush=True)
 
     def _table(self) -> list[str]:
         rows = [["process", "device", "prompts", "tokens", "prefill s", "decode s", "busiest lane"]]
@@ -115,12 +117,12 @@ class RunApart:
             rows.append([str(number), self.names[number], *counts, *seconds, busiest])
         return table(rows, page_width())
 
-    def _json(self, peaks: Peaks, shared: int) -> dict[str, object]:
+    def _json(self, told: Sequence[Entry], peaks: Peaks, shared: int) -> dict[str, object]:
         job = self.job
         each = [{"device": self.names[number], **asdict(one)} for number, one in sorted(self.figures.items())]
         return {
             **job.plan_as_json(),
-            **timing_json(self.timing),
+            **document_of(told),
             **peaks.as_json(),
             "shared_bytes": shared,
             "seed": self.seed,

@@ -27,7 +27,7 @@ from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.jobs.file_job import Apart, LineReading
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.memory.shared import SharedWeights
+from h2o_flexgen.memory.host import SharedWeights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import choose_style

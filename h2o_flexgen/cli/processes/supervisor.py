@@ -24,7 +24,7 @@ from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, News, Par
 from h2o_flexgen.cli.processes.process import ProcessPart, ProcessPlace, compute
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import OffloadFolder
-from h2o_flexgen.memory.shared import file_in_memory
+from h2o_flexgen.memory.host import file_in_memory
 
 START = """\
 import json, signal, sys

@@ -13,8 +13,7 @@ import ray
 
 from h2o_flexgen.checkpoints.stale_files import RAY_PREFIX, held_folder
 from h2o_flexgen.cli.batch_request import LOCAL, RAY, WORKERS, RayRequest
-from h2o_flexgen.core.cores import cores
-from h2o_flexgen.core.folders import folder_of_sockets
+from h2o_flexgen.core.environment import cores, folder_of_sockets
 from h2o_flexgen.core.hints import one_line
 from h2o_flexgen.engine.thread_options import quota_cores, threads_beside
 

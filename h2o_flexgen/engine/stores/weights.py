@@ -22,7 +22,7 @@ from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.checkpoints.stored_tensors import Located, Segment
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, decoded_bytes, keeps_its_place, part_starts, read_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.engine.stores.needed_experts import NOTHING, Wanted
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import PRODUCT
@@ -31,9 +31,8 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, Stead
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.memories import Memories, Ring
+from h2o_flexgen.memory.memories import Memories, Ring, site_of
 from h2o_flexgen.memory.pack import DTYPES, Layout, Pack, PackEntry, Range, copies_between, slices
-from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit

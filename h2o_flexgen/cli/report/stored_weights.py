@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from h2o_flexgen.cli.report.entry import Entry, entry
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import Fp4, Fp8, Int4
@@ -48,15 +49,16 @@ class StoredWeights:
         kind = checkpoint.origins[0].suffix.removeprefix(".")
         return cls(kind, opened.quantisation, forms_of(opened.spec(Plan()), checkpoint.dtype))
 
-    def line(self) -> str:
+    def _line(self) -> str:
         found = f"{self.kind}, {self.method}" if self.method else self.kind
         if len(self.formats) == 1:
             return f"{found}: {self.formats[0]}"
         shares = [f"{100 * format.share:.0f} % in {format}" for format in self.formats]
         return f"{found}: of the values {', '.join(shares)}"
 
-    def as_json(self) -> dict[str, object]:
-        return {"files": self.kind, "method": self.method or None, "forms": [format.as_json() for format in self.formats]}
+    def entry(self) -> Entry:
+        forms = [format.as_json() for format in self.formats]
+        return entry("found", self._line(), stored={"files": self.kind, "method": self.method or None, "forms": forms})
 
 
 def forms_of(spec: ModelSpec, plain: str) -> tuple[FormatShare, ...]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
-from h2o_flexgen.cli.run_request import NamedByPlan
-from h2o_flexgen.cli.summary import (
+from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
+from h2o_flexgen.cli.report.summary import (
     Timing,
     append_log,
     completion_lines,
@@ -24,12 +24,12 @@ from h2o_flexgen.cli.summary import (
     log_name,
     measured,
     say_broken,
-    summary_lines,
-    timing_json,
+    summary,
 )
+from h2o_flexgen.cli.run_request import NamedByPlan
 from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, table
 from h2o_flexgen.cli.watch import RunWatch
-from h2o_flexgen.core.layer_name import LayerName
+from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.thread_options import get_num_threads
 from h2o_flexgen.memory.host import peak_resident_bytes
@@ -65,18 +65,21 @@ class RunOutcome:
     def tell(self) -> None:
         if self.job.output is not None:
             self.job.output.finish(self.completions)
-        summary = summary_lines(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
         say(self._texts())
         say(self._pictures())
         if self.job.predicted is not None:
-            say(["", *self.job.predicted.lines(self.stats), *self._missed_limit()])
-        say(["", *summary])
+            say(["", *self.job.predicted.beside(self.stats), *self._missed_limit()])
+        say(["", *lines_of(self._summary)])
         say_broken(self.stats.peaks)
         rates = self._rates_of_machine()
         try:
-            self._write_files(summary)
+            self._write_files(lines_of(self._summary))
         finally:  # last, to include what measuring the machine has held; and also if a file cannot be written
             print(json.dumps(self._json(rates)), flush=True)
+
+    @cached_property
+    def _summary(self) -> Sequence[Entry]:
+        return summary(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
 
     def _write_files(self, summary: Sequence[str]) -> None:
         files = self.job.request.files
@@ -158,7 +161,7 @@ class RunOutcome:
         steps = stats.step_seconds
         return {
             **job.plan_report.as_json(),
-            **timing_json(self.timing),
+            **document_of(self._summary),
             "load_seconds": round(self.watch.load_seconds, 6),
             "step_seconds_median": round(statistics.median(steps), 6) if steps else None,
             **stats.peaks.as_json(),

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.cli.plan_report import NAMES
+from h2o_flexgen.cli.report.entry import Entry, noted, told
+from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
@@ -164,23 +165,25 @@ def step_seconds_of(ends: Mapping[int, float], layers: int) -> float:
 # -- FlexGen's summary -----------------------------------------------------------------------------------------------------
 
 
-def summary_lines(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int) -> list[str]:
+def summary(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int) -> list[Entry]:
     """The summary in the layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
     slots = sum(length + workload.gen_len for length in workload.prompt_lens)
     cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)
     hidden = slots * spec.width * spec.itemsize
     sizes = {"model size": spec.weight_bytes, "cache size": cache, "hidden size (p)": hidden}
     return [
-        "\t".join(f"{name}: {nbytes / GIB:.3f} GiB" for name, nbytes in sizes.items()),
-        f"peak gpu mem: {peak_device_bytes / GIB:.3f} GiB\tprojected: {timing.projected}",
-        _pair("prefill", timing.prefill_seconds, timing.prefill_tokens_per_second),
-        _pair("decode", timing.decode_seconds, timing.decode_tokens_per_second),
-        _pair("total", timing.total_seconds, timing.tokens_per_second),
+        told("\t".join(f"{name}: {nbytes / GIB:.3f} GiB" for name, nbytes in sizes.items())),
+        noted(prompt_tokens=timing.prompt_tokens, generated_tokens=timing.generated_tokens),
+        told(f"peak gpu mem: {peak_device_bytes / GIB:.3f} GiB\tprojected: {timing.projected}", projected=timing.projected),
+        _pair("prefill", timing.prefill_seconds, timing.prefill_tokens_per_second, "prefill_tokens_per_second"),
+        _pair("decode", timing.decode_seconds, timing.decode_tokens_per_second, "decode_tokens_per_second"),
+        _pair("total", timing.total_seconds, timing.tokens_per_second, "tokens_per_second"),
     ]
 
 
-def _pair(phase: str, seconds: float, rate: float) -> str:
-    return f"{phase} latency: {seconds:.3f} s\t{phase} throughput: {rate:.3f} token/s"
+def _pair(phase: str, seconds: float, rate: float, rate_key: str) -> Entry:
+    words = f"{phase} latency: {seconds:.3f} s\t{phase} throughput: {rate:.3f} token/s"
+    return told(words, **{f"{phase}_seconds": round(seconds, 6), rate_key: round(rate, 3)})
 
 
 def log_name(model: str, plan: Plan, prompt_len: int, gen_len: int) -> str:
@@ -193,21 +196,6 @@ def log_name(model: str, plan: Plan, prompt_len: int, gen_len: int) -> str:
 def append_log(file: Path, lines: Sequence[str]) -> None:
     with file.open("a", encoding="utf-8") as log:
         log.write("\n".join(lines) + "\n")
-
-
-# -- JSON ------------------------------------------------------------------------------------------------------------------
-
-
-def timing_json(timing: Timing) -> Mapping[str, object]:
-    seconds = ("prefill_seconds", "decode_seconds", "total_seconds")
-    rates = ("prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second")
-    return {
-        "prompt_tokens": timing.prompt_tokens,
-        "generated_tokens": timing.generated_tokens,
-        **{name: round(getattr(timing, name), 6) for name in seconds},
-        **{name: round(getattr(timing, name), 3) for name in rates},
-        "projected": timing.projected,
-    }
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import system_share
-from h2o_flexgen.cli.plan_report import NAMES, PlanReport, Predicted
 from h2o_flexgen.cli.plan_request import PlanRequest
-from h2o_flexgen.cli.stored_weights import StoredWeights
-from h2o_flexgen.cli.terminal import page_width, table
-from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, table_of, told
+from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport
+from h2o_flexgen.cli.report.predicted import Predicted
+from h2o_flexgen.cli.report.stored_weights import StoredWeights
+from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.formats.table import PLAIN
@@ -26,7 +27,6 @@ from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
-HEAD = ("block", "percent", "buffers", "weights, KV as", "all prefills s", "s/step", "tokens/s", "one block s")
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
 BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
@@ -82,63 +82,45 @@ class FoundReport:
     def flags(self) -> list[str]:
         return self.request.run_flags(self.found.best.plan)
 
-    # -- lines ---------------------------------------------------------------------------------------------------------
-
     def lines(self) -> list[str]:
-        return [self._machine(), *self.plan_report.lines(), "", *self._expected(), *self._others()]
+        return lines_of(self.entries())
 
-    def _machine(self) -> str:
-        left = system_share(self.request.machine, self.request.site)
+    def as_json(self) -> dict[str, object]:
+        return document_of(self.entries())
+
+    def entries(self) -> Iterator[Entry]:
+        yield self._of_machine()
+        yield from self.plan_report.entries()
+        yield told("")
+        yield from self.why.entries(with_more=self.is_searched)
+        yield from self._expected()
+        yield from self._searched()
+
+    def _of_machine(self) -> Entry:
+        name, left = self.problem.machine.name, dict(system_share(self.request.machine, self.request.site))
         shares = " and ".join(f"{format_bytes(nbytes)} of {NAMES[tier]} memory" for tier, nbytes in left.items())
-        return f"machine   {self.problem.machine.name}" + (f"; {shares} left to its system" if shares else "")
+        words = f"{name}; {shares} left to its system" if shares else name
+        return entry("machine", words, machine=name, left_to_system_bytes=left)
 
-    def _expected(self) -> Iterator[str]:
-        one, prediction = self.found.best, self.found.best.prediction
-        yield from self.why.lines(with_more=self.is_searched)
-        yield (
-            f"expected  prefill {prediction.prefill_seconds:.3f} s {self._of_blocks}, "
+    def _expected(self) -> Iterator[Entry]:
+        one, prediction, gpus = self.found.best, self.found.best.prediction, self.request.site.gpus
+        yield entry(
+            "expected",
+            f"prefill {prediction.prefill_seconds:.3f} s {self._of_blocks}, "
             f"{prediction.step_seconds:.4f} s a decode step, {one.tokens_per_second:.3f} tokens/s, "
-            f"{one.block_seconds:.3f} s until one block is over"
+            f"{one.block_seconds:.3f} s until one block is over",
+            predicted=self._predicted(prediction),
         )
-        if (gpus := self.request.site.gpus) > 1:
+        if gpus > 1:
             each = "each of them, beside the others; weights in CPU memory are held once"
-            yield f"together  {gpus} processes: {gpus * one.tokens_per_second:.3f} tokens/s; all else is that of {each}"
-        yield f"run       {RUN} {shlex.join(self.flags)}"
+            together = f"{gpus * one.tokens_per_second:.3f} tokens/s; all else is that of {each}"
+            yield entry("together", f"{gpus} processes: {together}")
+        yield entry("run", f"{RUN} {shlex.join(self.flags)}", flags=self.flags)
 
     @property
     def _of_blocks(self) -> str:
         count = len(self.planned.blocks)
         return "of the one block" if count == 1 else f"of all {count} blocks together"
-
-    def _others(self) -> Iterator[str]:
-        if not self.is_searched:
-            return
-        yield f"searched  {self.found.cases} sizes and codecs in {self.search_seconds:.1f} s"
-        yield f"chosen    {rule_of(self.problem)}"
-        equal, others = self.found.runners_up[: self.found.equals], self.found.runners_up[self.found.equals :]
-        for title, candidates in (("counted as equal to it:", equal), ("next best:", others)):
-            if candidates:
-                yield from ("", title, *candidate_lines(candidates))
-        yield from ("", "from the soonest end to most tokens per second:", *candidate_lines(self.found.front))
-
-    # -- JSON ----------------------------------------------------------------------------------------------------------
-
-    def as_json(self) -> dict[str, object]:
-        why = self.why
-        return {
-            **self.plan_report.as_json(),
-            "predicted": self._predicted(self.found.best.prediction),
-            "busiest_lane": why.busiest_lane,
-            "lane_seconds_per_step": {lane: round(seconds, 6) for lane, seconds in why.lane_seconds.items()},
-            "binding_tier": why.binding_tier,
-            "runners_up": [candidate_json(one) for one in self.found.runners_up],
-            "front": [candidate_json(one) for one in self.found.front],
-            "flags": self.flags,
-            "machine": self.problem.machine.name,
-            "left_to_system_bytes": dict(system_share(self.request.machine, self.request.site)),
-            "cases": self.found.cases,
-            "search_seconds": self.search_seconds,
-        }
 
     def _predicted(self, one: Prediction) -> dict[str, object]:
         """The prediction under the names that the run command measures by. Steps change slowly, so their mean stands for the
@@ -155,43 +137,46 @@ class FoundReport:
             },
         }
 
+    def _searched(self) -> Iterator[Entry]:
+        """What else was found; nothing is told of it where a plan was given."""
+        found, seconds = self.found, self.search_seconds
+        equal, others = found.runners_up[: found.equals], found.runners_up[found.equals :]
+        entries = [
+            entry("searched", f"{found.cases} sizes and codecs in {seconds:.1f} s", cases=found.cases, search_seconds=seconds),
+            entry("chosen", rule_of(self.problem)),
+            *_candidates("counted as equal to it:", equal),
+            *_candidates("next best:", others),
+            noted(runners_up=[document_of(candidate_entries(one)) for one in found.runners_up]),
+            *_candidates("from the soonest end to most tokens per second:", found.front),
+            noted(front=[document_of(candidate_entries(one)) for one in found.front]),
+        ]
+        yield from entries if self.is_searched else (noted(**document_of(entries)),)
 
-def candidate_lines(candidates: Iterable[Candidate]) -> list[str]:
-    return table([HEAD, *(_row(one) for one in candidates)], page_width())
+
+def _candidates(title: str, candidates: Sequence[Candidate]) -> Iterator[Entry]:
+    if candidates:
+        yield told("", title, *table_of([candidate_entries(one) for one in candidates]))
 
 
-def _row(one: Candidate) -> list[str]:
+def candidate_entries(one: Candidate) -> list[Entry]:
+    """A row of a table of plans; the labels are its head."""
     plan, prediction = one.plan, one.prediction
     kept = "as they are" if plan.weight_codec == plan.kv_codec == PLAIN else f"{plan.weight_codec}, {plan.kv_codec}"
-    products = "" if plan.compute == EXACT else f"; {plan.compute}"
+    kept += "" if plan.compute == EXACT else f"; {plan.compute}"
+    prefill, block, rate = prediction.prefill_seconds, one.block_seconds, one.tokens_per_second
+    sizes = f"{plan.gpu_batch_size} x {plan.num_gpu_batches}"
+    percent = list(plan.percent)
     return [
-        f"{plan.gpu_batch_size} x {plan.num_gpu_batches}",
-        " ".join(f"{share:g}" for share in plan.percent),
-        str(plan.buffers),
-        kept + products,
-        f"{prediction.prefill_seconds:.3f}",
-        f"{prediction.step_seconds:.4f}",
-        f"{one.tokens_per_second:.3f}",
-        f"{one.block_seconds:.3f}",
+        entry("block", sizes, gpu_batch_size=plan.gpu_batch_size, num_gpu_batches=plan.num_gpu_batches),
+        entry("percent", " ".join(f"{share:g}" for share in percent), percent=percent),
+        entry("buffers", str(plan.buffers), slots=plan.buffers),
+        entry("weights, KV as", kept, weight_codec=plan.weight_codec, kv_codec=plan.kv_codec, compute=plan.compute),
+        noted(attend_on=plan.attend_on),
+        entry("all prefills s", f"{prefill:.3f}", prefill_seconds=round(prefill, 6)),
+        entry("s/step", f"{prediction.step_seconds:.4f}", decode_seconds=round(prediction.decode_seconds, 6)),
+        entry("tokens/s", f"{rate:.3f}", tokens_per_second=round(rate, 3)),
+        entry("one block s", f"{block:.3f}", block_seconds=round(block, 6)),
     ]
-
-
-def candidate_json(one: Candidate) -> dict[str, object]:
-    plan, prediction = one.plan, one.prediction
-    return {
-        "gpu_batch_size": plan.gpu_batch_size,
-        "num_gpu_batches": plan.num_gpu_batches,
-        "percent": list(plan.percent),
-        "slots": plan.buffers,
-        "weight_codec": plan.weight_codec,
-        "kv_codec": plan.kv_codec,
-        "compute": plan.compute,
-        "attend_on": plan.attend_on,
-        "prefill_seconds": round(prediction.prefill_seconds, 6),
-        "decode_seconds": round(prediction.decode_seconds, 6),
-        "tokens_per_second": round(one.tokens_per_second, 3),
-        "block_seconds": round(one.block_seconds, 6),
-    }
 
 
 # -- why ---------------------------------------------------------------------------------------------------------------
@@ -283,9 +268,10 @@ class Why:
 
     # -- in words ------------------------------------------------------------------------------------------------------
 
-    def lines(self, with_more: bool) -> Iterator[str]:
-        yield f"why       {self._lane_line()}"
-        yield f"          {self._memory_line(with_more)}"
+    def entries(self, with_more: bool) -> Iterator[Entry]:
+        seconds = {lane: round(seconds, 6) for lane, seconds in self.lane_seconds.items()}
+        words = (self._lane_line(), self._memory_line(with_more))
+        yield entry("why", words, busiest_lane=self.busiest_lane, lane_seconds_per_step=seconds, binding_tier=self.binding_tier)
 
     def _lane_line(self) -> str:
         lane, step = self.busiest_lane, "decode step" if self.steps != [0] else "prefill"
