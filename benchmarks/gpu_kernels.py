@@ -26,9 +26,9 @@ from torch import Tensor
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.stores.kv import image_over
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.formats.kernel_table import PRODUCT
 from h2o_flexgen.formats.table import PLAIN
-from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import in_use

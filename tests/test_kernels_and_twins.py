@@ -25,11 +25,10 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_table import EXACT, TORCH
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels import native
-from h2o_flexgen.kernels.evict import evict_twin, weighed
+from h2o_flexgen.kernels.evict import Notes, evict_twin, weighed
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.group_encode import group_encode_twin
-from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows_twin
-from h2o_flexgen.kernels.newest import Notes
+from h2o_flexgen.kernels.group_codes import group_encode_twin
+from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows_twin
 from h2o_flexgen.kv import slot_scores
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.slot_scores import SlotScores

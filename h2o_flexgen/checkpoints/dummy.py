@@ -34,7 +34,7 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.formats.sectioned import FP4, Fp4
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.stored_parts import sections_of
+from h2o_flexgen.kernels.stored_values import sections_of
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE, FP4_EXPONENT = 0.02, 120  # random codes are about 3 on average: 2 ** -7 of that is as much

@@ -27,7 +27,7 @@ from h2o_flexgen.checkpoints.unpacking import (
     order_of,
 )
 from h2o_flexgen.formats.sectioned import MIDDLE, Int4
-from h2o_flexgen.kernels.stored_parts import sections_of
+from h2o_flexgen.kernels.stored_values import sections_of
 
 WORD = "I32"
 

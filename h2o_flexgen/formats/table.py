@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from h2o_flexgen.formats.blocked import BLOCKED
-from h2o_flexgen.formats.grouped import Grouped
+from h2o_flexgen.formats.grouped import Grouped, Tiled
 from h2o_flexgen.formats.plain import PlainFormat
 from h2o_flexgen.formats.sectioned import FP4, FP8, INT4, WHOLE, Sectioned
-from h2o_flexgen.formats.tiled import Tiled
 
 
 class Format(Protocol):

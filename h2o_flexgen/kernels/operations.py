@@ -39,14 +39,14 @@ from h2o_flexgen.formats.kernel_table import (
     choose,
 )
 from h2o_flexgen.formats.table import FORMATS, PLAIN
+from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kernels.evict import Leaving, Newest, Notes
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
-from h2o_flexgen.kernels.gating import gated_silu_twin
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import RotationAngles
+from h2o_flexgen.kernels.row_functions import gated_silu_twin
 
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
 

@@ -15,10 +15,9 @@ from h2o_flexgen.formats.grouped import GROUP
 from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.formats.sectioned import Fp4, Int4
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.int8_rows import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
+from h2o_flexgen.kernels.int8_product import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
-from h2o_flexgen.kernels.stored_matrix import MatrixInC, number_in_c, order_of
-from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts
+from h2o_flexgen.kernels.stored_values import IntegerParts, MatrixInC, blocked_parts, number_in_c, order_of, sectioned_parts
 
 Whole = Blocked | Fp4 | Int4  # formats of whole numbers
 SIXTEENS = "q6_K"  # the format of which 16 inputs share a scale; of other blocks it is 32

@@ -16,11 +16,11 @@ from torch import Tensor
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.formats.kernel_table import SUM
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kernels.evict import Notes
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
-from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges import Held, Judge, Written
 from h2o_flexgen.kv.prompt_reading import PromptReading

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.blocked import BLOCKED, Blocked
 from h2o_flexgen.formats.sectioned import FP4, Fp8, Int4, section_starts
-from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.stored_values import Stored
 
 SOME = (
     *BLOCKED,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.tiled import TILE, Tiled
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.group_codes import tile_decode_twin, tile_encode_twin
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
-from h2o_flexgen.kernels.tile_rows import tile_decode_twin, tile_encode_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 

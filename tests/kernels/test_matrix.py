@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from h2o_flexgen.formats.grouped import TILE
 from h2o_flexgen.formats.kernel_table import INT8_PRODUCT
 from h2o_flexgen.formats.table import FORMATS, PLAIN, STORED, TILED
-from h2o_flexgen.formats.tiled import TILE
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix, linear_of_each
 from h2o_flexgen.kernels.operations import decode, encode, plain_product

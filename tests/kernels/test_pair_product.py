@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.formats.kernel_table import PAIRS
 from h2o_flexgen.formats.plain import PlainFormat
-from h2o_flexgen.formats.tiled import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.group_codes import tile_encode_twin
 from h2o_flexgen.kernels.native import variants
-from h2o_flexgen.kernels.pair_product import pair_product, pair_product_twin
-from h2o_flexgen.kernels.tile_rows import tile_encode_twin
+from h2o_flexgen.kernels.products import pair_product, pair_product_twin
 from tests.kernels.variants import used
 
 FORMATS: list[PlainFormat | Tiled] = [PlainFormat(), Tiled(4), Tiled(8)]

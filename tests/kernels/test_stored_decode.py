@@ -9,8 +9,7 @@ from torch import Tensor
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.table import STORED
 from h2o_flexgen.kernels.operations import decode
-from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
-from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.stored_values import Stored, blocked_decode_twin, sectioned_decode_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, used, without

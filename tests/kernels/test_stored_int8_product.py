@@ -14,7 +14,7 @@ from h2o_flexgen.formats.sectioned import Int4
 from h2o_flexgen.formats.table import FP4, INT4
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.stored_int8_product import Whole, part_of, stored_int8_product, stored_int8_product_twin
-from h2o_flexgen.kernels.stored_parts import blocked_parts, sectioned_parts
+from h2o_flexgen.kernels.stored_values import blocked_parts, sectioned_parts
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used

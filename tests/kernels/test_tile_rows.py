@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.formats.tiled import Tiled
-from h2o_flexgen.kernels.group_decode import group_decode_twin
-from h2o_flexgen.kernels.group_encode import group_encode_twin
-from h2o_flexgen.kernels.tile_rows import (
+from h2o_flexgen.formats.grouped import Tiled
+from h2o_flexgen.kernels.group_codes import (
+    group_decode_twin,
+    group_encode_twin,
     tile_decode,
     tile_decode_rows,
     tile_decode_rows_twin,

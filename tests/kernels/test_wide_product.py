@@ -12,7 +12,7 @@ from torch.nn import functional
 from h2o_flexgen.formats.kernel_table import FUSED
 from h2o_flexgen.formats.plain import PlainFormat
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin
+from h2o_flexgen.kernels.products import wide_product, wide_product_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 

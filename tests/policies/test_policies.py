@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import MAX, SUM
-from h2o_flexgen.kernels.column_sums import column_sums
+from h2o_flexgen.kernels.prompt_attention import column_sums
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import Judge, Linear
 from h2o_flexgen.kv.judges import judge_of as judge_that_needs_no_file

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone, PartFigures
+from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone
 from h2o_flexgen.cli.processes.process import PromptsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
 from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
@@ -21,7 +21,7 @@ from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stats import Peaks
+from h2o_flexgen.engine.stats import Peaks, Stats
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.completion import Completion
@@ -29,6 +29,11 @@ from h2o_flexgen.sampling.sampler import resolve_seed
 
 if TYPE_CHECKING:
     from h2o_flexgen.cli.run_work import RunJob
+
+SHOWN = (
+    "num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds", "decode_seconds", "moved_bytes", "busy_seconds",
+    "peak_bytes", "shrunk",
+)  # fmt: skip  # figures of each process in the JSON
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class RunApart:
     job: RunJob
     seed: int
     completions: list[Completion] = field(default_factory=list)
-    figures: dict[int, PartFigures] = field(default_factory=dict)  # of each process that has ended
+    stats: dict[int, Stats] = field(default_factory=dict)  # of each process that has ended
     names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
@@ -75,7 +80,8 @@ class RunApart:
         elif isinstance(news, Noted):
             progress.note(f"process {number}: {news.line}")
         elif isinstance(news, PartDone):
-            self.figures[number] = news.figures
+            assert news.stats is not None, "each process has a prompt"
+            self.stats[number] = news.stats
         else:
             assert isinstance(news, (AtStage, BrokenRequest, Tick)), news
 
@@ -84,15 +90,15 @@ class RunApart:
     @property
     def timing(self) -> Timing:
         """Processes run at the same time: the one that takes longest counts."""
-        each = self.figures.values()
+        each = self.stats.values()
         prefill, decode = (max(getattr(one, name) for one in each) for name in ("prefill_seconds", "decode_seconds"))
         prompts, generated = (sum(getattr(one, name) for one in each) for name in ("prompt_tokens", "generated_tokens"))
         return Timing(len(self.completions), prompts, generated, prefill, decode)
 
     def peaks(self, shared: int) -> Peaks:
         """The peaks of memory: on a device of one process, elsewhere of all together. They share the weights in host memory."""
-        each = {tier: [one.peak_bytes.get(tier, 0) for one in self.figures.values()] for tier in TIERS}
-        beside = {HOST: peak_resident_bytes() - shared * (len(self.figures) - 1)}
+        each = {tier: [one.peak_bytes.get(tier, 0) for one in self.stats.values()] for tier in TIERS}
+        beside = {HOST: peak_resident_bytes() - shared * (len(self.stats) - 1)}
         held = {tier: max(peaks) if tier == DEVICE else sum(peaks) + beside.get(tier, 0) for tier, peaks in each.items()}
         return Peaks(held, self.job.llm.limits.exceeded_by(held))
 
@@ -110,7 +116,7 @@ class RunApart:
 
     def _table(self) -> list[str]:
         rows = [["process", "device", "prompts", "tokens", "prefill s", "decode s", "busiest lane"]]
-        for number, one in sorted(self.figures.items()):
+        for number, one in sorted(self.stats.items()):
             seconds = f"{one.prefill_seconds:.3f}", f"{one.decode_seconds:.3f}"
             busiest = max(one.busy_seconds, key=lambda lane: one.busy_seconds[lane], default="")
             counts = str(one.num_prompts), str(one.generated_tokens)
@@ -119,7 +125,10 @@ class RunApart:
 
     def _json(self, told: Sequence[Entry], peaks: Peaks, shared: int) -> dict[str, object]:
         job = self.job
-        each = [{"device": self.names[number], **asdict(one)} for number, one in sorted(self.figures.items())]
+        each = [
+            {"device": self.names[number], **{name: getattr(one, name) for name in SHOWN}}
+            for number, one in sorted(self.stats.items())
+        ]
         return {
             **job.plan_as_json(),
             **document_of(told),

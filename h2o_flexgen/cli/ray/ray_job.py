@@ -19,8 +19,16 @@ from h2o_flexgen.cli.interrupts import Aside
 from h2o_flexgen.cli.job_run import Listening
 from h2o_flexgen.cli.open_llm import llm_arguments
 from h2o_flexgen.cli.ray.cluster import Pool, answer_sigterm_again, connected, joined, waiting
-from h2o_flexgen.cli.ray.handing import Handing, Lost, WaitingPortions, cut, cut_evenly, new_actor
-from h2o_flexgen.cli.ray.worker import SharedJob, WorkerMessage
+from h2o_flexgen.cli.ray.workers import (
+    Handing,
+    Lost,
+    SharedJob,
+    WaitingPortions,
+    WorkerMessage,
+    cut,
+    cut_evenly,
+    new_actor,
+)
 from h2o_flexgen.cli.slow import SLOW, one_worker_reason, small_job_reason
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import Workload

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.gpu.stored_layout import layout_of, load_bytes, parts_of
 from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
-from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.stored_values import Stored
 
 WORDS = 512  # that a program reads
 MOST_WORDS = 128  # of one row

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import MIDDLE, Fp4, Fp8
-from h2o_flexgen.kernels.stored_matrix import E8M0, Stored
-from h2o_flexgen.kernels.stored_parts import sections_of
+from h2o_flexgen.kernels.stored_values import E8M0, Stored, sections_of
 
 INTEGER, FP4, FP8 = tl.constexpr("integer"), tl.constexpr("fp4"), tl.constexpr("fp8")  # kinds of codes
 SCALE, SCALE_AND_MINIMUM = tl.constexpr("scale"), tl.constexpr("scale and minimum")  # of a block, as float16

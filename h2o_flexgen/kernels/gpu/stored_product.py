@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
 from h2o_flexgen.kernels.gpu.stored_layout import layout_of, load_bytes, parts_of
 from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
-from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.stored_values import Stored
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 OUTPUTS_AT_ONCE, WITH_HALVES = 8, 4  # outputs that meet what was loaded of the rows

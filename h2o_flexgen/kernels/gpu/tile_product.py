@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.formats.grouped import groups_of
-from h2o_flexgen.formats.tiled import TILE as TILE_OUTPUTS
-from h2o_flexgen.formats.tiled import Tiled
+from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
+from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
 

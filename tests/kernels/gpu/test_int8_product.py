@@ -7,12 +7,10 @@ from math import inf, nan
 import pytest
 import torch
 
-from h2o_flexgen.formats.tiled import TILE, Tiled
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.int8_product import int8_product
-from h2o_flexgen.kernels.gpu.int8_rows import int8_rows
-from h2o_flexgen.kernels.int8_product import int8_product_twin
-from h2o_flexgen.kernels.int8_rows import int8_rows_twin
+from h2o_flexgen.kernels.gpu.int8_product import int8_product, int8_rows
+from h2o_flexgen.kernels.int8_product import int8_product_twin, int8_rows_twin
 from tests.kernels.test_int8_product import packed, same, x_of
 
 SHAPES = [(1, 64), (3, 5), (130, 100), (33, 576)]  # outputs, inputs

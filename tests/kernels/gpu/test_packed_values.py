@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.grouped import Grouped
-from h2o_flexgen.formats.tiled import TILE, Tiled
-from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
-from h2o_flexgen.kernels.gpu.group_decode import group_decode
-from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
-from h2o_flexgen.kernels.group_decode import group_decode_twin
-from h2o_flexgen.kernels.group_encode import group_encode_twin
-from h2o_flexgen.kernels.tile_rows import tile_decode_rows_twin, tile_decode_twin, tile_encode_twin
+from h2o_flexgen.formats.grouped import TILE, Grouped, Tiled
+from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
+from h2o_flexgen.kernels.group_codes import (
+    group_decode_twin,
+    group_encode_twin,
+    tile_decode_rows_twin,
+    tile_decode_twin,
+    tile_encode_twin,
+)
 from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_group_encode import SPREADS
 

@@ -16,8 +16,7 @@ from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
-from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
-from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.stored_values import Stored, blocked_decode_twin, sectioned_decode_twin
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 
 ODD = Fp8(1, 32, "e8m0")  # rows of any number of inputs, which begin in the middle of a word

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from h2o_flexgen.formats.tiled import TILE, Tiled
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.int8_product import int8_product
 from tests.kernels.gpu.launch import Launch

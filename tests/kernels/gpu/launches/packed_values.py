@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.grouped import Grouped
-from h2o_flexgen.formats.tiled import TILE, Tiled
-from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
-from h2o_flexgen.kernels.gpu.group_decode import group_decode
-from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
+from h2o_flexgen.formats.grouped import TILE, Grouped, Tiled
+from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
 from tests.kernels.gpu.launch import Launch
 
 WIDTH, HEAD, HEADS = 4096, 128, 32

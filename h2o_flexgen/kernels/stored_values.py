@@ -1,19 +1,25 @@
-"""What the bytes of a checkpoint's own format mean, in torch: codes, and the numbers that some of them share.
-
-Every format of whole numbers is w = (code - zero) * scale + minimum, with unsigned codes; zero, scale and minimum belong to a
-group of 16 to 128 inputs of an output. In float32 that gives the bits of the format's own definition.
-"""
+"""What the bytes of a checkpoint's own format mean: in torch, as C is told of them, and decoded."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.sectioned import MIDDLE, Fp4, Fp8, Int4, Sectioned, section_starts
+from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.kernel_sizes import DTYPES, twin_values
+from h2o_flexgen.formats.sectioned import MIDDLE, SCALE_BYTES, Fp4, Fp8, Int4, Sectioned, section_starts
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.raw_memory import address_of
+
+# -- stored parts ----------------------------------------------------------------------------------------------------------
+# What the bytes of a checkpoint's own format mean, in torch: codes, and the numbers that some of them share. Every format
+# of whole numbers is w = (code - zero) * scale + minimum, with unsigned codes; zero, scale and minimum belong to a group of
+# 16 to 128 inputs of an output. In float32 that gives the bits of the format's own definition.
 
 FP4_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
 FP4_ZERO = 12  # is added, so that codes of FP4 are unsigned
@@ -196,3 +202,109 @@ _PARTS: Mapping[str, Callable[[Tensor, int], IntegerParts]] = {
     "q6_K": _q6_k,
     "mxfp4": _mxfp4,
 }
+
+
+# -- stored matrix ---------------------------------------------------------------------------------------------------------
+# A matrix in a checkpoint's own format, as C is told of it: stored_values.h has the same fields.
+
+E8M0 = "e8m0"  # of Fp4
+EVERY_INPUT = 40  # more inputs, as a power of two, than any matrix has
+Stored = Blocked | Fp8 | Fp4 | Int4
+FORMS = (*(format.name for format in BLOCKED), Fp8, Fp4, Int4)  # as C numbers them
+
+
+class MatrixInC(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
+        *((name, ctypes.c_long) for name in ("code_row", "scale_row", "zero_row", "scale_rows")),
+        *((name, ctypes.c_long) for name in ("outputs", "inputs")),
+        *((name, ctypes.c_int) for name in ("scale_shift", "scale_kind")),
+    )
+
+    @classmethod
+    def of(cls, format: Stored, data: Tensor, outputs: int, inputs: int) -> MatrixInC:
+        """data (rows, bytes of a row), or (1, bytes) of sections"""
+        nbytes, scales, zeros, sizes = _shape(format, outputs, inputs)
+        assert data.numel() == nbytes and data.is_contiguous(), (format, data.shape, outputs, inputs)
+        at = address_of(data)
+        return cls(at, None if scales is None else at + scales, None if zeros is None else at + zeros, *sizes)
+
+
+@lru_cache
+def _shape(format: Stored, outputs: int, inputs: int) -> tuple[int, int | None, int | None, tuple[int, ...]]:
+    """What all matrices of a format and size have in common: bytes, where scales and zeros lie, and what else C is told."""
+    nbytes = format.nbytes((outputs, inputs), 0)
+    if isinstance(format, Blocked):
+        return nbytes, None, None, (format.nbytes((1, inputs), 0), 0, 0, 1, outputs, inputs)
+    starts, (rows, columns) = section_starts(format, (outputs, inputs)), _sharing(format, outputs)
+    kind = format.scale if isinstance(format, (Fp8, Int4)) else E8M0
+    code_row, groups = inputs if isinstance(format, Fp8) else inputs // 2, -(-inputs // (columns or inputs))
+    zeros = starts[2] if isinstance(format, Int4) and format.zeros else None
+    shift = columns.bit_length() - 1 if columns else EVERY_INPUT
+    sizes = (code_row, groups * SCALE_BYTES[kind], groups, rows, outputs, inputs, shift, (*DTYPES, E8M0).index(kind))
+    return nbytes, starts[1], zeros, sizes
+
+
+def number_in_c(format: Stored) -> int:
+    return FORMS.index(format.name if isinstance(format, Blocked) else type(format))
+
+
+def order_of(format: Stored, data: Tensor, outputs: int, inputs: int) -> Tensor | None:
+    """The input that each column of codes belongs to, int32 (inputs,), where that is not its own."""
+    if isinstance(format, Int4) and format.ordered:
+        return sections_of(format, data, outputs, inputs)[-1].view(torch.int32)
+    return None
+
+
+def _sharing(format: Fp8 | Fp4 | Int4, outputs: int) -> tuple[int, int]:
+    """The outputs that share scales, and the inputs that share one, a power of two; 0 means all."""
+    return (format.block_rows or outputs, format.block_columns) if isinstance(format, Fp8) else (1, format.group)
+
+
+# -- stored decode ---------------------------------------------------------------------------------------------------------
+# Values of matrices in a checkpoint's own format, decoded. C and torch give the same bits.
+
+
+def stored_decode(format: Stored, data: Tensor, out: Tensor) -> None:
+    """Decodes data (rows, bytes of a row), or (1, bytes) of a format in sections, into out (rows, columns)."""
+    matrix, order = MatrixInC.of(format, data, *out.shape), order_of(format, data, *out.shape)
+    places = (ctypes.byref(matrix), None if order is None else pointer(order), pointer(out, writes=True))
+    numbers = map(ctypes.c_int, (number_in_c(format), KINDS[out.dtype], torch.get_num_threads()))
+    native_library().stored_decode(*places, *numbers)
+
+
+def stored_decode_twin(format: Blocked | Fp8 | Fp4 | Int4, data: Tensor, out: Tensor) -> None:
+    """Decodes data of either family into out (outputs, inputs)."""
+    if isinstance(format, Blocked):
+        blocked_decode_twin(format, data, out)
+    else:
+        sectioned_decode_twin(format, data, out)
+
+
+def blocked_decode_twin(format: Blocked, data: Tensor, out: Tensor) -> None:
+    """Decodes data (rows, bytes of a row) into out (rows, columns), some rows at a time."""
+    step = max(1, twin_values(out.device.type) // max(1, out.shape[1]))
+    for row in range(0, len(out), step):
+        part = slice(row, row + step)
+        out[part] = blocked_parts(format, data[part]).values
+
+
+def sectioned_decode_twin(format: Fp8 | Fp4 | Int4, data: Tensor, out: Tensor) -> None:
+    """Decodes data (1, bytes) into out (outputs, inputs)."""
+    if isinstance(format, Fp8):
+        _fp8_decode(format, data, out)
+    else:
+        out.copy_(sectioned_parts(format, data, *out.shape).values)
+
+
+def _fp8_decode(format: Fp8, data: Tensor, out: Tensor) -> None:
+    """Decodes block row by block row, with scales that are widened to one for each value."""
+    rows, columns = out.shape
+    codes, scales = fp8_parts(format, data, rows, columns)
+    height, width = format.block_rows or rows, format.block_columns or columns
+    if height == 1:
+        out.copy_(codes.float().mul_(scales.repeat_interleave(width, dim=1)[:, :columns]))
+        return
+    for number, own in enumerate(scales):
+        part = slice(number * height, (number + 1) * height)
+        out[part] = codes[part].float() * own.repeat_interleave(width)[:columns]

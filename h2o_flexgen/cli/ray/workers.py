@@ -1,11 +1,12 @@
-"""Hands out requests to workers: each gets a portion at a time, and where one dies, another takes its place. At the end of a
-portion few rows run, so there are few portions: each is a share of the work that is left. So the first ones are large, and the
-last ones let all workers end together."""
+"""Workers of a job on Ray: engines, each under a plan for its own machine. A worker gets a portion of requests at a time, and
+where one dies, another takes its place. At the end of a portion few rows run, so there are few portions: each is a share of the
+work that is left. So the first ones are large, and the last ones let all workers end together."""
 
 from __future__ import annotations
 
+import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -14,13 +15,125 @@ import ray
 
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.ray.cluster import Pool
-from h2o_flexgen.cli.ray.worker import Portion, Worker, WorkerMessage
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.job import Outcome, Request
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.evaluation.answer_settings import TOKENIZER, WEIGHTS, model_settings
+from h2o_flexgen.jobs.file_job import LineReading
+from h2o_flexgen.jobs.index import read_line
+from h2o_flexgen.jobs.line import LineReader
+from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.ray import Engine
+from h2o_flexgen.session.auto_plan import AutoPlan
 
 POLL_SECONDS = 0.2  # within which the end of the job is seen
 RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause
 LONGEST_REASON = 200  # characters
 SHARE = 2  # a portion is one of so many parts of what a worker would still have to do
 MOST_PORTION = 4096  # requests: their lines are held in memory and sent at once
+
+
+# -- a worker --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Requests that a worker is handed at once: their numbers, and their lines as they stand in the input."""
+
+    number: int
+    lines: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A worker that has begun."""
+
+    host: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        plan = self.plan
+        percent = " ".join(f"{share:g}" for share in plan.percent)
+        return f"on {self.host}, percent {percent}, {plan.num_gpu_batches} batches of {plan.gpu_batch_size}"
+
+
+@dataclass(frozen=True)
+class WorkerMessage:
+    """What a worker says of a portion: what became of a request, how far it is, or why it cannot go on. It says that it has
+    begun before it has a portion."""
+
+    portion: int | None = None
+    outcome: Outcome | None = None
+    tick: Tick | None = None  # the last one of this portion
+    opened: Opened | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class SharedJob:
+    """What workers need to know of a job."""
+
+    engine: Mapping[str, object]  # the arguments of the Engine of each
+    asked: PlanRequirements | None  # what a plan is found for; None: the engine is given one
+    reader: LineReader
+    identity: Settings  # of the model, wherever it is opened
+    longest: Workload  # at least as long as any portion, row by row
+    scores_texts: bool
+
+
+class Worker:
+    """The class of the actors. What a person can mend is said, and not raised, so that it arrives in one line."""
+
+    def __init__(self, share: SharedJob) -> None:
+        self._share = share
+
+    def open(self) -> Iterator[WorkerMessage]:
+        try:
+            self._open()
+            yield WorkerMessage(opened=Opened(socket.gethostname(), self._engine.llm.plan))
+        except (ValueError, TaskFailed, OSError, MemoryError) as error:
+            yield _failed(None, error)
+
+    def _open(self) -> None:
+        share = self._share
+        self._engine = Engine(**share.engine)  # type: ignore[arg-type]
+        llm = self._engine.llm
+        self._refuse_another_model()
+        if share.asked is not None:
+            AutoPlan(share.asked, str(share.engine["dtype"])).provide(llm, share.longest, share.scores_texts, None)
+        self._reading = LineReading(llm.tokenizer, self._engine.style, self._engine.row_maker.size)
+
+    def _refuse_another_model(self) -> None:
+        here = model_settings(self._engine.llm)[0]
+        for name in (f"the model's {WEIGHTS}", f"the model's {TOKENIZER}"):
+            if here.get(name) != self._share.identity.get(name):
+                where = f"{self._engine.llm.name} is another model there than on the machine that started the job"
+                raise ValueError(f"{where} ({name} differ); put the same files on every machine")
+
+    def run(self, portion: Portion) -> Iterator[WorkerMessage]:
+        ticks: list[Tick] = []
+        try:
+            requests = [self._request(number, line) for number, line in portion.lines]
+            for outcome in self._engine.outcomes(requests, ticks.append):
+                del ticks[:-1]
+                yield WorkerMessage(portion.number, outcome, ticks[-1] if ticks else None)
+            if ticks:
+                yield WorkerMessage(portion.number, tick=ticks[-1])
+        except (ValueError, TaskFailed, OSError, MemoryError) as error:
+            yield _failed(portion.number, error)
+
+    def _request(self, number: int, line: bytes) -> Request:
+        return self._reading.request(number, read_line(self._share.reader, line))
+
+
+def _failed(portion: int | None, error: Exception) -> WorkerMessage:
+    return WorkerMessage(portion, failure=f"{socket.gethostname()}: {error}")
+
+
+# -- portions --------------------------------------------------------------------------------------------------------------
 
 
 def cut(places: Sequence[int], work: Sequence[int], workers: int, least: int) -> list[Sequence[int]]:
@@ -42,6 +155,9 @@ def cut(places: Sequence[int], work: Sequence[int], workers: int, least: int) ->
 def cut_evenly(places: Sequence[int], count: int) -> list[Sequence[int]]:
     """Portions of so many places each, but for the last."""
     return [places[start : start + count] for start in range(0, len(places), count)]
+
+
+# -- handing out -----------------------------------------------------------------------------------------------------------
 
 
 def new_actor(pool: Pool, share: Any) -> Any:
