@@ -70,13 +70,9 @@ class SamplingParams:
         flags=("--gen-len",),
         elsewhere=("max_new_tokens", "max_length"),
     )
-    temperature: float = option(  # of several tokens that are equally likely, the one with the lowest id; above 100 hardly
-        # anything is left of what the model says
-        0.0,
-        Bounds(0, 100, is_whole=False),
-        "T",
-        "0: greedy, the likeliest token",
-        note="; 0 is greedy",
+    # of tokens that are equally likely greedy decoding takes the one with the lowest id; above 100 little is left of the model
+    temperature: float = option(
+        0.0, Bounds(0, 100, is_whole=False), "T", "0: greedy, the likeliest token", note="; 0 is greedy"
     )
     top_k: int = option(  # and what ties with the k-th
         0, Bounds(-1, LARGEST_ID), "K", "only the K likeliest tokens; 0 or -1: all", note="; 0 and -1 are off"
@@ -137,10 +133,7 @@ class SamplingParams:
     frequency_penalty: float = option(0.0, SHIFT, "P", "the same, once for each time that a token was generated", note=_OFF)
     logit_bias: Mapping[int, float] | None = option(  # added to the logits of these tokens
         None,
-        Rule(
-            mapping(TOKEN_ID.read, BIAS.read),
-            f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
-        ),
+        Rule(mapping(TOKEN_ID.read, BIAS.read), f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"),
         note=", or None",
         hashed=False,
     )
