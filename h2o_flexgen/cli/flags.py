@@ -13,7 +13,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, Choice, Truth
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice
 from h2o_flexgen.core.environment import cores, threads
 from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
@@ -225,7 +225,7 @@ class Group:
 
     def switch(self, flag: str, default: bool, text: str) -> None:
         """A flag with a value of 0 or 1; without one it is on."""
-        self.value(flag, "0|1", text, Truth(), default, nargs="?", const=True)
+        self.value(flag, "0|1", text, TRUTH, default, nargs="?", const=True)
 
     def verbose(self, text: str) -> None:
         """Adds --verbose; without a level it means more than usual."""

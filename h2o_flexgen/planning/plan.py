@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import AUTO, Bounds, Choice, Instance, Truth, decimal_number
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Instance, decimal_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
@@ -101,8 +101,8 @@ class Plan:
         flags=("--cpu-cache-compute", "--cpu"),
         bare=HOST,
     )
-    sep_layer: bool = option(True, Truth(), "0|1", "attention and MLP are two layers of the schedule, not one", bare=True)
-    pin_weight: bool = option(True, Truth(), "0|1", "weights for a GPU lie in page-locked CPU memory", bare=True)
+    sep_layer: bool = option(True, TRUTH, "0|1", "attention and MLP are two layers of the schedule, not one", bare=True)
+    pin_weight: bool = option(True, TRUTH, "0|1", "weights for a GPU lie in page-locked CPU memory", bare=True)
     weight_codec: str = option(  # of matrices and token tables; PLAIN: as they are stored
         PLAIN,
         CODEC,
@@ -166,7 +166,7 @@ class Plan:
         f"FILE|{OWN}",
         f"{KVzap.name}: what a token is worth is said by this file of `calibrate --probe`; {OWN}: the file beside the model",
     )
-    shared_prefixes: bool = option(True, Truth(), "0|1", "what requests begin with alike is computed and kept once", bare=True)
+    shared_prefixes: bool = option(True, TRUTH, "0|1", "what requests begin with alike is computed and kept once", bare=True)
     prefix_policy: str = option(  # JUDGED: rows take what they share into their own slots
         PINNED,
         Choice(PREFIX_POLICIES),

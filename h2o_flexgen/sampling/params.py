@@ -9,10 +9,10 @@ from functools import cached_property
 
 from h2o_flexgen.core.allowed_values import (
     LARGEST_ID,
+    TRUTH,
     Bounds,
     Rule,
     Several,
-    Truth,
     any_of,
     check_tokens,
     mapping,
@@ -110,7 +110,7 @@ class SamplingParams:
         flags=("--stop-token-id",),
         elsewhere=("eos_token_id",),
     )
-    ignore_eos: bool = option(False, Truth(), "", "go on to --gen-len behind the end of the text", bare=True)
+    ignore_eos: bool = option(False, TRUTH, "", "go on to --gen-len behind the end of the text", bare=True)
     logprobs: int | None = option(  # as the model has them
         None, TOKEN_ID, "N", "show those of each token, and of the N likeliest", note=", or None (off)", bare=0
     )
@@ -142,7 +142,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(None, TOKEN_ID, note=", or None (off)")  # as logprobs, of the tokens of the prompt
     # the text ends after a stop string or the text of a stop token
-    include_stop_str_in_output: bool = option(False, Truth())
+    include_stop_str_in_output: bool = option(False, TRUTH)
 
     def __new__(cls, *given: object, **named: object) -> SamplingParams:
         """Explains an unknown name better than Python does."""

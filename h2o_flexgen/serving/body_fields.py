@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from h2o_flexgen.core.allowed_values import TRUTH
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.line import Line, read_body, read_json
 from h2o_flexgen.jobs.line_fields import LOGPROBS, TOP_LOGPROBS, Options
@@ -72,9 +73,7 @@ def _asked(given: Mapping[str, object], is_chat: bool, defaults: Options) -> Com
 
 
 def _truth(name: str, value: object) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} is {shown(value)}; allowed is true or false")
-    return bool(value)
+    return value is not None and bool(TRUTH.value(name, value))
 
 
 def _with_usage(given: object, is_streamed: bool) -> bool:
