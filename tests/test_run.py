@@ -266,7 +266,7 @@ def test_a_share_for_a_gpu_that_is_not_there_is_shown_beside_what_it_went_to(com
     assert float(weights.split()[6]) == pytest.approx(50, abs=10)
 
 
-def test_the_slots_that_are_shown_are_those_of_the_schedule(command: Any, opt: Path) -> None:
+def test_the_buffers_that_are_shown_are_those_of_the_schedule(command: Any, opt: Path) -> None:
     shown = {}
     for flags in ((), ("--buffers", 3), ("--overlap", 0), ("--schedule", "flexgen_barrier"), ("--schedule", "row_by_row")):
         out = command("--model", opt, *SMALL, "--dry-run", *flags).out
@@ -274,7 +274,7 @@ def test_the_slots_that_are_shown_are_those_of_the_schedule(command: Any, opt: P
     assert list(shown.values()) == [
         "2 buffers for weights and 3 for KV and activations",
         "3 buffers for weights and 4 for KV and activations",
-        "1 slot",
+        "1 buffer",
         "2 buffers for weights and 3 for KV and activations",
         "2 buffers",
     ]
