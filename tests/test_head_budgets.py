@@ -135,7 +135,7 @@ CHOICES = {
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "num_gpu_batches": (1, 3),
     "prefill_tokens": (1024, 12),
-    "slots": (1, 2),
+    "buffers": (1, 2),
 }
 
 

@@ -93,9 +93,9 @@ def _experts(tensor: gguf.ReaderTensor) -> int:
     return int(tensor.shape[2]) if len(tensor.shape) > 2 else 1
 
 
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("buffers", [2, 3])
 def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
-    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    buffers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever place that is; what small tensors share pages for goes through a buffer."""
     model = save_gguf("qwen3-moe", file := tmp_path / "tiny.gguf", "q4_0", decoder_sparse_step=1)
@@ -109,7 +109,7 @@ def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
         return whole(self, wanted, pages)
 
     monkeypatch.setattr(DiskFiles, "_read_checked", watched)
-    made = generated(file, ON_DISK, tmp_path / "offload", slots=slots)
+    made = generated(file, ON_DISK, tmp_path / "offload", buffers=buffers)
     matrices = [one for one in GGUFReader(file).tensors if one.tensor_type == gguf.GGMLQuantizationType.Q4_0]
     places = {
         one.data_offset + number * one.n_bytes // count

@@ -132,7 +132,7 @@ class Case:
     gen_len: int = 4
     gpu_batch_size: int = 2
     num_gpu_batches: int = 2
-    slots: int = 2
+    buffers: int = 2
     sep_layer: bool = True
     overlap: bool = True
     schedule: str = "zigzag"
@@ -148,7 +148,7 @@ class Case:
 
     @property
     def plan_options(self) -> dict[str, Any]:
-        names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
+        names = ("gpu_batch_size", "num_gpu_batches", "buffers", "sep_layer", "schedule", "prefill_tokens")
         names += ("weight_codec", "kv_codec", "compute", "attend_on")
         return {name: getattr(self, name) for name in names} | {"graphs": "auto", **self.policy_options}
 
