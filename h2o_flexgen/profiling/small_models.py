@@ -8,7 +8,7 @@ from typing import cast
 
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Model
-from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.config_values import Config
 
 HEAD_DIM, VOCAB, POSITIONS = 64, 512, 2048
 COMMON = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "tie_word_embeddings": True}
