@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
-from h2o_flexgen.apps.data_wrangling.made_up_data import MadeUpDataSet
+from h2o_flexgen.apps.made_up_tables import MadeUpDataSet
 from h2o_flexgen.core.files import write_text
 
 NAME = "Amazon-Google"

@@ -26,16 +26,16 @@ from torch import Tensor
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.stores.kv import image_over
+from h2o_flexgen.formats.grouped import TILE, Tiled
+from h2o_flexgen.formats.kernel_table import PRODUCT
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
-from h2o_flexgen.kernels.table import PRODUCT
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.quant.tiled import TILE, Tiled
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 
 COPIED_BYTES, USED_IN_TURN = 1 << 30, 256 << 20  # more than caches hold

@@ -45,8 +45,8 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import Action, Executor
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.formats.kernel_table import DECODE_ATTENTION, Kernel
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.table import DECODE_ATTENTION, Kernel
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
@@ -55,7 +55,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.profiling.small_models import small_opt
+from h2o_flexgen.profiling.products import small_opt
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op

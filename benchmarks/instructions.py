@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from h2o_flexgen.formats.kernel_table import CPU
 from h2o_flexgen.kernels.native import SWITCH, processor
-from h2o_flexgen.kernels.table import CPU
 from h2o_flexgen.profiling.measure import cpu_name
 
 

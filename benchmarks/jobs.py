@@ -27,9 +27,9 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.fit import largest
-from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Block, Workload

@@ -29,13 +29,15 @@ from torch.nn import functional
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.formats.grouped import TILE, Tiled
+from h2o_flexgen.formats.kernel_table import PRODUCT
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.group_codes import tile_decode_twin
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
 from h2o_flexgen.kernels.raw_memory import bytes_of
-from h2o_flexgen.kernels.table import PRODUCT
-from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.slot_scores import SlotScores
@@ -47,8 +49,6 @@ from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.quant.tiled import TILE, Tiled
 
 GIB = 1 << 30
 READ, COPY, PRODUCTS, PLAIN_READING = "read", "copy", "products", "plain reading"

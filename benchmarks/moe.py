@@ -46,12 +46,12 @@ from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.comparison.random_gguf import random_gguf
 from benchmarks.comparison.suites import Contender, Load
 from h2o_flexgen.cli.terminal import table
+from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import format_bytes, parse_bytes
-from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import disk_read_rate
 from h2o_flexgen.session.opened_model import OpenedModel
@@ -65,7 +65,7 @@ RANDOM = (
     "page cache feels."
 )
 COLUMNS = ("system", "computes", "rows", "tokens/s", "of ceiling", "of busiest lane", "disk busy", "prompts s", "peak GB")
-SLOTS = 4  # with two, the disk waits while an attention is computed: slices are small
+BUFFERS = 4  # with two, the disk waits while an attention is computed: slices are small
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
     share = {} if args.resident is None else {"percent": (0, args.resident, 0, 100, 0, 100)}
-    ours = {**KEPT, "slots": SLOTS, "rows_at_once": args.rows_at_once, **share}
+    ours = {**KEPT, "buffers": BUFFERS, "rows_at_once": args.rows_at_once, **share}
     return [
         Contender(OURS, OURS, ours, computes="rows in bfloat16"),
         Contender(f"{OURS}, int8", OURS, {**ours, "compute": INT8}, computes="rows in int8", arithmetic=INT8),

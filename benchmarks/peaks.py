@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.backends.cpu import get_cpu_capability
 
+from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels.native import BF16, processor
-from h2o_flexgen.kernels.table import CPU, TORCH
 
 SOURCE = Path(__file__).with_suffix(".c")
 ROUNDS = 1_000_000  # some milliseconds

@@ -27,7 +27,7 @@ from typing import Any
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan

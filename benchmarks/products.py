@@ -37,13 +37,13 @@ from benchmarks.comparison.command import argument_of, commit
 from benchmarks.instructions import instructions, processor_slug
 from benchmarks.peaks import Peaks
 from h2o_flexgen.core.files import write_text
+from h2o_flexgen.formats.kernel_table import INT8, PRODUCTS, rounds
+from h2o_flexgen.formats.table import FORMATS, TILED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import encode, plain_product
-from h2o_flexgen.kernels.table import INT8, PRODUCTS, rounds
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
-from h2o_flexgen.quant.codec import CODECS, TILED
 
 ROWS = (1, 8, 32, 128, 512)
 SHAPE = (5632, 2048)  # outputs and inputs of TinyLlama's widest matrix
@@ -208,7 +208,7 @@ def plain_matrices(shape: tuple[int, int], dtype: torch.dtype, nbytes: int) -> l
 
 def packed_matrices(codec: str, shape: tuple[int, int], dtype: torch.dtype, nbytes: int) -> list[PackedMatrix]:
     """They share the room in which those are decoded that no kernel multiplies as they lie."""
-    form, room = CODECS[codec], DecodeBuffer(torch.empty(shape, dtype=dtype))
+    form, room = FORMATS[codec], DecodeBuffer(torch.empty(shape, dtype=dtype))
     matrix_bytes, units = form.nbytes(shape, dtype.itemsize), -(-shape[0] // form.rows_together)
     matrices = []
     for _ in range(max(2, -(-nbytes // matrix_bytes))):
@@ -220,7 +220,7 @@ def packed_matrices(codec: str, shape: tuple[int, int], dtype: torch.dtype, nbyt
 
 def stored_matrices(codec: str, shape: tuple[int, int], dtype: torch.dtype, nbytes: int) -> list[PackedMatrix]:
     """Matrices in a checkpoint's own form, which nothing here encodes."""
-    form, room = CODECS[codec], DecodeBuffer(torch.empty(shape, dtype=dtype))
+    form, room = FORMATS[codec], DecodeBuffer(torch.empty(shape, dtype=dtype))
     matrix_bytes, units = form.nbytes(shape, dtype.itemsize), max(1, shape[0] // form.rows_together)
     count = max(2, -(-nbytes // matrix_bytes))
     data = torch.randint(SOUND_BYTES, (count, units, matrix_bytes // units), dtype=torch.uint8)

@@ -30,8 +30,7 @@ from benchmarks.comparison.command import commit
 from benchmarks.stated import LaunchCost, Launches, counted_launches, quick_host, slow_host, stated_shares, with_kernels
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config

@@ -27,8 +27,7 @@ if __name__ == "__main__":
 
 from benchmarks.comparison.command import commit
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.machine import Machine

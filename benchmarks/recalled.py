@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.portable import portable
-from h2o_flexgen.core.documents import NotADocument, parse_json
-from h2o_flexgen.core.files import read_text
+from h2o_flexgen.core.files import NotADocument, parse_json, read_text
 from h2o_flexgen.evaluation.tasks.task import QUESTIONS
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.formats.kernel_table import EXACT
 
 TASK, FIGURE = "recall", "accuracy"
 NOT_MEASURED = "-"

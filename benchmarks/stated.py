@@ -15,11 +15,11 @@ from typing import Any
 from benchmarks.gpu_kernels import ATTENTION_SHARES, DECODING_SHARE, HEAD_DIM, PRODUCT_SHARES
 from benchmarks.host import GpuHost, launches_of
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, MLP_VISIT
-from h2o_flexgen.core.tiers import DEVICE
-from h2o_flexgen.kernels.table import ROWS_OF_TILES
+from h2o_flexgen.core.site import DEVICE
+from h2o_flexgen.formats.kernel_table import ROWS_OF_TILES
+from h2o_flexgen.formats.table import FORMATS, PLAIN, TILED
 from h2o_flexgen.planning.machine import EVICTION, Curve, Machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import CODECS, PLAIN, TILED
 
 HALF, ITEMSIZE = "float16", 2
 LONG = 1 << 12  # values of a row over which what a codec keeps beside them is averaged
@@ -125,8 +125,8 @@ def product_share(bits: int, rows: int) -> float:
 
 def _bytes_of_value(codec: str) -> float:
     """Bytes per packed value: of KV over a head, of a matrix over long rows of as many units as lie together."""
-    together, width = CODECS[codec].rows_together, LONG if CODECS[codec] in TILED else HEAD_DIM
-    return CODECS[codec].nbytes((together, width), ITEMSIZE) / (together * width)
+    together, width = FORMATS[codec].rows_together, LONG if FORMATS[codec] in TILED else HEAD_DIM
+    return FORMATS[codec].nbytes((together, width), ITEMSIZE) / (together * width)
 
 
 def stated_shares() -> dict[str, float]:

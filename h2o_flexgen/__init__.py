@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.core.openmp import let_threads_sleep_soon
+from h2o_flexgen.core.environment import let_threads_sleep_soon
 
 if TYPE_CHECKING:
     from h2o_flexgen.core.workload import Workload

@@ -15,14 +15,14 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Any, TypeAlias
 
-from h2o_flexgen.core.allowed_values import AUTO, Rule, number, optional, whole
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed
-from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
+from h2o_flexgen.core.workload import GATHER, PROMPTS, TOKENS
 from h2o_flexgen.engine.job import Request, without_number
 from h2o_flexgen.evaluation.answer_settings import TOKENIZER, model_settings, plan_settings
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
-from h2o_flexgen.sampling.params import SEED_LIMIT, SamplingParams
+from h2o_flexgen.sampling.params import SEED, SamplingParams
 from h2o_flexgen.serving.desks import SECONDS, Desks, Lengths, Turns
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
@@ -45,11 +45,6 @@ Response: TypeAlias = "dict[str, Any]"  # what HELM's cache keeps
 PERMANENT = helm_request.ErrorFlags(is_retriable=False)  # another try would end alike
 NOT_READ = ("multimodal_prompt", "image_generation_parameters", "response_format")
 END_OF_TEXT = "endoftext"  # HELM's name of the reason; the others are named alike
-
-_SECONDS = Rule(number(0), "seconds, 0 or more")
-_ROWS = Rule(optional(whole(1, MOST_PROMPTS)), f"a whole number, 1 to {MOST_PROMPTS}, or nothing")
-_LENGTH = Rule(whole(1, MOST_TOKENS), f"a whole number, 1 to {MOST_TOKENS}")
-_SEED = Rule(whole(0, SEED_LIMIT - 1), "a whole number, 0 to 2**64 - 1")
 
 
 # -- models ----------------------------------------------------------------------------------------------------------------
@@ -78,9 +73,9 @@ class HelmModel:
         **options: object,
     ) -> HelmModel:
         """`options` are those of LLM; without a plan or percent among them a plan is found."""
-        seconds, at_once = _SECONDS.value("gather", gather), _ROWS.value("rows", rows)
-        least = Lengths(_LENGTH.value("prompt_len", prompt_len), _LENGTH.value("gen_len", gen_len))
-        seed = _SEED.value("seed", seed)
+        seconds, at_once = GATHER.value("gather", gather), None if rows is None else PROMPTS.value("rows", rows)
+        least = Lengths(TOKENS.value("prompt_len", prompt_len), TOKENS.value("gen_len", gen_len))
+        seed = SEED.value("seed", seed)
         given = {} if "percent" in options else {"percent": AUTO}
         llm = LLM(model, **{**given, **options})  # type: ignore[arg-type]
         if not llm.tokenizer.reads_texts:

@@ -9,7 +9,7 @@ Nothing is loaded by the constructor: the first `generate` knows the workload, r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.hints import refuse_unknown
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
@@ -42,7 +43,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.sampling.foreign_options import ARGUMENTS, refuse_unknown
+from h2o_flexgen.sampling.foreign_options import ARGUMENTS
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.loaded_model import ModelUnderPlan
@@ -84,7 +85,7 @@ class LLM(ModelUnderPlan):
     ) -> None:
         """`threads` compute on the CPU, for the whole process (default: torch's number). `trace`: the trace of a run on a GPU
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
-        Plan.create: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
+        Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model."""
         names = name_of("model", model), name_of("tokenizer", tokenizer)
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), names[0])
@@ -183,7 +184,7 @@ class LLM(ModelUnderPlan):
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
         stop_at: Until | None = None,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Yields completions as they finish, each with the index of its request. Rows come and go: where one ends, the next
         takes its seat in the running block, and its prompt is read in the same pass over the weights as the others' next
         tokens. What a row may keep of its text depends on its own prompt and max_tokens, so no completion depends on the rows

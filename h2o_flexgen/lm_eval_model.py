@@ -13,12 +13,11 @@ from dataclasses import dataclass, fields
 from inspect import signature
 from typing import TYPE_CHECKING, TypeAlias
 
-from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.allowed_values import AUTO, whole_number
 from h2o_flexgen.core.hints import did_you_mean, shown
-from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.lm_eval import MISSING
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.chat_template import render, render_unfinished
@@ -275,7 +274,7 @@ def _engine_options(
 def _percent(text: str) -> list[float]:
     """Six numbers, separated by anything but a comma, which would end the argument."""
     try:
-        return [decimal_number(number) for number in re.split(r"[;:/,\s]+", text.strip(" ;:/,[]()"))]
+        return six_numbers(re.split(r"[;:/,\s]+", text.strip(" ;:/,[]()")))
     except ValueError:
         raise ValueError(f"percent is {shown(text)}; write six numbers, like 0;50;0;100;0;100, or {AUTO}") from None
 

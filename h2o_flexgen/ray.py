@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -19,11 +20,13 @@ import numpy as np
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed, shown
-from h2o_flexgen.engine.job import Request, without_number
+from h2o_flexgen.engine.job import BrokenRequest, Outcome, Request, without_number
+from h2o_flexgen.engine.restarted_run import RestartedRun
 from h2o_flexgen.engine.row_maker import RowMaker
+from h2o_flexgen.engine.stream import ListedJob
+from h2o_flexgen.engine.tick import OnTick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with
-from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, read_chats, read_prompts
@@ -60,7 +63,7 @@ class Engine:
         memory = {} if options.get("cpu_mem") else {"cpu_mem": memory_of_actor()}
         self.llm = LLM(model, **{**options, **given, **memory})  # type: ignore[arg-type]
         self._closer = weakref.finalize(self, self.llm.close)
-        self._style = choose_style(style, self.llm.tokenizer)
+        self.style = choose_style(style, self.llm.tokenizer)
 
     def close(self) -> None:
         self._closer()
@@ -69,9 +72,18 @@ class Engine:
         rows = [dict(zip(batch, values)) for values in zip(*batch.values())]
         asked = self._asked(rows)
         requests = [one for one in asked if isinstance(one, Request)]
-        answers = {done.index: done for done in self.llm.generate_stream(requests, seed=self._seed)}
+        answers = {one.index: one for one in self.outcomes(requests)}
         found = [answers[one.index] if isinstance(one, Request) else one for one in asked]  # type: ignore[index]
         return {**batch, **_columns([_answer(one) for one in found])}
+
+    def outcomes(self, requests: Sequence[Request], on_tick: OnTick | None = None) -> Generator[Outcome, None, None]:
+        """What becomes of each request, as they end. One that breaks does not break the others."""
+        generate = partial(self.llm.generate_stream, seed=self._seed)
+        return RestartedRun(generate, ListedJob.of(requests, self.row_maker), on_tick).outcomes()
+
+    @property
+    def row_maker(self) -> RowMaker:
+        return RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -94,8 +106,8 @@ class Engine:
         messages = row.get(MESSAGES)
         if messages is not None:
             (chat,) = read_chats([list(messages)])  # type: ignore[call-overload]
-            prompt = self._style.whole(chat)
-            params = replace(params, stop=(*params.stop_strings, *self._style.stops))
+            prompt = self.style.whole(chat)
+            params = replace(params, stop=(*params.stop_strings, *self.style.stops))
         else:
             (prompt,) = read_prompts([_prompt(row)], self.llm.tokenizer)
         return Request(prompt, params, _index(row, prompt, known))
@@ -109,7 +121,7 @@ class Engine:
         if asked.logprobs is not None or asked.prompt_logprobs is not None:
             raise ValueError("logprobs have no column; leave them out, or ask LLM for them")
         try:
-            RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer).size(request.index, request)
+            self.row_maker.size(request.index, request)
         except ValueError as error:  # a number that was made up means nothing to the user
             raise ValueError(without_number(str(error), request.index)) from error
 
@@ -169,9 +181,11 @@ class _Answer:
     error: str = ""
 
 
-def _answer(found: Completion | str) -> _Answer:
+def _answer(found: Outcome | str) -> _Answer:
     if isinstance(found, str):
         return _Answer(error=found)
+    if isinstance(found, BrokenRequest):
+        return _Answer(error=without_number(found.reason, found.index))
     count = len(found.token_ids)
     return _Answer(found.text, found.token_ids, len(found.prompt_token_ids), count, found.finish_reason)
 

@@ -37,7 +37,7 @@ def pytest_configure() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of `pytest -n auto`: each takes a gigabyte or two."""
-    from h2o_flexgen.core.cores import cores
+    from h2o_flexgen.core.environment import cores
 
     return min(4, cores())
 

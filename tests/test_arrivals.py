@@ -15,8 +15,8 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 from h2o_flexgen.schedule.ops import Op

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.arrivals import Arrival, Arrivals
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
@@ -110,7 +110,7 @@ CHOICES = {
     "percent": (MIXES[0], MIXES[2], MIXES[3]),
     "gpu_batch_size": (1, 3),
     "num_gpu_batches": (1, 2, 3),
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
     ("policy", "prefix_policy"): (
         *((policy, PINNED) for policy in (POLICIES[0], POLICIES[1])),

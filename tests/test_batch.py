@@ -226,22 +226,27 @@ def test_what_the_model_cannot_do_is_the_error_of_that_line(command: Any, out: P
     assert said["line-2"].startswith("line 2: the prompt has the token id 9999") and "500" in said["line-4"]
 
 
-@pytest.mark.parametrize("order", [(), ("--ordered",)])
-def test_a_request_that_breaks_takes_nobody_with_it(
-    command: Any, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
-) -> None:
+def break_requests(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Makes the logits of these requests no numbers."""
     sample = Sampler.sample
 
     def broken(self: Sampler, logits: Any, params: Any, rows: Any, *others: Any, **more: Any) -> Any:
         for place, row in enumerate(rows):
-            if row in (3, 5):
+            if row in numbers:
                 logits[place] = float("nan")
         return sample(self, logits, params, rows, *others, **more)
 
+    monkeypatch.setattr(Sampler, "sample", broken)
+
+
+@pytest.mark.parametrize("order", [(), ("--ordered",)])
+def test_a_request_that_breaks_takes_nobody_with_it(
+    command: Any, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
+) -> None:
     file = write(tmp_path / "in.jsonl", requests())
     assert command("-i", file, "-o", out, *IN_MEMORY, "--seed", 5).status == 0
     whole = records(out)
-    monkeypatch.setattr(Sampler, "sample", broken)
+    break_requests(monkeypatch, 3, 5)
     other = tmp_path / "other.jsonl"
     result = command("-i", file, "-o", other, *IN_MEMORY, "--seed", 5, *order)
     assert result.status == 1 and sum("the others go on" in line for line in result.err) == 2

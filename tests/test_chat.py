@@ -22,7 +22,7 @@ import pytest
 
 from h2o_flexgen import chat
 from h2o_flexgen.cli import chat_request, chat_work, run_request
-from h2o_flexgen.cli.promise import broken_lines
+from h2o_flexgen.cli.report.summary import broken_lines
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
@@ -174,7 +174,7 @@ def test_a_talk_whose_experts_are_read_in_every_step_is_told_to_keep_them(
         (("--context-len", "500"), "context is 500, but"),
         (("--style", "template"), "this model has no chat template"),
         (("--kv-policy", "h20"), "kv_policy 'h20' is unknown"),
-        (("--percent", "auto"), "takes six whole numbers; got 'auto'"),
+        (("--percent", "auto"), "takes six numbers; got 'auto'"),
         (("--input", "/nowhere/turns.jsonl"), "input /nowhere/turns.jsonl cannot be read"),
         (("--cpu-mem", "200MB"), "plan needs"),
     ],

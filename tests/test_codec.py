@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.buffer_layout import part_starts
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.pricing import Pricing
@@ -70,13 +70,13 @@ def test_bytes_of_the_codec_by_hand(any_device: str, checkpoints: Checkpoints, o
 def test_a_layer_is_decoded_once_for_all_batches(
     schedule: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    case, codec = Case("opt", percent, device=any_device, num_gpu_batches=3, schedule=schedule), Inverted()
-    with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
+    case, format = Case("opt", percent, device=any_device, num_gpu_batches=3, schedule=schedule), Inverted()
+    with opened_inverted(case, checkpoints, offload, format=format) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         matrices = sum(tensor.numel for layer in llm.spec.layers for tensor in layer.matrices)
         looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     passes = case.gen_len * (3 if schedule == "row_by_row" else 1)
-    assert codec.decoded == passes * matrices + looked_up
+    assert format.decoded == passes * matrices + looked_up
 
 
 @pytest.mark.parametrize(("sep_layer", "held"), [(True, 0), (False, 1)])
@@ -84,8 +84,8 @@ def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
     sep_layer: bool, held: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     """The room is that of the largest layer; what does not fit takes turns in the last place of it."""
-    case, codec = Case("qwen2-wordy", device=any_device, num_gpu_batches=3, sep_layer=sep_layer), Inverted()
-    with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
+    case, format = Case("qwen2-wordy", device=any_device, num_gpu_batches=3, sep_layer=sep_layer), Inverted()
+    with opened_inverted(case, checkpoints, offload, format=format) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         *layers, head = llm.spec.layers
         matrices = sum(tensor.numel for layer in layers for tensor in layer.matrices)
@@ -93,20 +93,20 @@ def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
         assert len(rows) == 9 and len(part_starts(llm.spec, head)) - 1 == held
         looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     decoded_rows = sum(rows) + 2 * sum(rows[held:])
-    assert codec.decoded == case.gen_len * (matrices + llm.spec.width * decoded_rows) + looked_up
+    assert format.decoded == case.gen_len * (matrices + llm.spec.width * decoded_rows) + looked_up
 
 
 def test_a_codec_multiplies_few_rows_with_its_bytes_and_is_priced_so(
     any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     """Steps have two rows at most, prompts more. What computes and what predicts take the same kernel."""
-    case, codec = Case("opt", lengths=EQUAL, device=any_device), Inverted(few_rows=2)
-    machine = replace(SMALL, flops_per_s={"float32": ((1, 1e9),)}, packed_flops_per_s={codec.name: ((1, 7e9),)})
-    with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
+    case, format = Case("opt", lengths=EQUAL, device=any_device), Inverted(few_rows=2)
+    machine = replace(SMALL, flops_per_s={"float32": ((1, 1e9),)}, packed_flops_per_s={format.name: ((1, 7e9),)})
+    with opened_inverted(case, checkpoints, offload, format=format) as llm:
         completions, logits = generate_with(llm, case)
-        decoded, multiplied = codec.decoded, codec.multiplied
+        decoded, multiplied = format.decoded, format.multiplied
         anew = replace(checkpoints, resident={})  # what other tests have had computed was multiplied in another way
-        compare(replace(case, weight_codec=codec.name), anew, completions, logits)
+        compare(replace(case, weight_codec=format.name), anew, completions, logits)
         inner, parts, batches = llm.spec.layers[1:-1], len(llm.spec.layers[-1].logit_parts), case.batches()
         matrices, values = sum(len(one.matrices) for one in inner), sum(one.numel for layer in inner for one in layer.matrices)
         (block,) = llm.planned(Workload(case.lengths, case.gen_len)).blocks

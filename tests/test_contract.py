@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
+from h2o_flexgen.formats.kernel_table import BASELINE, EXACT, INT8, TORCH
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import matrix, native
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import PackedMatrix
 from h2o_flexgen.kernels.operations import packed_product
-from h2o_flexgen.kernels.table import BASELINE, EXACT, INT8, TORCH
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.quant.codec import PLAIN
 from tests.helpers.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.pairwise import Name, covering, in_turn, on_devices
 from tests.helpers.reference import reference_generate
@@ -61,7 +61,7 @@ CHOICES = {
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),
     "num_gpu_batches": (2, 1, 4),
-    "slots": (2, 1, 3),
+    "buffers": (2, 1, 3),
     "sep_layer": (True, False),
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
@@ -99,7 +99,7 @@ FROM_PAGES = {
     ("kind", "stored", "weight_codec", "compute"): [one for one in STORED if one[1].startswith("gguf-") and one[2] == PLAIN],
     "percent": ((0, 0, 0, 100, 0, 100), (0, 30, 0, 100, 0, 100)),
     "num_gpu_batches": (1, 3),  # of several, each reads a part of a layer
-    "slots": (2, 3),
+    "buffers": (2, 3),
     "schedule": ("zigzag", "row_by_row"),
 }
 
@@ -121,7 +121,7 @@ def test_every_tier_for_each_kind_of_data(
     hold_contract(Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, **where), checkpoints, offload)
 
 
-@pytest.mark.parametrize("values", on_devices({"slots": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 4)}))
+@pytest.mark.parametrize("values", on_devices({"buffers": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 4)}))
 def test_every_number_of_slots_batches_and_steps_with_all_on_disk(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -199,7 +199,7 @@ def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpo
 HELD = {
     "percent": (MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)),
     "num_gpu_batches": (1, 3, 4),
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     ("weight_codec", "compute"): WEIGHTS[:1] + WEIGHTS[-2:],
     "attend_on": (DEVICE, HOST),
 }
@@ -331,7 +331,7 @@ def test_logits_have_the_same_bits_in_every_library_and_in_torch(
 
 
 PACKED_HEADS = [(kind, "float32", "group4") for kind in ("gemma3", "neox-sequential", "neox-parallel", "opt", *MIXTURES)]
-OF_CHECKPOINTS = [(kind, stored, codec) for kind, stored, codec, compute in STORED if compute == INT8]  # most heads are plain
+OF_CHECKPOINTS = [(kind, stored, format) for kind, stored, format, compute in STORED if compute == INT8]  # most heads are plain
 
 
 @needs_kernels
@@ -376,7 +376,7 @@ def test_no_number_of_threads_changes_a_bit(
 def test_a_row_of_a_product_comes_out_the_same_in_any_company(
     weight_codec: str, compute: str, library: str, checkpoints: Checkpoints
 ) -> None:
-    _, weights = checkpoints.model("llama-gqa", "float32", "float32", codec=weight_codec, compute=compute)
+    _, weights = checkpoints.model("llama-gqa", "float32", "float32", format=weight_codec, compute=compute)
     one = next(each for each in weights[1].values() if isinstance(each, PackedMatrix))
     assert one.room is not None
     x = torch.randn(40, one.room.values.shape[1], generator=torch.Generator().manual_seed(1))

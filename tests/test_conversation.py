@@ -19,11 +19,11 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import ContextFull, Extent
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.kernels.table import EXACT, INT8
+from h2o_flexgen.formats.kernel_table import EXACT, INT8
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits
 from tests.helpers.pairwise import on_devices
@@ -38,7 +38,7 @@ LIVING = [policy for policy in POLICIES if ("hh_prompt_only", True) not in polic
 CHOICES = {
     "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss", "olmoe"),
     "percent": MIXES,
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     "sep_layer": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": LIVING,

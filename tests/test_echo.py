@@ -12,9 +12,9 @@ from torch import Tensor
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import Case, Checkpoints, generate_with, hold_contract

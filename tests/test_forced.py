@@ -69,8 +69,8 @@ def test_greedy_tokens_that_are_forced_change_nothing(
 
 
 CASES = [
-    Case(ARCHITECTURES[number % 3], (ON_DEVICE, ON_HOST, ON_DISK, MIXED)[number % 4], policy=policy, kv_codec=codec, gen_len=5)
-    for number, (policy, codec) in enumerate(zip(POLICIES, cycle(("plain", "group4"))))
+    Case(ARCHITECTURES[number % 3], (ON_DEVICE, ON_HOST, ON_DISK, MIXED)[number % 4], policy=policy, kv_codec=format, gen_len=5)
+    for number, (policy, format) in enumerate(zip(POLICIES, cycle(("plain", "group4"))))
 ]
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
 from h2o_flexgen.kv.slot_scores import SlotScores
@@ -24,7 +25,6 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.policies.levels import Level
-from h2o_flexgen.quant.codec import PLAIN
 from tests import test_conversation as talks
 from tests import test_pipeline as pipeline
 from tests import test_shared_prefixes as prefixes
@@ -135,7 +135,7 @@ CHOICES = {
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "num_gpu_batches": (1, 3),
     "prefill_tokens": (1024, 12),
-    "slots": (1, 2),
+    "buffers": (1, 2),
 }
 
 

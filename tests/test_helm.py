@@ -199,7 +199,7 @@ def test_an_error_of_the_engine_is_raised(
     ("options", "said"),
     [
         ({"kv_polcy": "h2o"}, "did you mean kv_policy"),
-        ({"gather": -1}, "gather is -1; allowed is seconds, 0 or more"),
+        ({"gather": -1}, "gather is -1; allowed is a number from 0 to 3600, in seconds"),
         ({"rows": 0}, "rows is 0"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"model": "/no/such/folder"}, "/no/such/folder"),

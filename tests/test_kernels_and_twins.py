@@ -22,18 +22,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import EXACT, TORCH
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels import native
-from h2o_flexgen.kernels.evict import evict_twin, weighed
+from h2o_flexgen.kernels.evict import Notes, evict_twin, weighed
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.group_encode import group_encode_twin
-from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows_twin
-from h2o_flexgen.kernels.newest import Notes
-from h2o_flexgen.kernels.table import EXACT, TORCH
+from h2o_flexgen.kernels.group_codes import group_encode_twin
+from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows_twin
 from h2o_flexgen.kv import slot_scores
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.helpers.contract import POLICIES, Case, Checkpoints
@@ -62,7 +61,7 @@ def of_encoding(decisions: list[Decision], encode: Callable[..., Tensor]) -> Cal
     def encoding(self: Coding, values: Tensor) -> Tensor:
         kept = encode(self, values)
         twin = torch.empty_like(kept).view(-1, kept.shape[-1])
-        group_encode_twin(CODECS[self.codec], values.reshape(-1, values.shape[-1]), twin)  # type: ignore[arg-type]
+        group_encode_twin(FORMATS[self.format], values.reshape(-1, values.shape[-1]), twin)  # type: ignore[arg-type]
         decisions.append(Decision("encoding", values.float().clone(), kept.clone(), twin.view_as(kept)))
         return kept
 

@@ -35,7 +35,7 @@ Told = list[tuple[Stage, int, int]]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slotz": 3}, r"unknown option 'slotz'; did you mean slots\?"),
+        ({"bufers": 3}, r"unknown option 'bufers'; did you mean buffers\?"),
         ({"cpu_men": "8GB"}, r"unknown option 'cpu_men'; did you mean cpu_mem\?"),
         ({"plan": Plan(), "slotz": 3}, "unknown option 'slotz'"),
         ({"plan": Plan(), "slots": 3}, "both plan and slots are given"),
@@ -73,7 +73,7 @@ def test_another_plan_can_be_adopted_until_weights_are_loaded(tmp_path: Path, mo
     with LLM(str(tmp_path / "model"), device="cpu") as llm:
         assert llm.packing is None and llm.limits.disk == 10**9
         llm.adopt(packed)
-        assert llm.requested == packed and llm.plan == packed.folded() and llm.spec.layers[1].matrices[0].codec == "tiles4"
+        assert llm.requested == packed and llm.plan == packed.folded() and llm.spec.layers[1].matrices[0].format == "tiles4"
         assert llm.packing is not None and llm.limits.disk == 10**9 - llm.packing[1] < 10**9
         (found,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2))
         assert len(found.token_ids) == 2

@@ -276,7 +276,7 @@ def test_requests_with_options_of_their_own_come_back_in_their_order(models: dic
         ({"max_lenght": 9}, r"unknown model argument 'max_lenght'; did you mean max_length\?"),
         ({"plan": 1}, "unknown model argument 'plan'"),
         ({"percent": "0;many"}, r"percent is '0;many'; write six numbers, like 0;50;0;100;0;100"),
-        ({"percent": "0;50"}, "percent takes six numbers"),
+        ({"percent": "0;50"}, r"percent is '0;50'; write six numbers, like 0;50;0;100;0;100"),
         ({"batch_size": "large"}, "batch_size is 'large'; give a number of rows"),
         ({"batch_size": 3, "gpu_batch_size": 4}, "both batch_size 3 and gpu_batch_size 4 are given"),
         ({"max_length": 10**6}, f"max_length is 1000000; .* takes 2 to {tiny.POSITIONS}"),

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
@@ -90,8 +89,8 @@ def test_its_room_and_its_packed_matrices_are_counted(sep_layer: bool) -> None:
         for one in (spec, wider)
     )
     assert more - less > 0.9 * SLACK * 80 * 10_000 * 4
-    codecs = {name: tensor.codec for name, tensor in spec.packed("group4").tensors.items() if ".layers.0." in name}
-    assert {name.split("layers.0.")[1] for name, codec in codecs.items() if codec == "plain"} == {
+    codecs = {name: tensor.format for name, tensor in spec.packed("group4").tensors.items() if ".layers.0." in name}
+    assert {name.split("layers.0.")[1] for name, format in codecs.items() if format == "plain"} == {
         "input_layernorm.weight",
         "post_attention_layernorm.weight",
     }

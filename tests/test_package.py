@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import h2o_flexgen
+from h2o_flexgen.formats.kernel_table import BASELINE, LIBRARIES
 from h2o_flexgen.kernels.native import variants
-from h2o_flexgen.kernels.table import BASELINE, LIBRARIES
 from h2o_flexgen.lm_eval import CLASS, NAME
 from tests.test_project import FILES, ROOT
 

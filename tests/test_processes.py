@@ -22,18 +22,17 @@ from torch import Tensor
 
 from h2o_flexgen import SamplingParams, batch, run
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
-from h2o_flexgen.cli import processes
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import Mendable
-from h2o_flexgen.cli.process import ProcessPlace, PromptsPart, compute
-from h2o_flexgen.cli.process_exchange import ProcessExchange
-from h2o_flexgen.cli.process_link import BytesTaken, Failed, Loaded, PartDone, Passing, ProcessLink
-from h2o_flexgen.cli.weight_broadcast import PASSING_BYTES
+from h2o_flexgen.cli.processes import supervisor
+from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, PartDone, Passing, ProcessLink
+from h2o_flexgen.cli.processes.process import PASSING_BYTES, ProcessPlace, PromptsPart, compute
+from h2o_flexgen.cli.processes.supervisor import ProcessExchange
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaDevice
-from h2o_flexgen.memory.shared import file_in_memory
+from h2o_flexgen.memory.host import file_in_memory
 from h2o_flexgen.sampling.completion import Completion
 from tests.helpers.commands import Result, called
 from tests.helpers.contract import Case, Checkpoints
@@ -107,8 +106,8 @@ def test_texts_are_those_of_one_process_and_weights_are_read_once(
         tiers = llm.planned(llm.prepare(case.prompts, SAMPLED).planned.workload).blocks.first.placement.weights
     found = sorted((one for one in said if isinstance(one, Completion)), key=lambda one: one.index)
     assert found == expected
-    figures = [one.figures for one in said if isinstance(one, PartDone)]
-    assert sum(one.num_prompts for one in figures) == len(case.lengths)
+    stats = [one.stats for one in said if isinstance(one, PartDone)]
+    assert sum(one.num_prompts for one in stats if one is not None) == len(case.lengths)
     at_rest = [name for name, tier in tiers.items() if tier != "disk"]
     handed = [name for name in at_rest if case.device == "pretended" and tiers[name] == "device"]
     expected_reads = Counter({(name, False): 1 for name in at_rest})
@@ -273,14 +272,14 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from pathlib import Path
-from h2o_flexgen.cli import processes
+from h2o_flexgen.cli.processes import supervisor
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.common_requests import SiteRequest
 from tests.helpers.sleeping_process import sleeping
 names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
 llm = SimpleNamespace(offload_folder=Path(sys.argv[1]), limits=SimpleNamespace(host=1), plan=None, device=names)
 def work(flags):
-    with sleeping(), processes.Processes(llm, None, SiteRequest(gpus=2), [None, None]) as both:
+    with sleeping(), supervisor.Processes(llm, None, SiteRequest(gpus=2), [None, None]) as both:
         for number, pid in both.said(nullcontext):
             print(pid, flush=True)
 sys.exit(exit_status(lambda: SimpleNamespace(verbose=0), work))
@@ -317,7 +316,7 @@ def test_all_end_when_one_is_killed(offload: Path) -> None:
     with (
         sleeping(),
         pytest.raises(Mendable, match=r"process \d of 2 \(cpu\) was ended by SIGKILL, and so are the others"),
-        processes.Processes(llm, none, SiteRequest(gpus=2), [none, none]) as both,
+        supervisor.Processes(llm, none, SiteRequest(gpus=2), [none, none]) as both,
     ):
         for _, pid in both.said(nullcontext):
             others.append(psutil.Process(int(str(pid))))

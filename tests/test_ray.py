@@ -26,22 +26,33 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams, batch
 from h2o_flexgen.checkpoints.stale_files import RAY_PREFIX
 from h2o_flexgen.cli.batch_request import RayRequest
-from h2o_flexgen.cli.ray_environment import ray_environment
+from h2o_flexgen.cli.job_run import Listening
+from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.evaluation.answer_settings import model_settings
+from h2o_flexgen.jobs.line import LineReader
+from h2o_flexgen.jobs.line_fields import Options as LineOptions
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.sampling.completion import Completion
 from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.signals import as_in_a_terminal
 from tests.helpers.tiny import save_tiny
-from tests.test_batch import DEMO, demo_requests, has_ended, has_lines, ids, records, started, when, write
+from tests.test_batch import DEMO, break_requests, demo_requests, has_ended, has_lines, ids, records, started, when, write
 
 if TYPE_CHECKING:
+    from h2o_flexgen.cli.ray.workers import WorkerMessage
     from h2o_flexgen.ray import Engine
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra [ray]")
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_MEMORY: dict[str, Any] = {"percent": (0, 100, 0, 100, 0, 100), "gpu_batch_size": 2, "num_gpu_batches": 2}
+OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu"}
 GREEDY, SAMPLING = {"max_tokens": 6}, "sampling_params"
 
 
@@ -56,8 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(llama: Path) -> Iterator[Engine]:
     from h2o_flexgen.ray import Engine
 
-    options = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu", **IN_MEMORY}
-    made = Engine(str(llama), sampling_params=GREEDY, seed=7, **options)
+    made = Engine(str(llama), sampling_params=GREEDY, seed=7, **OPTIONS, **IN_MEMORY)
     yield made
     made.close()
 
@@ -129,6 +139,15 @@ def test_what_is_wrong_with_a_row_is_said_in_it(engine: Engine) -> None:
     assert found[0]["generated_text"] == found[7]["generated_text"]
 
 
+def test_a_row_that_breaks_says_so_and_the_others_are_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_requests(monkeypatch, 1)
+    rows = [{"index": number, "prompt": "good"} for number in range(3)]
+    found = answered(engine, rows)
+    said = "logits of the prompt at step 0 have the maximum nan"
+    assert [row["error"].partition(";")[0] for row in found] == ["", said, ""]
+    assert found[0]["generated_text"] == found[2]["generated_text"] != "" == found[1]["generated_text"]
+
+
 def test_rows_without_numbers_draw_alike_in_any_company(engine: Engine) -> None:
     drawn = {"temperature": 1.0}
     rows = [{"prompt": text, SAMPLING: drawn} for text in ("one", "two", "one")]
@@ -144,6 +163,49 @@ def test_rows_are_chats_or_token_ids(engine: Engine) -> None:
     (of_ids,) = engine.llm.generate([[7, 8, 9]], SamplingParams(**GREEDY))
     assert (chat["generated_text"], ids["generated_text"]) == (expected.text, of_ids.text)
     assert answered(engine, []) == []
+
+
+# -- a worker without a cluster ----------------------------------------------------------------------------------------
+
+
+def said_by_worker(engine: Engine, asked: PlanRequirements | None, **identity: str) -> list[WorkerMessage]:
+    """What a worker says of a portion of three requests."""
+    from h2o_flexgen.cli.ray.workers import Portion, SharedJob, Worker
+
+    plan = engine.llm.plan if asked is None else asked.first_plan
+    job = SharedJob(
+        engine={"model": engine.llm.name, "plan": plan, "seed": 7, **OPTIONS},
+        asked=asked,
+        reader=LineReader(True, LineOptions(SamplingParams(**GREEDY))),
+        identity={**model_settings(engine.llm)[0], **identity},
+        longest=Workload((4,) * 3, 6),
+        scores_texts=False,
+    )
+    worker = Worker(job)
+    lines = tuple((number, b'{"prompt": "good"}') for number in range(3))
+    opened = [*worker.open()]
+    return opened if opened[0].failure else [*opened, *worker.run(Portion(5, lines))]
+
+
+@pytest.mark.parametrize("asked", [None, PlanRequirements(Plan())], ids=["given", "found"])
+def test_a_worker_says_what_its_engine_generates(
+    asked: PlanRequirements | None, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = engine.llm.generate(["good"], SamplingParams(**GREEDY))
+    break_requests(monkeypatch, 1)
+    opened, *said = said_by_worker(engine, asked)
+    assert opened.opened is not None and {one.portion for one in said} == {5}
+    outcomes = {one.outcome.index: one.outcome for one in said if one.outcome is not None}
+    broken, others = outcomes.pop(1), outcomes.values()
+    assert isinstance(broken, BrokenRequest) and "have the maximum nan" in broken.reason
+    assert [isinstance(one, Completion) and one.token_ids for one in others] == [expected.token_ids] * 2
+    assert said[-1].tick is not None and (said[-1].tick.alive, said[-1].tick.generated_tokens) == (0, 2 * GREEDY["max_tokens"])
+    assert opened.opened.plan.block_size == (4 if asked is None else 3)
+
+
+def test_a_worker_with_another_model_says_so(engine: Engine) -> None:
+    (said,) = said_by_worker(engine, None, **{"the model's weights": "other"})
+    assert said.failure is not None and "is another model there than on the machine that started the job" in said.failure
 
 
 # -- a job without a cluster -------------------------------------------------------------------------------------------
@@ -175,16 +237,18 @@ def tick(**counts: Any) -> Tick:
 
 
 def test_portions_are_counted_together() -> None:
-    from h2o_flexgen.cli.batch_watch import Ticks
-
-    ticks = Ticks(
-        {0: tick(number=3, alive=0, seats=4, computed_tokens=9), 1: tick(number=2, alive=3, seats=4, computed_tokens=5)}
-    )
-    together = ticks.together
+    heard = list[Tick]()
+    watch: Any = SimpleNamespace(tick=heard.append)
+    nothing: Any = SimpleNamespace(sync=lambda: False, are_asked=False)
+    listening = Listening(watch, nothing, nothing, nothing)
+    listening.tick_of(0, tick(number=3, alive=0, seats=4, computed_tokens=9))
+    listening.tick_of(1, tick(number=2, alive=3, seats=4, computed_tokens=5))
+    together = heard[-1]
     assert (together.number, together.computed_tokens, together.busy_seconds) == (5, 14, {"read": 2.0})
     assert (together.alive, together.seats) == (3, 4), "a portion that is done has no seats"
-    ticks.end(1)
-    assert (ticks.together.alive, ticks.together.seats, ticks.together.computed_tokens) == (0, 0, 14), "nor one that is lost"
+    listening.end_part(1)
+    listening.tick_of(2, tick(computed_tokens=1))
+    assert (heard[-1].alive, heard[-1].seats, heard[-1].computed_tokens) == (0, 0, 15), "nor one that is lost"
 
 
 class Death(Exception):
@@ -237,19 +301,18 @@ def handed_out(
     ray: PretendedRay, workers: int, portions: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """What all workers say, of requests that are handed out in these portions."""
-    from h2o_flexgen.cli import ray_handing
+    from h2o_flexgen.cli.ray import workers as on_ray
 
-    monkeypatch.setattr(ray_handing, "ray", ray)
-    waiting = deque(ray_handing.WaitingPortions(numbers) for numbers in portions)
-    handing = ray_handing.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
+    monkeypatch.setattr(on_ray, "ray", ray)
+    waiting = deque(on_ray.WaitingPortions(numbers) for numbers in portions)
+    handing = on_ray.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
     return list(handing.said(Event()))
 
 
 def done(*numbers: int) -> list[Any]:
-    from h2o_flexgen.cli.process_link import Broken
-    from h2o_flexgen.cli.ray_worker import WorkerMessage
+    from h2o_flexgen.cli.ray.workers import WorkerMessage
 
-    return [WorkerMessage(0, broken=Broken(number, "it is done")) for number in numbers]
+    return [WorkerMessage(0, BrokenRequest(number, "it is done")) for number in numbers]
 
 
 def test_what_a_dead_worker_had_not_done_is_run_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +320,8 @@ def test_what_a_dead_worker_had_not_done_is_run_again_and_nothing_else(monkeypat
     ray = PretendedRay([[], [*done(3, 1), Death("the connection\n\nis broken\n")]], [[], done(0, 4, 2), done(6, 5)])
     said = handed_out(ray, 1, [range(5), (5, 6)], monkeypatch)
     assert ray.handed_out == [(0, 1, 2, 3, 4), (0, 2, 4), (5, 6)] and ray.killed == 1
-    assert [one.ended for one in said if hasattr(one, "ended")] == [3, 1, 0, 4, 2, 6, 5]
-    (lost,) = (one for one in said if not hasattr(one, "ended"))
+    assert [one.outcome.index for one in said if hasattr(one, "outcome")] == [3, 1, 0, 4, 2, 6, 5]
+    (lost,) = (one for one in said if not hasattr(one, "outcome"))
     assert str(lost) == "a worker has died (is broken); another one starts, and 3 requests are run again"
 
 
@@ -281,7 +344,7 @@ def test_what_kills_every_worker_ends_the_job(script: Any, words: str, monkeypat
 
 
 def test_portions_are_shares_of_the_tokens_that_are_left() -> None:
-    from h2o_flexgen.cli.ray_portions import MOST_PORTION, cut, cut_evenly
+    from h2o_flexgen.cli.ray.workers import MOST_PORTION, cut, cut_evenly
 
     even = [10] * 1000
     sizes = [len(part) for part in cut(range(1000), even, 2, 500)]
@@ -298,18 +361,18 @@ def test_portions_are_shares_of_the_tokens_that_are_left() -> None:
 
 
 def test_workers_leave_cores_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from h2o_flexgen.cli import ray_cluster
+    from h2o_flexgen.cli.ray import cluster
 
-    monkeypatch.setattr(ray_cluster, "cores", lambda: 8)
-    monkeypatch.setattr(ray_cluster, "quota_cores", lambda: 8.0)
+    monkeypatch.setattr(cluster, "cores", lambda: 8)
+    monkeypatch.setattr(cluster, "quota_cores", lambda: 8.0)
     asked = RayRequest("local", 2, None, False)
-    assert [ray_cluster.local_threads(asked, None, busy) for busy in (0.0, 4.1, 9.0)] == [4, 2, 1]
-    assert ray_cluster.local_threads(asked, 3, 9.0) == 3
+    assert [cluster.local_threads(asked, None, busy) for busy in (0.0, 4.1, 9.0)] == [4, 2, 1]
+    assert cluster.local_threads(asked, 3, 9.0) == 3
 
 
 def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has SIGTERM raise SystemExit, which would be another status than that of a command that is terminated."""
-    from h2o_flexgen.cli import ray_cluster
+    from h2o_flexgen.cli.ray import cluster
 
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -320,11 +383,11 @@ def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytes
         if address == "slow":
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(ray_cluster.ray, "init", begins)
+    monkeypatch.setattr(cluster.ray, "init", begins)
     try:
-        with ray_cluster.joined("quick"):
+        with cluster.joined("quick"):
             assert signal.getsignal(signal.SIGTERM) is own and not heard
-        with pytest.raises(SystemExit), ray_cluster.joined("slow"):
+        with pytest.raises(SystemExit), cluster.joined("slow"):
             pass
         assert signal.getsignal(signal.SIGTERM) is own and heard == [signal.SIGTERM]
     finally:
@@ -332,25 +395,25 @@ def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytes
 
 
 def test_ray_that_cannot_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, short_folder: Path) -> None:
-    from h2o_flexgen.cli import ray_cluster
+    from h2o_flexgen.cli.ray import cluster
 
     def fails(*address: str, **others: Any) -> None:
         raise RuntimeError("Timed out waiting\n for a file")
 
-    monkeypatch.setattr(ray_cluster.ray, "init", fails)
-    monkeypatch.setattr(ray_cluster, "folder_of_sockets", lambda: short_folder)
+    monkeypatch.setattr(cluster.ray, "init", fails)
+    monkeypatch.setattr(cluster, "folder_of_sockets", lambda: short_folder)
     said = re.escape("Ray cannot start on this machine (Timed out waiting for a file); leave out --ray")
-    with pytest.raises(ValueError, match=said), ray_cluster.connected(RayRequest("local", 1, None, False), 1):
+    with pytest.raises(ValueError, match=said), cluster.connected(RayRequest("local", 1, None, False), 1):
         pass
     assert list(short_folder.iterdir()) == []
 
 
 def test_an_alarm_of_rays_library_is_taken_back() -> None:
     """It sets one when it hears SIGTERM, and aborts the process after it."""
-    from h2o_flexgen.cli import ray_cluster
+    from h2o_flexgen.cli.ray import cluster
 
     try:
-        with pytest.raises(KeyboardInterrupt), ray_cluster.waiting():
+        with pytest.raises(KeyboardInterrupt), cluster.waiting():
             signal.alarm(1000)
             raise KeyboardInterrupt
         assert signal.alarm(0) == 0
@@ -460,9 +523,9 @@ def test_a_signal_while_ray_starts_leaves_nothing(number: int, status: int, tmp_
 
 
 CONNECTED = """
-from h2o_flexgen.cli.batch_ray import connected
+from h2o_flexgen.cli.ray.ray_job import connected
 from h2o_flexgen.cli.batch_request import RayRequest
-from h2o_flexgen.cli.ray_environment import ray_environment
+from h2o_flexgen.cli.ray import ray_environment
 with ray_environment(), connected(RayRequest("local", 1, None, False), 1):
 """
 

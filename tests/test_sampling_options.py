@@ -34,7 +34,7 @@ PLANS = (
     Case("neox-parallel", MIXED, gen_len=GEN_LEN, policy=POLICIES[2], prefill_tokens=12, kv_codec="group4"),
     Case("opt-350m", MIXED, gen_len=GEN_LEN, policy=POLICIES[3], gpu_batch_size=1, schedule="row_by_row"),
     Case("qwen3", ON_DISK, gen_len=GEN_LEN, policy=POLICIES[6], schedule="flexgen_barrier", sep_layer=False),
-    Case("qwen2-wordy", MIXED, gen_len=GEN_LEN, policy=POLICIES[8], slots=3, kv_codec="group8", weight_codec="group8"),
+    Case("qwen2-wordy", MIXED, gen_len=GEN_LEN, policy=POLICIES[8], buffers=3, kv_codec="group8", weight_codec="group8"),
     Case("qwen2", MIXED, gen_len=GEN_LEN, weight_codec="group4", compute="int8"),
 )
 
@@ -54,12 +54,12 @@ def different_options(stops: Sequence[int]) -> list[SamplingParams]:
 
 def hold_reference(case: Case, checkpoints: Checkpoints, params: Sequence[SamplingParams], found: Sequence[Completion]) -> None:
     """Every token is the one that the reference picks of the logits that the resident loop has behind those before it."""
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, codec=case.weight_codec, compute=case.compute)
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, format=case.weight_codec, compute=case.compute)
     forced = [[*one.token_ids, *[0] * case.gen_len][: case.gen_len] for one in found]
     for rows in case.batches():
         prompts, own = [case.prompts[row] for row in rows], [forced[row] for row in rows]
-        policy, at_once, codec = case.kv_policy, case.prefill_tokens, case.kv_codec
-        logits = resident_generate(model, weights, prompts, case.gen_len, False, policy, at_once, codec, own)
+        policy, at_once, format = case.kv_policy, case.prefill_tokens, case.kv_codec
+        logits = resident_generate(model, weights, prompts, case.gen_len, False, policy, at_once, format, own)
         for place, row in enumerate(rows):
             for step, token in enumerate(found[row].token_ids):
                 before, ends = list(found[row].token_ids[:step]), params[row].stop_ids

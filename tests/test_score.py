@@ -34,7 +34,7 @@ PLANS = (
     Case("neox-parallel", MIXED, prefill_tokens=12),
     Case("opt-350m", MIXED, gpu_batch_size=1, schedule="row_by_row"),
     Case("qwen2-wordy", ON_DISK, sep_layer=False, prefill_tokens=1),
-    Case("llama31", MIXED, slots=3, num_gpu_batches=4),
+    Case("llama31", MIXED, buffers=3, num_gpu_batches=4),
 )
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.environment import cores
 from h2o_flexgen.profiling.measure import cpu_name
 
 BENCH, QUANTIZE = "llama-batched-bench", "llama-quantize"

@@ -176,4 +176,4 @@ def _is_steady(llm: LLM, request: Request) -> bool:
 def _placement(llm: LLM, request: Request) -> str:
     shares = " ".join(f"{share:g}" for share in llm.plan.percent)
     plan = llm.plan
-    return f"--percent {shares}, {plan.num_gpu_batches} x {plan.gpu_batch_size} rows, {plan.schedule}, {plan.slots} slots"
+    return f"--percent {shares}, {plan.num_gpu_batches} x {plan.gpu_batch_size} rows, {plan.schedule}, {plan.buffers} buffers"

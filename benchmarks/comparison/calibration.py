@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.instructions import instructions
 from benchmarks.peaks import Peaks
-from h2o_flexgen.kernels.table import CPU, INT8
+from h2o_flexgen.formats.kernel_table import CPU, INT8
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 

@@ -10,7 +10,7 @@ from math import inf
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.suites import Load
 from h2o_flexgen.core.model_spec import ModelSpec, asked_for
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.formats.kernel_table import EXACT
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ from benchmarks.comparison.point import Point
 from benchmarks.comparison.report import Entry, Report, version_of
 from benchmarks.comparison.search import Search
 from benchmarks.comparison.suites import SUITES, Contender, Load, by_rows, contenders
+from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,21 +24,21 @@ from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_architecture import USUAL_NAMES, GgufModel, TensorNames
 from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor, unchecked
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 
 BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # missing in base models' files, added with a head
 
 
 class WeightSource(Protocol):
     def stored_as(self, name: str) -> StoredAs:
-        """The form in which a tensor's values lie on disk, needed before anything is placed."""
+        """The format in which a tensor's values lie on disk, needed before anything is placed."""
 
     def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
         """The places of these tensors on disk, by their names in the spec. It is called once."""
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
-        """Makes the tensor in `out`: its values, or the codec's bytes if it is not plain. Returns False if the source's tensors
-        lie in files, which `locate` finds."""
+        """Makes the tensor in `out`: its values, or the bytes of its format. Returns False if the source's tensors lie
+        in files, which `locate` finds."""
 
     def close(self) -> None: ...
 
@@ -68,7 +68,7 @@ class HandedSource:
 
 
 class Checkpoint:
-    """The tensors of a folder or a file, and those matrices among them that have a form of their own. If `copy` is there, the
+    """The tensors of a folder or a file, and those matrices among them that have a format of their own. If `copy` is there, the
     files were made here, and weights are also checked when they are read."""
 
     def __init__(
@@ -108,13 +108,13 @@ class Checkpoint:
 
     @property
     def matrices(self) -> Mapping[str, StoredMatrix]:
-        """The matrices that have a form of their own, by their names in the checkpoint."""
+        """The matrices that have a format of their own, by their names in the checkpoint."""
         return self._matrices
 
     def stored_as(self, name: str) -> StoredAs:
         found = self._find(name)
         if isinstance(found, StoredMatrix):
-            return StoredAs(1, found.codec)
+            return StoredAs(1, found.format)
         return StoredAs(DTYPE_BYTES[found.dtype])
 
     def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
@@ -135,14 +135,14 @@ class Checkpoint:
             raise ValueError(f"tensor {missing[0]} is missing in {self.place}{others}; {advice}")
 
     def to_write(self, spec: ModelSpec) -> Mapping[str, TensorSpec]:
-        """The tensors that no file has in the form of the spec: they are to be written to a copy first."""
+        """The tensors that no file has in the format of the spec: they are to be written to a copy first."""
         return {name: tensor for name, tensor in spec.tensors.items() if not self._is_there(tensor)}
 
     def _is_there(self, tensor: TensorSpec) -> bool:
         stored = self._find(tensor.name)
         if isinstance(stored, StoredTensor):
-            return tensor.codec == PLAIN and not stored.is_turned
-        return stored.is_in_place and stored.codec == tensor.codec
+            return tensor.format == PLAIN and not stored.is_turned
+        return stored.is_in_place and stored.format == tensor.format
 
     def located(self, tensor: TensorSpec) -> StoredTensor | StoredMatrix:
         stored = self._find(tensor.name)

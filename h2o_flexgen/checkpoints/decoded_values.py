@@ -1,4 +1,4 @@
-"""The values of a tensor in whatever form its checkpoint has it, some rows at a time, to be written in another."""
+"""The values of a tensor in whatever format its checkpoint has it, some rows at a time, to be written in another."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from h2o_flexgen.checkpoints.file_reading import PART_BYTES, read_range, read_rows, read_whole
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.sectioned import Sectioned, parts_of_sections, section_starts
+from h2o_flexgen.formats.table import FORMATS
 from h2o_flexgen.kernels.operations import decode
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS
-from h2o_flexgen.quant.sectioned import Sectioned, parts_of_sections, section_starts
 
 FLOAT32_BYTES = 4
-CUTS = 128  # outputs: every form can be cut at multiples of it
+CUTS = 128  # outputs: every format can be cut at multiples of it
 
 ReadSection = Callable[[int, int, int], torch.Tensor]  # number of the section, first and last byte
 
@@ -24,10 +24,10 @@ def stored_values(stored: StoredTensor | StoredMatrix, together: int) -> Iterato
     """The rows (rows, columns), some times `together` of them at once but for the last ones."""
     if isinstance(stored, StoredTensor):
         return _plain(stored, together)
-    codec = CODECS[stored.codec]
-    if isinstance(codec, Blocked):
-        return _blocked(codec, stored, together)
-    return _sectioned(cast("Sectioned", codec), stored, -(-CUTS // together) * together)
+    format = FORMATS[stored.format]
+    if isinstance(format, Blocked):
+        return _blocked(format, stored, together)
+    return _sectioned(cast("Sectioned", format), stored, -(-CUTS // together) * together)
 
 
 def plain_rows(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
@@ -46,38 +46,38 @@ def _plain(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
         yield values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
 
 
-def _blocked(codec: Blocked, stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:
+def _blocked(format: Blocked, stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:
     columns = stored.shape[1]
-    row_bytes = codec.nbytes((1, columns), FLOAT32_BYTES)
+    row_bytes = format.nbytes((1, columns), FLOAT32_BYTES)
     for rows in read_rows(stored.sections[0], row_bytes, together):
         for part in rows.split(_rows_at_once(columns, together)):
-            yield _decoded(stored.codec, part, len(part), columns)
+            yield _decoded(stored.format, part, len(part), columns)
 
 
-def _sectioned(codec: Sectioned, stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:
+def _sectioned(format: Sectioned, stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:
     outputs, columns = stored.shape
-    read = _reader(codec, stored)
+    read = _reader(format, stored)
     step = _rows_at_once(columns, together)
     for first in range(0, outputs, step):
         last = min(first + step, outputs)
         shape = (last - first, columns)
-        data = torch.zeros(codec.nbytes(shape, FLOAT32_BYTES), dtype=torch.uint8)
-        ranges = parts_of_sections(codec, stored.shape, first, last)
-        for number, (start, (begin, end)) in enumerate(zip(section_starts(codec, shape), ranges)):
+        data = torch.zeros(format.nbytes(shape, FLOAT32_BYTES), dtype=torch.uint8)
+        ranges = parts_of_sections(format, stored.shape, first, last)
+        for number, (start, (begin, end)) in enumerate(zip(section_starts(format, shape), ranges)):
             data[start : start + end - begin] = read(number, begin, end)
-        yield _decoded(codec.name, data, *shape)
+        yield _decoded(format.name, data, *shape)
 
 
-def _reader(codec: Sectioned, stored: StoredMatrix) -> ReadSection:
+def _reader(format: Sectioned, stored: StoredMatrix) -> ReadSection:
     """Reads from the file; or from memory, where bytes are made, or are checked as a whole."""
     if stored.make is None:
         if any(section.check is not None for section in stored.sections):
             held = [read_whole(section) for section in stored.sections]
             return lambda number, begin, end: held[number][begin:end]
         return lambda number, begin, end: read_range(stored.sections[number], begin, end)
-    made = torch.empty(codec.nbytes(stored.shape, FLOAT32_BYTES), dtype=torch.uint8)
+    made = torch.empty(format.nbytes(stored.shape, FLOAT32_BYTES), dtype=torch.uint8)
     stored.make(made)
-    starts = section_starts(codec, stored.shape)
+    starts = section_starts(format, stored.shape)
     return lambda number, begin, end: made[starts[number] + begin : starts[number] + end]
 
 
@@ -85,7 +85,7 @@ def _rows_at_once(columns: int, together: int) -> int:
     return max(1, PART_BYTES // (FLOAT32_BYTES * columns * together)) * together
 
 
-def _decoded(form: str, data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _decoded(format: str, data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     out = torch.empty(rows, columns)
-    decode(form, data, out)
+    decode(format, data, out)
     return out

@@ -21,8 +21,8 @@ from h2o_flexgen.checkpoints.safetensors_format import header_of, raw_header
 from h2o_flexgen.checkpoints.stale_files import PARTIAL, nbytes_in, writer
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.checkpoints.sums import Sums
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder
+from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import reason
 
 COPIES = CONVERTED, PACKED = ("converted", "packed")  # the kinds of folders

@@ -31,10 +31,10 @@ from h2o_flexgen.checkpoints.stored_tensors import StoredAs, StoredTensor
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
+from h2o_flexgen.formats.sectioned import FP4, Fp4
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.stored_parts import sections_of
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.sectioned import FP4, Fp4
+from h2o_flexgen.kernels.stored_values import sections_of
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE, FP4_EXPONENT = 0.02, 120  # random codes are about 3 on average: 2 ** -7 of that is as much
@@ -43,11 +43,11 @@ FLUSH_BYTES = 512 << 20
 UNNAMED = "/proc/self/fd/{}"  # if the system has it, an open file can be opened again even without a name
 
 
-def random_form(quantisation: Quantisation, matrix: TensorSpec) -> str | None:
-    """The form that a matrix has in a checkpoint which is quantised so, and that random weights can have; None: it is plain."""
-    (codec,), module = FP4, matrix.name.removesuffix(".weight")
+def random_format(quantisation: Quantisation, matrix: TensorSpec) -> str | None:
+    """The format that a matrix has in a checkpoint which is quantised so, if random weights can have it; None: it is plain."""
+    (format,), module = FP4, matrix.name.removesuffix(".weight")
     is_plain = any(fnmatchcase(module, f"{name}*") for name in quantisation.plain)
-    return None if is_plain or matrix.shape[-1] % codec.group else codec.name
+    return None if is_plain or matrix.shape[-1] % format.group else format.name
 
 
 class DummySource:
@@ -76,11 +76,11 @@ class DummySource:
         return StoredAs(DTYPE_BYTES[self.dtype])
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
-        if tensor.codec == PLAIN:
+        if tensor.format == PLAIN:
             assert tuple(out.shape) == tensor.shape, (tensor, out.shape)
             self._fill_values(tensor, out.view(-1))
-        elif isinstance(codec := CODECS[tensor.codec], Fp4):
-            self._fill_codes(codec, tensor, out)
+        elif isinstance(format := FORMATS[tensor.format], Fp4):
+            self._fill_codes(format, tensor, out)
         else:
             self._fill_packed(tensor, out)
         return True
@@ -118,7 +118,7 @@ class DummySource:
         for tensor in tensors:
             nbytes = self._nbytes(tensor)
             located[tensor.name] = StoredTensor(tensor.name, path, offset, nbytes, self.dtype, tensor.shape)
-            for piece in self._pieces(tensor) if tensor.codec == PLAIN else [self._packed(tensor)]:
+            for piece in self._pieces(tensor) if tensor.format == PLAIN else [self._packed(tensor)]:
                 file.write(tensor_bytes(piece))
             file.write(bytes(self._room(tensor) - nbytes))
             offset += self._room(tensor)
@@ -133,7 +133,7 @@ class DummySource:
         return aligned(self._nbytes(tensor))
 
     def _nbytes(self, tensor: TensorSpec) -> int:
-        return CODECS[tensor.codec].nbytes(tensor.shape, DTYPE_BYTES[self.dtype])
+        return FORMATS[tensor.format].nbytes(tensor.shape, DTYPE_BYTES[self.dtype])
 
     def _packed(self, tensor: TensorSpec) -> torch.Tensor:
         out = torch.empty(self._nbytes(tensor), dtype=torch.uint8)
@@ -143,17 +143,17 @@ class DummySource:
     def _fill_packed(self, tensor: TensorSpec, out: torch.Tensor) -> None:
         """Encodes some rows at a time, since all plain values of a table would need more memory than the packed ones."""
         rows, columns = tensor.numel // tensor.shape[-1], tensor.shape[-1]
-        together = CODECS[tensor.codec].rows_together
+        together = FORMATS[tensor.format].rows_together
         units, step = out.view(-(-rows // together), -1), max(1, PART_VALUES // (together * columns)) * together
         values = torch.empty(min(step, rows), columns, dtype=getattr(torch, self.dtype))
         for row in range(0, rows, step):
             part = values[: rows - row]
             self._fill_values(tensor, part.view(-1), row * columns)
-            encode(tensor.codec, part, units[row // together : (row + step) // together])
+            encode(tensor.format, part, units[row // together : (row + step) // together])
 
-    def _fill_codes(self, codec: Fp4, tensor: TensorSpec, out: torch.Tensor) -> None:
+    def _fill_codes(self, format: Fp4, tensor: TensorSpec, out: torch.Tensor) -> None:
         outputs, inputs = tensor.shape
-        codes, scales = sections_of(codec, out.zero_().view(1, -1), outputs, inputs)
+        codes, scales = sections_of(format, out.zero_().view(1, -1), outputs, inputs)
         scales.fill_(FP4_EXPONENT)
         start = self._start(tensor.name)
         while len(codes):

@@ -37,7 +37,7 @@ def each_expert(tensors: Mapping[str, StoredTensor], names: TensorNames) -> dict
 
 
 def matrices_of_each(matrices: Mapping[str, StoredMatrix], names: TensorNames) -> dict[str, StoredMatrix]:
-    """The same for matrices in a form of their checkpoint's own."""
+    """The same for matrices in a format of their checkpoint's own."""
     return {own: part for name, matrix in matrices.items() for own, part in _parts_of_matrix(names.usual(name), matrix)}
 
 

@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoints.model_files import AGAIN, refuse_pointer
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.quant.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.blocked import BLOCKED, Blocked
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -47,7 +47,7 @@ TYPES: Mapping[int, str] = {
     40: "nvfp4",
     41: "q1_0",
 }
-BLOCKS: Mapping[str, Blocked] = {form.name: form for form in BLOCKED}
+BLOCKS: Mapping[str, Blocked] = {format.name: format for format in BLOCKED}
 READ = (*DTYPE_BYTES, *BLOCKS)
 
 Value: TypeAlias = "str | bool | int | float | tuple[str, ...] | array[Any]"  # an array holds numbers, all of one type

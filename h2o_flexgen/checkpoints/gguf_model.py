@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: their tensors by the names that models have for them, in the forms in which they lie there.
+"""GGUF files as checkpoints: their tensors by the names that models have for them, in the formats in which they lie there.
 
 A tensor that no layer would read is refused: it stands for arithmetic that is not done here. Experts lie in one tensor for each
 of their matrices, one expert behind the other.

@@ -26,42 +26,42 @@ from h2o_flexgen.checkpoints.unpacking import (
     in_order,
     order_of,
 )
-from h2o_flexgen.kernels.stored_parts import sections_of
-from h2o_flexgen.quant.sectioned import MIDDLE, Int4
+from h2o_flexgen.formats.sectioned import MIDDLE, Int4
+from h2o_flexgen.kernels.stored_values import sections_of
 
 WORD = "I32"
 
 
 @dataclass(frozen=True)
 class Importing:
-    """Fills the bytes of `codec` from the tensors of a file."""
+    """Fills the bytes of `format` from the tensors of a file."""
 
     method: str
-    codec: Int4
+    format: Int4
     shape: tuple[int, int]
     words: StoredTensor
     scales: StoredTensor
     zeros: StoredTensor | None = None
-    groups: StoredTensor | None = None  # the group of each input, where the codec is ordered
-    group: int = 0  # inputs that share a scale in the file: a multiple of the codec's
+    groups: StoredTensor | None = None  # the group of each input, where the format is ordered
+    group: int = 0  # inputs that share a scale in the file: a multiple of the format's
     zeros_one_less: bool = False
 
     @property
     def description(self) -> str:
-        """All that the outcome depends on beside the files and the codec."""
+        """All that the outcome depends on beside the files and the format."""
         return f"{self.method}{' less one' if self.zeros_one_less else ''} {self.group}"
 
     def __call__(self, out: Tensor) -> None:
         out.zero_()  # what lies between sections, too
         outputs, inputs = self.shape
-        sections = sections_of(self.codec, out.view(1, -1), outputs, inputs)
+        sections = sections_of(self.format, out.view(1, -1), outputs, inputs)
         codes = sections[0].view(outputs, -1)
         _CODES[self.method](self.words, codes)
         scales = self._for_each_group(self._by_outputs(self.scales))
         sections[1].copy_(scales.flatten().view(torch.uint8))
-        if self.codec.zeros:
+        if self.format.zeros:
             sections[2].copy_(self._for_each_group(self._zeros(outputs)).flatten())
-        if self.codec.ordered:
+        if self.format.ordered:
             order = self._order()
             sections[-1].copy_(order.view(torch.uint8))
             _reorder(codes, order)
@@ -71,8 +71,8 @@ class Importing:
         return values if self.method == COMPRESSED else values.T
 
     def _for_each_group(self, shared: Tensor) -> Tensor:
-        """(outputs, groups of the file) -> (outputs, groups of the codec)"""
-        return shared.repeat_interleave(self.group // self.codec.group, dim=1)
+        """(outputs, groups of the file) -> (outputs, groups of the format)"""
+        return shared.repeat_interleave(self.group // self.format.group, dim=1)
 
     def _zeros(self, outputs: int) -> Tensor:
         assert self.zeros is not None, self

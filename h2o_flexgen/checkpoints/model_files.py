@@ -11,8 +11,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.core.documents import NotADocument, parse_json
-from h2o_flexgen.core.files import read_document
+from h2o_flexgen.core.files import NotADocument, parse_json, read_document
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""PackedCheckpoint: a checkpoint with some matrices and tables in a form that its files do not have, or have transposed. They
+"""PackedCheckpoint: a checkpoint with some matrices and tables in a format that its files do not have, or have transposed. They
 are encoded once, some rows at a time, into safetensors in a cache folder. Later they are read from there, in every step if
 they are placed on disk."""
 
@@ -21,8 +21,8 @@ from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatr
 from h2o_flexgen.checkpoints.sums import Sums
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.formats.table import FORMATS, PLAIN, chosen_format
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.quant.codec import CODECS, PLAIN, chosen_codec
 
 FILE_BYTES = 2 << 30  # of a packed file, approximately
 LARGEST = 1e38  # so that the difference of two values is still a float32
@@ -48,10 +48,10 @@ class PackedCheckpoint:
         self._folder = DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, purpose, asked, cache_dir)
 
     def _asked(self, tensor: TensorSpec) -> tuple[object, ...]:
-        """What a copy depends on. It is not the form of a codec: a copy of an older form has the same name."""
+        """What a copy depends on. It is not the format of a format: a copy of an older format has the same name."""
         stored = self._checkpoint.located(tensor)
         origin = stored.description if isinstance(stored, StoredMatrix) else ()
-        return tensor.name, tensor.shape, chosen_codec(tensor.codec), *origin
+        return tensor.name, tensor.shape, chosen_format(tensor.format), *origin
 
     @property
     def folder(self) -> Path:
@@ -64,7 +64,7 @@ class PackedCheckpoint:
 
     @property
     def bytes_to_free(self) -> int:
-        """Bytes of a copy in an older form, which is removed before."""
+        """Bytes of a copy in an older format, which is removed before."""
         return self._folder.older_bytes
 
     @property
@@ -97,7 +97,7 @@ class PackedCheckpoint:
     def _as_asked(self, packed: StoredTensor) -> StoredTensor:
         """Plain values have a type; all others are bytes."""
         tensor = self._tensors[packed.name]
-        if tensor.codec != PLAIN:
+        if tensor.format != PLAIN:
             return packed
         stored = self._checkpoint.located(tensor)
         assert isinstance(stored, StoredTensor), stored
@@ -119,9 +119,9 @@ class PackedCheckpoint:
         tensor = self._tensors[name]
         out = torch.zeros(aligned(tensor.stored_nbytes), dtype=torch.uint8)
         stored = self._checkpoint.located(tensor)
-        if isinstance(stored, StoredTensor) and tensor.codec == PLAIN:
+        if isinstance(stored, StoredTensor) and tensor.format == PLAIN:
             torch.cat([*plain_rows(stored, 1)], out=out[: stored.nbytes].view(getattr(torch, stored.dtype)).view(tensor.shape))
-        elif isinstance(stored, StoredMatrix) and stored.make is not None and stored.codec == tensor.codec:
+        elif isinstance(stored, StoredMatrix) and stored.make is not None and stored.format == tensor.format:
             stored.make(out[: tensor.nbytes])
         else:
             _encode(tensor, stored, out)
@@ -130,13 +130,13 @@ class PackedCheckpoint:
 
 
 def _encode(tensor: TensorSpec, stored: StoredTensor | StoredMatrix, out: torch.Tensor) -> None:
-    codec, start = CODECS[tensor.codec], 0
-    for values in stored_values(stored, codec.rows_together):
-        end = start + codec.nbytes(tuple(values.shape), values.itemsize)
+    format, start = FORMATS[tensor.format], 0
+    for values in stored_values(stored, format.rows_together):
+        end = start + format.nbytes(tuple(values.shape), values.itemsize)
         if not float(values.abs().amax()) < LARGEST:  # false for NaN too
             problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
             raise ValueError(f"tensor {tensor.name} in {stored.file} {problem}")
-        encode(tensor.codec, values, out[start:end])
+        encode(tensor.format, values, out[start:end])
         start = end
 
 

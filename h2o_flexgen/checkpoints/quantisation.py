@@ -133,7 +133,7 @@ def _check_bits(method: str, stored: Mapping[str, Any]) -> None:
 
 
 def _checked_form(method: str, form: object, known: tuple[str, ...]) -> str:
-    """The form as it is known; AutoAWQ writes some in capitals."""
+    """The format as it is known; AutoAWQ writes some in capitals."""
     if not isinstance(form, str) or form.lower() not in known:
         raise _refused(f"{method} in the form {shown(form)}")
     return form.lower()

@@ -12,14 +12,14 @@ from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, FP8, GPTQ, MXF
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.checkpoints.unpacking import PER_WORD, order_of
 from h2o_flexgen.core.model_spec import MOST_WIDTH
-from h2o_flexgen.quant.sectioned import FP4, FP8_BLOCKS, INT4, Fp8, Int4
+from h2o_flexgen.formats.sectioned import FP4, FP8_BLOCKS, INT4, Fp8, Int4
 
 WEIGHT = "weight"
 E4M3, BYTES, POWERS = "F8_E4M3", ("U8", "I8"), ("U8", "F8_E8M0")
 SCALES_OF_FP8 = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")  # whichever is there
 SCALE_TYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", **dict.fromkeys(POWERS, "e8m0")}
-GROUPS = tuple(sorted({codec.group for codec in INT4}, reverse=True))
-SCALES_OF_INT4 = tuple(sorted({codec.scale for codec in INT4}))
+GROUPS = tuple(sorted({format.group for format in INT4}, reverse=True))
+SCALES_OF_INT4 = tuple(sorted({format.scale for format in INT4}))
 
 Tensors = Mapping[str, StoredTensor]
 
@@ -147,14 +147,14 @@ def _integers(
         raise _wrong(scales, f"has a scale for each {group} inputs; groups of {', '.join(map(str, GROUPS))} are read")
     if groups is not None and not _is_ordered(groups, group):
         groups = None
-    codec = Int4(kept, scales.dtype, zeros is not None, groups is not None)
+    format = Int4(kept, scales.dtype, zeros is not None, groups is not None)
     name = parts.prefix + WEIGHT
     if method == COMPRESSED and zeros is None and groups is None and kept == group:
-        return StoredMatrix(name, codec.name, shape, (words, scales))
+        return StoredMatrix(name, format.name, shape, (words, scales))
     less = parts.quantisation.zeros_one_less
-    make = Importing(method, codec, shape, words, scales, zeros, groups, group, less)
+    make = Importing(method, format, shape, words, scales, zeros, groups, group, less)
     sources = tuple(one for one in (words, scales, zeros, groups) if one is not None)
-    return StoredMatrix(name, codec.name, shape, sources, make)
+    return StoredMatrix(name, format.name, shape, sources, make)
 
 
 def _group_of(quantisation: Quantisation, scales: StoredTensor, inputs: int, count: int) -> int:
@@ -197,7 +197,7 @@ def _check_shape(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
 
 
 def _fp8(parts: _TensorParts) -> StoredMatrix | None:
-    """None: the weight is not quantised, or in a form that the caller rejects."""
+    """None: the weight is not quantised, or in a format that the caller rejects."""
     weight = parts.tensors[parts.prefix + WEIGHT]
     if weight.dtype in BYTES and len(weight.shape) == 2:
         return _fp4(parts, weight, *SCALES_OF_FP8)
@@ -209,25 +209,25 @@ def _fp8(parts: _TensorParts) -> StoredMatrix | None:
     if scale is None:
         raise _wrong(scales, f"has the dtype {scales.dtype}, which is none of scales")
     outputs, inputs = weight.shape
-    codec = _fp8_codec(parts.quantisation, scale, (outputs, inputs), scales.shape)
-    if codec is None:
+    format = _fp8_format(parts.quantisation, scale, (outputs, inputs), scales.shape)
+    if format is None:
         known = ", ".join(f"{rows or 'all'} x {columns or 'all'}" for rows, columns in FP8_BLOCKS)
         problem = f"has the shape {scales.shape} beside a weight of {outputs} x {inputs}; scales are read for blocks of {known}"
         raise _wrong(scales, problem)
-    return StoredMatrix(parts.prefix + WEIGHT, codec.name, (outputs, inputs), (weight, scales))
+    return StoredMatrix(parts.prefix + WEIGHT, format.name, (outputs, inputs), (weight, scales))
 
 
-def _fp8_codec(quantisation: Quantisation, scale: str, shape: tuple[int, int], found: tuple[int, ...]) -> Fp8 | None:
+def _fp8_format(quantisation: Quantisation, scale: str, shape: tuple[int, int], found: tuple[int, ...]) -> Fp8 | None:
     """Blocks that the config names may be cut off at the edges of a matrix; otherwise its sizes must be multiples of theirs, or
     others would fit as well."""
     for block in (*quantisation.blocks, *FP8_BLOCKS):
-        codec = Fp8(*block, scale)
+        format = Fp8(*block, scale)
         is_whole = all(size % (part or size) == 0 for size, part in zip(shape, block))
-        rows, columns = codec.scales_shape(shape)
+        rows, columns = format.scales_shape(shape)
         flat = {(rows,)} if columns == 1 else set()
         fits = found in {(rows, columns), *flat, *([()] if rows == columns == 1 else [])}
         if fits and block in FP8_BLOCKS and (is_whole or block in quantisation.blocks):
-            return codec
+            return format
     return None
 
 
@@ -260,10 +260,10 @@ def _blocks(parts: _TensorParts) -> StoredMatrix | None:
 def _of_powers(
     parts: _TensorParts, name: str, shape: tuple[int, ...], codes: StoredTensor, scales: StoredTensor
 ) -> StoredMatrix:
-    (codec,) = FP4
-    if shape[-1] % codec.group or scales.shape != (*shape[:-1], shape[-1] // codec.group):
+    (format,) = FP4
+    if shape[-1] % format.group or scales.shape != (*shape[:-1], shape[-1] // format.group):
         raise _wrong(scales, f"has the shape {scales.shape} beside {' x '.join(map(str, shape))} values; each 32 have a scale")
-    return StoredMatrix(name, codec.name, shape, (codes, scales))
+    return StoredMatrix(name, format.name, shape, (codes, scales))
 
 
 READERS: Mapping[str, Mapping[str, Callable[[_TensorParts], StoredMatrix | None]]] = {

@@ -1,4 +1,4 @@
-"""What a checkpoint's headers say of its tensors: where their bytes lie, and in which form."""
+"""What a checkpoint's headers say of its tensors: where their bytes lie, and in which format."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from h2o_flexgen.core.byte_check import Check
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.sectioned import Sectioned, section_starts
+from h2o_flexgen.core.files import Check
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.sectioned import Sectioned, section_starts
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 
 
 class StoredAs(NamedTuple):
-    """The form of a tensor's values in its file."""
+    """The format of a tensor's values in its file."""
 
-    itemsize: int  # bytes of a value, where the form is plain
-    codec: str = PLAIN
+    itemsize: int  # bytes of a value, where the format is plain
+    format: str = PLAIN
 
 
 class Segment(NamedTuple):
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 class Located(Protocol):
-    """A tensor with its bytes in files, in the form that its spec names."""
+    """A tensor with its bytes in files, in the format that its spec names."""
 
     @property
     def segments(self) -> tuple[Segment, ...]: ...
@@ -64,29 +64,29 @@ class StoredTensor:
 
 
 class Make(Protocol):
-    """Makes the bytes of a codec that no file has so."""
+    """Makes the bytes of a format that no file has so."""
 
     @property
     def description(self) -> str:
-        """All that they depend on beside the files and the codec."""
+        """All that they depend on beside the files and the format."""
 
     def __call__(self, out: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix in a form of its checkpoint's own."""
+    """A matrix in a format of its checkpoint's own."""
 
     name: str
-    codec: str
+    format: str
     shape: tuple[int, ...]
-    sections: tuple[StoredTensor, ...]  # its bytes, in the order of the codec's; or what they are made of, if `make` is there
+    sections: tuple[StoredTensor, ...]  # its bytes, in the order of the format's; or what they are made of, if `make` is there
     make: Make | None = field(default=None, compare=False)
 
     @property
     def description(self) -> tuple[str, ...]:
-        """The form of its values in the file."""
-        return (self.codec,) if self.make is None else (self.codec, self.make.description)
+        """The format of its values in the file."""
+        return (self.format,) if self.make is None else (self.format, self.make.description)
 
     @property
     def file(self) -> Path:
@@ -100,9 +100,9 @@ class StoredMatrix:
     @property
     def segments(self) -> tuple[Segment, ...]:
         assert self.is_in_place, self
-        codec = CODECS[self.codec]
-        if isinstance(codec, Blocked):
+        format = FORMATS[self.format]
+        if isinstance(format, Blocked):
             (whole,) = self.sections
             return (Segment(0, whole),)
-        sectioned: Sectioned = codec  # type: ignore[assignment]
+        sectioned: Sectioned = format  # type: ignore[assignment]
         return tuple(map(Segment, section_starts(sectioned, self.shape), self.sections))

@@ -11,15 +11,14 @@ import psutil
 from h2o_flexgen.cli.common_requests import SiteRequest, check_device
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.folders import default_offload_folder
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.environment import default_offload_folder
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.kernels.table import TRITON, Processor
+from h2o_flexgen.formats.kernel_table import TRITON, Processor
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan

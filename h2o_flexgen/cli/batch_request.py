@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,22 +26,18 @@ from h2o_flexgen.cli.common_requests import (
 )
 from h2o_flexgen.cli.flags import (
     NOISE,
-    TOKENS,
+    PLAN,
     TRACEBACK,
     Group,
     Parser,
-    add_compute,
     add_gpus,
     add_placement,
-    add_sharing,
     add_sizes,
-    sampled,
-    whole,
 )
 from h2o_flexgen.cli.output_files import check_writable
-from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.hints import not_installed
-from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.jobs.input_check import CheckedFile, check_file
@@ -136,6 +132,30 @@ class BatchRequest:
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
         return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
+
+    # -- what the answers depend on ------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The options that lines leave open, the order of records, and what the input was made of."""
+        params, named = self.defaults.params, [each.name for each in fields(SamplingParams)]
+        sampling = {name: getattr(params, name) for name in named if name not in ("seed", "prompt_logprobs")}
+        beside = {"style": self.style, "return_token_ids": self.defaults.token_ids, "ordered": self.ordered}
+        return {**sampling, **beside, **self.made_of}
+
+    def refuse_other(self, settings: Settings) -> None:
+        """Refuses to go on with a job that was begun under other settings, unless that was asked for."""
+        if self.begun is None or self.resuming.anyway:
+            return
+        if differences := list(self.begun.differences(settings)):
+            job = f"the job in {OUTPUT} {self.files.output.name} was begun with other options"
+            raise ValueError(f"{job}: {'; '.join(differences)}; give them as they were, or another {OUTPUT}; {ANYWAY} goes on")
+
+    def refuse_other_seed(self) -> None:
+        begun = self.begun
+        if begun is not None and self.seed not in (None, begun.seed) and not self.resuming.anyway:
+            asked = f"--seed is {self.seed}, but the job in {OUTPUT} {self.files.output.name} was begun with {begun.seed}"
+            raise ValueError(f"{asked}; leave it out, or give another {OUTPUT}; {ANYWAY} goes on")
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
@@ -346,16 +366,19 @@ def add_engine(parser: Parser) -> None:
 def _add_workers(group: Group) -> None:
     where = f"run on workers of Ray (extra [ray]): {LOCAL}, on this machine, or the address of a cluster that runs"
     group.value(RAY, "ADDRESS", where)
-    group.value(WORKERS, "N", "each with a model and a plan of its own (default: one for each machine)", whole(1, MOST_WORKERS))
+    group.value(
+        WORKERS, "N", "each with a model and a plan of its own (default: one for each machine)", Bounds(1, MOST_WORKERS)
+    )
     handed = "requests that a worker is handed at once; a worker's that died are run again (default: shares of what is left)"
-    group.value(HAND_OUT, "N", handed, whole(1, MOST_PROMPTS))
+    group.value(HAND_OUT, "N", handed, PROMPTS)
 
 
 def _add_plan(group: Group) -> None:
     add_placement(group, may_be_found=True)
-    add_compute(group)
+    group.option(PLAN["compute"])
     add_sizes(group, WHERE_FOUND)
-    add_sharing(group)
+    group.option(PLAN["shared_prefixes"])
+    group.option(PLAN["prefix_policy"])
     group.truth("--dry-run", text="check the input and print the plan and its bytes per tier; no weights are loaded")
 
 
@@ -365,5 +388,4 @@ def _add_defaults(parser: Parser) -> None:
     styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
     group.truth("--return-token-ids", text="records have token ids beside texts")
-    shown = "those of each token, and of the N likeliest"
-    parser.add_sampling().value("--logprobs", "N", shown, sampled("logprobs"), nargs="?", const=0)
+    parser.add_sampling()

@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 
-from h2o_flexgen.cli.crowd import Crowd
-from h2o_flexgen.cli.watch import clock, show_stage
+from h2o_flexgen.cli.watch import Crowd, clock, show_stage
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.tick import NO_TICK, Tick
 from h2o_flexgen.jobs.file_job import RequestSizes
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.sampling.completion import Completion
 
 SECONDS_BETWEEN_METRICS = 2.0
-SUMMED = (
-    "number", "requests_done", "prompt_tokens", "spared_tokens", "generated_tokens", "computed_tokens",
-    "prompt_seconds", "decode_seconds",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,47 +84,6 @@ class JobFigures:
         }
 
 
-NO_TICK = Tick(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, {})
-
-
-def _together(before: Tick, now: Tick) -> Tick:
-    """Counts from the beginning of all runs, and seats as they are now."""
-    summed = {name: getattr(before, name) + getattr(now, name) for name in SUMMED}
-    return replace(now, **summed, busy_seconds=dict(Counter(before.busy_seconds) + Counter(now.busy_seconds)))
-
-
-@dataclass
-class Ticks:
-    """The joint progress of all processes that run a job's parts."""
-
-    latest: dict[int, Tick] = field(default_factory=dict)  # by part
-
-    def end(self, part: int | None) -> None:
-        """Hears that a part has ended before all its rows had: what is left of it is another part."""
-        if part in self.latest:
-            self.latest[part] = replace(self.latest[part], alive=0)
-
-    @property
-    def together(self) -> Tick:
-        ticks = self.latest.values()
-        busy = Counter[str]()
-        for tick in ticks:
-            busy.update(tick.busy_seconds)
-        return Tick(
-            number=sum(tick.number for tick in ticks),
-            requests_done=sum(tick.requests_done for tick in ticks),
-            alive=sum(tick.alive for tick in ticks),
-            seats=sum(tick.seats for tick in ticks if tick.alive),
-            prompt_tokens=sum(tick.prompt_tokens for tick in ticks),
-            generated_tokens=sum(tick.generated_tokens for tick in ticks),
-            computed_tokens=sum(tick.computed_tokens for tick in ticks),
-            prompt_seconds=sum(tick.prompt_seconds for tick in ticks),
-            decode_seconds=sum(tick.decode_seconds for tick in ticks),
-            busy_seconds=busy,
-            spared_tokens=sum(tick.spared_tokens for tick in ticks),
-        )
-
-
 class Metrics:
     """A file that figures are appended to. If it cannot be written, the job goes on without it."""
 
@@ -173,24 +126,20 @@ class JobWatch:
         self._rows_ended = 0
         self._saved = 0  # tokens that finished requests might have had and did not need
         self._began = time.perf_counter()
-        self._tick = self._before = NO_TICK
+        self._tick = NO_TICK
         self._crowd = Crowd(progress.note)
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
-        if stage is Stage.GENERATING and self._before is NO_TICK:
+        if stage is Stage.GENERATING and self._tick is NO_TICK:
             self._began = time.perf_counter()
         show_stage(self._progress, stage, done_bytes, total_bytes)
-
-    def begin_again(self) -> None:
-        """What is left is run by itself: ticks are counted from there."""
-        self._before = self._tick
 
     def finished(self, completion: Completion, gen_len: int) -> None:
         self._saved += sum(gen_len - len(output.token_ids) for output in completion.outputs)
         self._rows_ended += sum(bool(output.token_ids) for output in completion.outputs)
 
     def tick(self, tick: Tick) -> None:
-        self._tick = _together(self._before, tick)
+        self._tick = tick
         figures = self.figures
         self._progress.update(
             ", ".join(self._words(figures)), figures.requests_done, [f"{figures.tick.alive} of {figures.tick.seats} rows"]

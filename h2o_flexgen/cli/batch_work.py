@@ -12,27 +12,26 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
-from h2o_flexgen.cli.batch_apart import JobApart, dealt_requests
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
-from h2o_flexgen.cli.batch_run import Elsewhere, JobRun, Listening, OnBroken, end_lines
-from h2o_flexgen.cli.batch_settings import option_settings, refuse_other, refuse_other_seed, versions
 from h2o_flexgen.cli.batch_watch import JobFigures
+from h2o_flexgen.cli.job_run import Elsewhere, JobRun, Listening, end_lines
 from h2o_flexgen.cli.open_llm import open_together
-from h2o_flexgen.cli.plan_report import PlanReport, together_lines
-from h2o_flexgen.cli.promise import say_broken
-from h2o_flexgen.cli.ray_environment import ray_environment
+from h2o_flexgen.cli.processes.multi_process_job import dealt_requests, outcomes_of_processes
+from h2o_flexgen.cli.ray import ray_environment
+from h2o_flexgen.cli.report.plan_report import PlanReport, together
+from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import say_threads
-from h2o_flexgen.engine.job import prefix_finder, workload_of_job
+from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.jobs.file_job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.index import SOUND
-from h2o_flexgen.jobs.manifest import Manifest, Settings
+from h2o_flexgen.jobs.manifest import Manifest, Settings, versions
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.jobs.output import JobOutput, OrderedOutput
 from h2o_flexgen.jobs.records import RecordMaker
@@ -41,7 +40,6 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.dialogue import choose_style
@@ -62,7 +60,7 @@ def run(request: BatchRequest) -> FinishedJob | None:
     with ExitStack() as stack:
         stack.enter_context(closing(request.checked.index))
         llm = stack.enter_context(open_together(request.model, request.site, request.first_plan))
-        refuse_other_seed(request)
+        request.refuse_other_seed()
         prepared = PreparedBatch(request, llm)
         prepared.refuse_other()
         if request.dry_run:
@@ -115,7 +113,7 @@ class PreparedBatch:
     @cached_property
     def settings(self) -> Settings:
         """What the answers depend on, but for the plan."""
-        return {**self._of_model[0], **option_settings(self.request)}
+        return {**self._of_model[0], **self.request.settings}
 
     @cached_property
     def noted(self) -> Settings:
@@ -125,10 +123,10 @@ class PreparedBatch:
         begun = self.request.begun
         if begun is None:
             return
-        refuse_other(begun, self.settings, self.request)
+        self.request.refuse_other(self.settings)
         asked = self.request.plan
         if isinstance(asked, Plan) or not (asked.codecs or asked.computes):  # otherwise the search has a say
-            refuse_other(begun, plan_settings(self.llm.plan), self.request)
+            self.request.refuse_other(plan_settings(self.llm.plan))
         for note in begun.notes(self.noted):
             print(f"note: {note}: numbers may differ in their last bits", file=sys.stderr)
 
@@ -203,7 +201,7 @@ class BatchJob:
                 self.tell([f"plan      {WITH_ROOM}"])
             else:
                 self.tell(list(wish.find(self._machine).lines()))
-        refuse_other(self.request.begun, plan_settings(self.llm.plan), self.request)
+        self.request.refuse_other(plan_settings(self.llm.plan))
 
     @property
     def _machine(self) -> Machine:
@@ -262,22 +260,18 @@ class BatchJob:
         if self.request.ray is not None:
             return partial(self._on_workers, self.request.ray, seed)
         if len(self.parts) > 1:
-            return JobApart(self.llm, self.request, seed).completions
+            return partial(outcomes_of_processes, self.llm, self.request, seed)
         return None
 
     def plan_lines(self) -> Iterator[str]:
         yield from self.plan_report.lines()
-        yield from together_lines(len(self.parts), len(self.left.sizes), self.llm.device.accelerator)
+        yield from together(len(self.parts), len(self.left.sizes), self.llm.device.accelerator).lines
 
-    def _on_workers(
-        self, asked: RayRequest, seed: int, left: FileJob, listening: Listening, on_broken: OnBroken
-    ) -> Generator[Completion, None, None]:
+    def _on_workers(self, asked: RayRequest, seed: int, left: FileJob, listening: Listening) -> Generator[Outcome, None, None]:
         with ray_environment() if asked.address == LOCAL else nullcontext():
-            from h2o_flexgen.cli.batch_ray import RayJob  # imports an optional package
+            from h2o_flexgen.cli.ray.ray_job import RayJob  # imports an optional package
 
-            job = RayJob(self.request, asked, left, seed, self.prepared.settings, listening, on_broken)
-            with closing(job.completions()) as completions:
-                yield from completions
+            yield from RayJob(self.request, asked, left, seed, self.prepared.settings, listening).outcomes()
 
     def _manifest(self) -> Manifest:
         request, begun, now = self.request, self.request.begun, int(time.time())

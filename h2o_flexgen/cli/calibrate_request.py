@@ -10,11 +10,13 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.probe_file import FILE as PROBE_FILE
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, model_of, site_of
-from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, whole
+from h2o_flexgen.cli.flags import TRACEBACK, Group, Parser
 from h2o_flexgen.cli.output_files import OUTPUT, check_output_file, check_picture
+from h2o_flexgen.core.allowed_values import Bounds
+from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.texts import Text
-from h2o_flexgen.policies.head_budgets_file import FILE, OWN
+from h2o_flexgen.policies.head_budgets import FILE, OWN
 
 PROGRAM = "python -m h2o_flexgen.calibrate"
 USUAL_TOKENS, USUAL_TEXTS, MOST_TEXTS = 512, 8, 1000
@@ -94,7 +96,7 @@ def _add_texts(group: Group) -> None:
     group.value("--text", "FILE", "of the kind that the model is for (default: prose of the package)", nargs="+")
     twice = "of each piece of text, which is read twice: the model must have as many positions again"
     group.value("--tokens", "TOKENS", twice, TOKENS, USUAL_TOKENS)
-    group.value("--texts", "N", "pieces, taken evenly from all files", whole(1, MOST_TEXTS), USUAL_TEXTS)
+    group.value("--texts", "N", "pieces, taken evenly from all files", Bounds(1, MOST_TEXTS), USUAL_TEXTS)
 
 
 def _add_output(group: Group) -> None:

@@ -14,13 +14,10 @@ from h2o_flexgen.cli.calibrate_request import CalibrateRequest
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.evaluation.calibration.calibration import Calibration, calibrate
-from h2o_flexgen.evaluation.calibration.picture import draw_heads
-from h2o_flexgen.evaluation.calibration.probe_fit import FOUND, ProbeFit
+from h2o_flexgen.evaluation.calibration import FOUND, Calibration, ProbeFit, calibrate, draw_heads
 from h2o_flexgen.evaluation.texts import Text, windows
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.head_budgets_file import write_head_budgets
+from h2o_flexgen.policies.head_budgets import HeadBudgets, write_head_budgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.text.tokenizer import Tokenizer

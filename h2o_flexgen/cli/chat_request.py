@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
-from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, add_compute, add_placement
+from h2o_flexgen.cli.flags import PLAN, TRACEBACK, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.busy_cores import Others
@@ -113,9 +114,9 @@ def make_parser(program: str = PROGRAM) -> Parser:
     _add_turns(parser.group("talk"))
     group = parser.group("plan")
     add_placement(group)
-    add_compute(group)
+    group.option(PLAN["compute"])
     parser.add_kv()
-    parser.add_sampling()
+    parser.add_sampling(without=("logprobs",))
     return parser
 
 

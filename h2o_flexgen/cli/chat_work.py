@@ -10,17 +10,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 
-from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.promise import say_broken
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, noted
+from h2o_flexgen.cli.report.stored_weights import StoredWeights
+from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, visits_reason
-from h2o_flexgen.cli.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import OpeningReport, say_threads
 from h2o_flexgen.core.hints import did_you_mean
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.engine.progress import Progress
@@ -190,29 +191,14 @@ class Chat:
     # -- what is told ----------------------------------------------------------------------------------------------------
 
     def greeting(self, llm: LLM) -> Iterator[str]:
-        talk, policy = self.talk, llm.plan.policy
-        ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
-        heads = "" if llm.plan.head_budgets is None else f" with head budgets {llm.plan.head_budgets.checksum}"
-        yield f"{llm.name}: KV policy {policy.name}{heads}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
-        stored = StoredWeights.of(llm.opened)
-        if stored is not None:
-            yield f"found: {stored.line()}"
-        yield f"numbers: {_arithmetic(llm).line()}"
-        if llm.tokenizer.note:
-            yield f"tokens: {llm.tokenizer.note}"
+        yield from (f"{one.label}: {words}" for one in self._entries(llm) for words in one.words)
         if self.is_typed:
             yield from self._help()
 
     def as_json(self, llm: LLM) -> dict[str, object]:
         peaks = llm.peaks()
         return {
-            "model": llm.name,
-            "stored": stored.as_json() if (stored := StoredWeights.of(llm.opened)) else None,
-            "percent": list(llm.plan.percent),
-            "arithmetic": _arithmetic(llm).as_json(),
-            "kept": {"policy": llm.plan.policy.name, "slots": self.talk.extent.slots, "context": self.talk.extent.context},
-            "head_budgets": None if llm.plan.head_budgets is None else llm.plan.head_budgets.as_json(),
-            "endless": self.talk.extent.is_endless,
+            **document_of(self._entries(llm)),
             "turns": [asdict(turn) for turn in self.answered],
             "seen": self.talk.seen,
             "held": self.talk.held,
@@ -221,11 +207,31 @@ class Chat:
             "over_budget_bytes": dict(peaks.over_budget_bytes),
         }
 
+    def _entries(self, llm: LLM) -> Iterator[Entry]:
+        """What is said of the model and its plan before a talk, and stays as it is."""
+        extent, policy, budgets = self.talk.extent, llm.plan.policy, llm.plan.head_budgets
+        ends = "no limit" if extent.is_endless else f"up to {extent.context} tokens of text"
+        heads = "" if budgets is None else f" with head budgets {budgets.checksum}"
+        yield entry(
+            llm.name,
+            f"KV policy {policy.name}{heads}, {extent.slots} slots a head, {ends}; weights {_placed(llm)}",
+            model=llm.name,
+            percent=list(llm.plan.percent),
+            kept={"policy": policy.name, "slots": extent.slots, "context": extent.context},
+            head_budgets=None if budgets is None else budgets.as_json(),
+            endless=extent.is_endless,
+        )
+        stored, arithmetic = StoredWeights.of(llm.opened), _arithmetic(llm)
+        yield noted(stored=None) if stored is None else stored.entry()
+        yield entry("numbers", arithmetic.line(), arithmetic=arithmetic.as_json())
+        if llm.tokenizer.note:
+            yield entry("tokens", llm.tokenizer.note)
+
 
 def _arithmetic(llm: LLM) -> Arithmetic:
     """The arithmetic of one row; a turn is read in pieces."""
     own, rows = processor(llm.device.kind), llm.plan.prefill_tokens
-    return Arithmetic(llm.plan, llm.spec.dtype, own, prompt_rows=rows, forms=llm.spec.forms)
+    return Arithmetic(llm.plan, llm.spec.dtype, own, prompt_rows=rows, formats=llm.spec.formats)
 
 
 def _placed(llm: LLM) -> str:

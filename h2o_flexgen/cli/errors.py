@@ -14,10 +14,9 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.flags import TRACEBACK
-from h2o_flexgen.core.chains import causes, contexts
+from h2o_flexgen.core.environment import let_threads_sleep_soon
 from h2o_flexgen.core.hints import shortened
-from h2o_flexgen.core.interrupted import raised_again
-from h2o_flexgen.core.openmp import let_threads_sleep_soon
+from h2o_flexgen.core.interrupted import causes, contexts, raised_again
 
 FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # exit status of a process ended by a signal, less the signal's number

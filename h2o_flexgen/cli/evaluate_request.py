@@ -10,23 +10,19 @@ from typing import TypeVar
 
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
 from h2o_flexgen.cli.flags import (
-    BESIDE_BUDGET,
-    SEED,
-    TOKENS,
+    PLAN,
     TRACEBACK,
     Group,
     Parser,
     add_placement,
-    add_probe,
     add_protection,
     add_sizes,
-    whole,
 )
 from h2o_flexgen.cli.output_files import open_output_folder
+from h2o_flexgen.core.allowed_values import Bounds, decimal_number, whole_number
 from h2o_flexgen.core.hints import did_you_mean, shown
-from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.core.workload import MOST_TOKENS
+from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, BudgetShare, BudgetSlots, Grid
 from h2o_flexgen.evaluation.study.asked_facts import FactsAsked
@@ -44,15 +40,15 @@ from h2o_flexgen.evaluation.tasks.task import (
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.evaluation.texts import Text
-from h2o_flexgen.kernels.table import PRODUCTS
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.formats.kernel_table import PRODUCTS
+from h2o_flexgen.formats.table import BY_BITS, PLAIN
+from h2o_flexgen.planning.plan import PERCENT, Plan
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.head_budgets_file import OWN
-from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
+from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN
+from h2o_flexgen.sampling.params import SEED
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
 
 PROGRAM = "python -m h2o_flexgen.evaluate"
@@ -145,7 +141,7 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 def request_of(flags: Namespace) -> EvaluateRequest:
     names = _task_names(flags)
     for flag, codec, here in (("cache", flags.kv_codec, "--kv-bits"), ("weight", flags.weight_codec, "--weight-bits")):
-        if codec != PLAIN:
+        if codec not in (None, PLAIN):
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
     grid = _grid(flags, names)
     plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute", HEAD_BUDGETS, PROBE))  # the grid has these
@@ -179,7 +175,7 @@ def _task_names(flags: Namespace) -> tuple[str, ...]:
 
 
 def _asked(flags: Namespace, names: Sequence[str]) -> TaskOptions:
-    lengths = None if flags.lengths is None else _numbers("--lengths", flags.lengths, whole_number, 1, MOST_TOKENS)
+    lengths = None if flags.lengths is None else _numbers("--lengths", flags.lengths, whole_number, TOKENS)
     depths = None if flags.depths is None else _depths(flags.depths)
     if flags.fresh and flags.output is None:
         raise ValueError("--fresh is about the cells that --output keeps; give --output, or leave it out")
@@ -196,7 +192,7 @@ def _texts(flags: Namespace, is_read: bool) -> tuple[Text, ...]:
 
 
 def _depths(text: str) -> tuple[float, ...]:
-    return tuple(percent / 100 for percent in _numbers("--depths", text, _percent, 0, 100))
+    return tuple(percent / 100 for percent in _numbers("--depths", text, _percent, PERCENT))
 
 
 # -- the grid --------------------------------------------------------------------------------------------------------------
@@ -252,7 +248,7 @@ def _amounts(flags: Namespace, tasks: Collection[str]) -> tuple[Amount, ...]:
         raise ValueError("--budgets and --kv-sizes both say how much is kept; give one of them")
     if flags.kv_sizes is not None or (flags.budgets is None and set(tasks) <= set(OF_SIZES)):
         return tuple(map(_size, _words("--kv-sizes", flags.kv_sizes or USUAL_SIZES)))
-    return tuple(map(BudgetShare, _numbers("--budgets", flags.budgets or USUAL_BUDGETS, _percent, None, None)))
+    return tuple(map(BudgetShare, _numbers("--budgets", flags.budgets or USUAL_BUDGETS, _percent)))
 
 
 def _size(word: str) -> BudgetSlots:
@@ -302,7 +298,7 @@ def _one_setting(flags: Namespace, grid: Grid) -> BudgetShare:
 
 
 def _facts(flags: Namespace) -> FactsAsked:
-    lengths = (FACTS_LENGTH,) if flags.lengths is None else _numbers("--lengths", flags.lengths, whole_number, 1, MOST_TOKENS)
+    lengths = (FACTS_LENGTH,) if flags.lengths is None else _numbers("--lengths", flags.lengths, whole_number, TOKENS)
     depths = (FactsAsked.depth,) if flags.depths is None else _depths(flags.depths)
     for flag, count in (("--lengths", len(lengths)), ("--depths", len(depths))):
         if count != 1:
@@ -350,13 +346,11 @@ def _percent(word: str) -> float:
     return decimal_number(word.removesuffix("%"))
 
 
-def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None, most: float | None) -> tuple[T, ...]:
+def _numbers(flag: str, text: str, kind: Callable[[str], T], bounds: Bounds | None = None) -> tuple[T, ...]:
     numbers = tuple(dict.fromkeys(_number(flag, word, kind) for word in _words(flag, text)))
     for number in numbers:
-        # this form also refuses nan
-        if not ((least is None or number >= least) and (most is None or number <= most)):  # type: ignore[operator]
-            limit = f"{least:g} or more" if most is None else f"{least:.0f} to {most:.0f}"
-            raise ValueError(f"{flag} has {number:g}; give {limit}")
+        if bounds is not None and not bounds.least <= number <= bounds.most:  # type: ignore[operator]
+            raise ValueError(f"{flag} has {number:g}; give {bounds}")
     return numbers
 
 
@@ -368,7 +362,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
     # flags of a plan that the grid also sets
     unasked = dict.fromkeys(("heavy", "recent", "hh_ratio", "kv_budget"))
-    parser.set_defaults(hh_all=False, kv_policy=Full.name, weight_codec=PLAIN, kv_codec=PLAIN, **unasked)
+    parser.set_defaults(hh_all=False, kv_policy=Full.name, **unasked)
     parser.add_model()
     parser.add_tokenizer()
     _add_grid(parser.group("grid", "what is compared: every policy at every budget"))
@@ -394,7 +388,7 @@ def _add_grid(group: Group) -> None:
     group.value("--compute", "NAMES", products, default=Plan.compute)
     by_head = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
     group.value("--head-budgets", "NAMES", f"{by_head}; with a comma both are compared", default=EQUAL)
-    add_probe(group)
+    group.option(PLAN["probe"])
     add_protection(group)
 
 
@@ -406,14 +400,14 @@ def _add_tasks(group: Group) -> None:
     value("--articles", "FILE", articles)
     value("--window", "TOKENS", f"of a text at once (default: {WINDOW}, or the model's positions)", TOKENS)
     each = f"windows of text (default: {EXAMPLES}), articles (100), or questions of each kind, length and depth (4)"
-    value("--examples", "N", each, whole(1, MOST_EXAMPLES))
+    value("--examples", "N", each, Bounds(1, MOST_EXAMPLES))
     value("--gen-len", "TOKENS", "generated for each summary, or to be agreed on", TOKENS)
     seen = "recall: is the question there when tokens of the prompt are evicted, or does it come behind"
     group.choice("--question", (*QUESTIONS, BOTH), seen)
     value("--lengths", "TOKENS", "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)")
     value("--depths", "PERCENT", "recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
     mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
-    value("--mentions", "N", mentions, whole(1, MOST_MENTIONS))
+    value("--mentions", "N", mentions, Bounds(1, MOST_MENTIONS))
     value("--seed", "N", "recall: of the questions", SEED)
     share = f"(default: {STUDY_BUDGET.percent:g})"
     attention = f"{HEAVY_HITTERS}: where attention goes over the first window of the text, and which tokens are kept"

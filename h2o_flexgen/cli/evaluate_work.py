@@ -16,21 +16,22 @@ from pathlib import Path
 
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
 from h2o_flexgen.cli.open_llm import make_llm, open_llm
-from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import EvaluationWatch
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.evaluation.cells import Cell, Cells
-from h2o_flexgen.evaluation.figures import Figure
+from h2o_flexgen.evaluation.answer_settings import model_identity
+from h2o_flexgen.evaluation.cells import Cell, Cells, Figure
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.grid_picture import draw_quality, panels_of
 from h2o_flexgen.evaluation.grid_run import Evaluation
-from h2o_flexgen.evaluation.model_identity import model_identity
 from h2o_flexgen.evaluation.result_table import Results, details, tables
-from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
+from h2o_flexgen.evaluation.study.facts import study_facts
 from h2o_flexgen.evaluation.study.facts_picture import draw_facts
-from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
+from h2o_flexgen.evaluation.study.facts_study import FactsStudy
+from h2o_flexgen.evaluation.study.heavy_hitter_study import HeavyHitterStudy
+from h2o_flexgen.evaluation.study.heavy_hitters import study
 from h2o_flexgen.evaluation.study.pictures import draw
 from h2o_flexgen.evaluation.study.text_reading import OnLayer
 from h2o_flexgen.evaluation.tasks.task import EvaluationTask, window_of
@@ -77,7 +78,7 @@ def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, Stored
 
 def _announce(evaluation: Evaluation, stored: StoredWeights | None, output: Path | None) -> None:
     if stored is not None:
-        print(f"found {stored.line()}", file=sys.stderr)
+        print(f"found {stored.entry().words[0]}", file=sys.stderr)
     there, total = evaluation.num_cells - evaluation.num_missing, evaluation.num_cells
     words = ["1 cell" if total == 1 else f"{total} cells"]
     if there:
@@ -186,7 +187,7 @@ class EvaluationReport:
             "model": self.model,
             "command": list(self.command),
             "identity": dict(self.evaluation.model),
-            "stored": self.stored.as_json() if self.stored else None,
+            "stored": self.stored.entry().values["stored"] if self.stored else None,
             "machine": dict(self.machine),
             "versions": _versions(),
             "tasks": {one.name: self._task(one, everything) for one in self.results},

@@ -1,17 +1,21 @@
-"""Signals while a job runs: the first asks it to end when that costs nothing, the second ends it at once."""
+"""Signals while a job runs: the first asks it to end when that costs nothing, the second ends it at once. A library that a
+signal must not interrupt in the middle works aside, in a thread of its own."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
 from types import FrameType
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 
 from h2o_flexgen.cli.errors import ENDING, EndedBySignal
 
 ASKING = ("SIGINT", *ENDING)
+Said = TypeVar("Said")
 
 
 class Interrupts:
@@ -68,3 +72,46 @@ class Interrupts:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class _End:
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class Aside(Generic[Said]):
+    """`work` is called in a thread of its own. It looks at the event that it is given, and returns soon after it is set.
+    Signals are raised where the main thread waits for what the work says."""
+
+    work: Callable[[threading.Event], Iterator[Said]]
+    waits: Callable[[], AbstractContextManager[object]]  # the context of each wait
+
+    def said(self) -> Generator[Said, None, None]:
+        """What the work yields, as it comes. When this is closed, or an error is raised here, the thread has ended."""
+        heard: SimpleQueue[Said | _End] = SimpleQueue()
+        ending = threading.Event()
+        thread = threading.Thread(target=self._run, args=(heard, ending), name="aside")
+        try:
+            thread.start()
+            while not isinstance(said := self._next(heard), _End):
+                yield said
+            if said.error is not None:
+                raise said.error
+        finally:
+            ending.set()
+            if thread.ident is not None:
+                thread.join()
+
+    def _next(self, heard: SimpleQueue[Said | _End]) -> Said | _End:
+        with self.waits():
+            return heard.get()
+
+    def _run(self, heard: SimpleQueue[Said | _End], ending: threading.Event) -> None:
+        error: BaseException | None = None
+        try:
+            for said in self.work(ending):
+                heard.put(said)
+        except BaseException as caught:
+            error = caught
+        heard.put(_End(error))

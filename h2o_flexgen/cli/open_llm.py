@@ -43,17 +43,11 @@ def refuse_missing_devices(llm: LLM, site: SiteRequest) -> None:
 def make_llm(model: ModelRequest, site: SiteRequest, plan: Plan, on_stage: OnStage, trace: bool = False) -> LLM:
     if site.gpu_mem is not None and not open_device(site.device).accelerator:
         raise ValueError(f"--gpu-mem {site.gpu_mem} is for a GPU, and this run computes on the CPU; leave it out")
-    return LLM(
-        model.source,
-        tokenizer=model.tokenizer,
-        plan=plan,
-        dtype=model.dtype,
-        device=site.device,
-        gpu_mem=site.gpu_mem,
-        cpu_mem=site.cpu_mem,
-        offload_dir=site.offload_dir,
-        dummy_weights=model.dummy_weights,
-        threads=site.threads,
-        trace=trace,
-        on_stage=on_stage,
-    )
+    return LLM(**llm_arguments(model, site, plan), trace=trace, on_stage=on_stage)  # type: ignore[arg-type]
+
+
+def llm_arguments(model: ModelRequest, site: SiteRequest, plan: Plan) -> dict[str, object]:
+    """The arguments of LLM, also for one on another machine."""
+    of_site = {name: getattr(site, name) for name in ("device", "gpu_mem", "cpu_mem", "offload_dir", "threads")}
+    of_model = {name: getattr(model, name) for name in ("tokenizer", "dtype", "dummy_weights")}
+    return {"model": model.source, "plan": plan, **of_model, **of_site}

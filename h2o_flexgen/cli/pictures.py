@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from h2o_flexgen.core.layer_name import LayerName
+from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.planning.search import Candidate, SearchResult
 from h2o_flexgen.schedule.ops import Data, Op
 from h2o_flexgen.schedule.trace import Span, Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from h2o_flexgen.cli.common_requests import (
@@ -20,28 +20,23 @@ from h2o_flexgen.cli.common_requests import (
 )
 from h2o_flexgen.cli.flags import (
     DUMMY_PATH,
-    GRAPHS_FLAG,
-    TOKENS,
+    PLAN,
     TRACEBACK,
     Group,
     Parser,
-    add_compute,
     add_gpus,
-    add_pipeline,
     add_placement,
     add_sizes,
-    memory_size,
-    whole,
 )
 from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.tiers import HOST
-from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.core.option import flag_of, flags_written
+from h2o_flexgen.core.units import SIZE
+from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import KVOptions
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.made_up import DEFAULT_TOKENS
@@ -79,7 +74,7 @@ class PlanRequest:
         """The flags that ask the run command for this plan, without those that are its defaults."""
         number = () if self.num_prompts is None else ("--num-prompts", str(self.num_prompts))
         work = (*number, "--prompt-len", str(self.prompt_len), "--gen-len", str(self.gen_len))
-        return [*self.model_flags, *work, *_placement(plan), *_kv(plan), *self.head_flags, *self.site_flags]
+        return [*self.model_flags, *work, *_plan_flags(plan), *self.head_flags, *self.site_flags]
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
@@ -116,7 +111,7 @@ def request_of(flags: Namespace) -> PlanRequest:
 def _typed(flags: Namespace, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         if (value := getattr(flags, name)) not in (None, AUTO, 1 if name == "gpus" else None):
-            yield from (f"--{name.replace('_', '-')}", str(value))
+            yield from (flag_of(name), str(value))
 
 
 def _refuse(flags: Namespace) -> None:
@@ -134,47 +129,14 @@ def _refuse(flags: Namespace) -> None:
 # -- a plan as flags -------------------------------------------------------------------------------------------------------
 
 
-def _placement(plan: Plan) -> Iterator[str]:
+def _plan_flags(plan: Plan) -> Iterator[str]:
+    """What differs from the defaults, and the sizes, which a run may else search. What files hold is passed on as typed."""
     yield from ("--percent", *(f"{share:g}" for share in plan.percent))
-    yield from ("--gpu-batch-size", str(plan.gpu_batch_size), "--num-gpu-batches", str(plan.num_gpu_batches))
-    if plan.schedule != Plan.schedule:
-        yield from ("--schedule", plan.schedule)
-    if plan.pipeline != Plan.pipeline:
-        yield from ("--pipeline", str(plan.pipeline))
-    if plan.slots == 1:
+    if plan.buffers == 1:
         yield from ("--overlap", "0")
-    elif plan.slots != Plan.slots:
-        yield from ("--slots", str(plan.slots))
-    for flag, kept, usual in (
-        ("--sep-layer", plan.sep_layer, Plan.sep_layer),
-        ("--pin-weight", plan.pin_weight, Plan.pin_weight),
-    ):
-        if kept != usual:
-            yield from (flag, str(int(kept)))
-    if plan.graphs != Plan.graphs:
-        yield from (GRAPHS_FLAG, plan.graphs)
-    if plan.attend_on == HOST:
-        yield "--cpu-cache-compute"
-    if plan.prefill_tokens != Plan.prefill_tokens:
-        yield from ("--prefill-tokens", str(plan.prefill_tokens))
-    bits = {codec: str(number) for number, codec in BY_BITS.items()}
-    for flag, codec in (("--compress-weight", plan.weight_codec), ("--compress-cache", plan.kv_codec)):
-        if codec != PLAIN:
-            yield from (flag, bits[codec])
-    if plan.compute != Plan.compute:
-        yield from ("--compute", plan.compute)
-
-
-def _kv(plan: Plan) -> Iterator[str]:
-    if plan.kv_policy == Plan.kv_policy:
-        return
-    yield from ("--kv-policy", plan.kv_policy)
-    for option in fields(KVOptions):
-        value = getattr(plan.kv_options, option.name)
-        if value is True:
-            yield f"--{option.name.replace('_', '-')}"
-        elif value != option.default:
-            yield from (f"--{option.name.replace('_', '-')}", str(value))
+    named = replace(plan, head_budgets=None, probe=None, buffers=Plan.buffers if plan.buffers == 1 else plan.buffers)
+    yield from flags_written(named, Plan, always=("gpu_batch_size", "num_gpu_batches"))
+    yield from flags_written(plan.kv_options, KVOptions)
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------------
@@ -187,7 +149,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.add_model()
     several = parser.group("several GPUs")
     add_gpus(several)
-    add_pipeline(several)
+    several.option(PLAN["pipeline"])
     _add_workload(parser.group("work"))
     _add_plan(parser)
     _add_search(parser)
@@ -197,7 +159,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 
 def _add_workload(group: Group) -> None:
-    group.value("--num-prompts", "N", "how many there are (default: as many as make one block)", whole(1, MOST_PROMPTS))
+    group.value("--num-prompts", "N", "how many there are (default: as many as make one block)", PROMPTS)
     group.value("--prompt-len", "TOKENS", "of each prompt", TOKENS, DEFAULT_TOKENS)
     group.value("--gen-len", "TOKENS", "generated for each prompt", TOKENS, SamplingParams.max_tokens)
 
@@ -205,14 +167,14 @@ def _add_workload(group: Group) -> None:
 def _add_plan(parser: Parser) -> None:
     group = parser.group("plan", "what is named is kept, and the rest of sizes and shares is searched")
     add_placement(group, instead_of_auto="the plan is searched without being asked to: leave it out")
-    add_compute(group)
+    group.option(PLAN["compute"])
     parser.set_defaults(percent=None)
     add_sizes(group, "without --evaluate")
 
 
 def _add_search(parser: Parser) -> None:
     group = parser.add_search("search", "its memory is the limit where no other is given")
-    group.value("--disk", "SIZE", "no more than this is held on disk (default: what the machine has free)", memory_size)
+    group.value("--disk", "SIZE", "no more than this is held on disk (default: what the machine has free)", SIZE)
     priced = "search nothing: price the plan that --percent, the sizes and the other flags describe"
     group.truth("--evaluate", text=priced)
 

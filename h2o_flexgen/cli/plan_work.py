@@ -7,11 +7,11 @@ import time
 
 from h2o_flexgen.cli.asked_problem import has_profile, machine_before_measuring, machine_of, opened_for, problem_of
 from h2o_flexgen.cli.common_requests import site_of_each
-from h2o_flexgen.cli.found_report import FoundReport
 from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.cli.report.found_report import FoundReport
+from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
-from h2o_flexgen.cli.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.thread_options import set_threads

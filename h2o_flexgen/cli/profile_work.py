@@ -12,17 +12,17 @@ from pathlib import Path
 
 from h2o_flexgen.cli.profile_request import ProfileRequest
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.core.folders import default_offload_folder
+from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.thread_options import set_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
 from h2o_flexgen.planning.machines import machine_file
+from h2o_flexgen.profiling.bench import FULL, QUICK
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.profiling.profile_cache import about, fingerprint_of, keep, note_partial, partial_file, told_of_disturbance
-from h2o_flexgen.profiling.profile_sizes import FULL, QUICK
 
 WIDTH, COLUMN = 46, 10
 SCORES = {PLAIN_SCORES: "all kept", WITH_SCORES: "scored, to evict"}

@@ -23,23 +23,19 @@ from h2o_flexgen.cli.common_requests import (
     site_of,
 )
 from h2o_flexgen.cli.flags import (
+    PLAN,
     REPEATABLE,
-    TOKENS,
     TRACEBACK,
     Group,
     Parser,
-    add_compute,
     add_gpus,
-    add_pipeline,
     add_placement,
     add_sizes,
-    number,
-    sampled,
-    whole,
+    typed,
 )
 from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
-from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.core.allowed_values import AUTO, Bounds
+from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -251,13 +247,12 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.add_tokenizer()
     several = parser.group("several GPUs")
     add_gpus(several)
-    add_pipeline(several)
+    several.option(PLAN["pipeline"])
     _add_prompts(parser.group("prompts"))
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")
     parser.add_kv()
-    shown = "show those of each token, and of the N likeliest"
-    parser.add_sampling().value("--logprobs", "N", shown, sampled("logprobs"), nargs="?", const=0)
+    parser.add_sampling()
     _add_output(parser.group("output"))
     _add_later(parser)
     return parser
@@ -267,7 +262,7 @@ def _add_prompts(group: Group) -> None:
     group.add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
     group.value("--prompt-file", "FILE", 'a prompt per line, or (.jsonl) a {"prompt": ...} per line')
     number = f"how many made-up prompts (default: one block; {FEW_PROMPTS} without sizes or a plan); of given ones the first N"
-    group.value("--num-prompts", "N", number, whole(1, MOST_PROMPTS))
+    group.value("--num-prompts", "N", number, PROMPTS)
     group.value("--prompt-len", "TOKENS", f"of made-up prompts (default: {DEFAULT_TOKENS})", TOKENS)
     group.value("--gen-len", "TOKENS", "generated for each prompt, at most", TOKENS, SamplingParams.max_tokens)
     group.value("--cut-gen-len", "TOKENS", "run only so many and project the time of the rest", TOKENS)
@@ -275,7 +270,7 @@ def _add_prompts(group: Group) -> None:
 
 def _add_plan(group: Group) -> None:
     add_placement(group, may_be_found=True)
-    add_compute(group)
+    group.option(PLAN["compute"])
     add_sizes(group, WHERE_FOUND)
     group.truth("--dry-run", text="print the plan and its bytes per tier; no weights are loaded")
 
@@ -297,4 +292,4 @@ def _add_output(group: Group) -> None:
 def _add_later(parser: Parser) -> None:
     """Adds flags of published FlexGen commands that this version does not support, so that they can be refused by name."""
     group = parser.group("FlexGen's flags that this version refuses when they are on", "--attn-sparsity below 1")
-    group.add("--attn-sparsity", type=number(0, 1), default=1.0, help=argparse.SUPPRESS)
+    group.add("--attn-sparsity", type=typed(Bounds(0, 1, is_whole=False)), default=1.0, help=argparse.SUPPRESS)

@@ -10,14 +10,16 @@ from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.common_requests import check_device
-from h2o_flexgen.cli.multi_process_run import RunApart
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.output_files import CompletionsFile
-from h2o_flexgen.cli.plan_report import PlanReport, Predicted, together_lines
-from h2o_flexgen.cli.run_report import RunOutcome
+from h2o_flexgen.cli.processes.multi_process_run import RunApart
+from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
+from h2o_flexgen.cli.report.plan_report import PlanReport, together
+from h2o_flexgen.cli.report.predicted import Predicted
+from h2o_flexgen.cli.report.run_report import RunOutcome
+from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
 from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
-from h2o_flexgen.cli.summary import after_first_layers
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import RunWatch, say_threads
 from h2o_flexgen.core.dealing import longest_part
@@ -191,7 +193,11 @@ class RunJob:
 
     def plan_as_json(self) -> dict[str, object]:
         """The plan, with the prompts of all processes."""
-        return {**self.plan_report.as_json(), "num_prompts": self.workload.num_prompts, "gpus": self.processes}
+        return document_of([*self.plan_report.entries(), self._together])
+
+    @property
+    def _together(self) -> Entry:
+        return together(self.processes, self.workload.num_prompts, self.llm.device.accelerator)
 
     @cached_property
     def predicted(self) -> Predicted | None:
@@ -203,9 +209,9 @@ class RunJob:
     def announce(self) -> None:
         say(self.plan_report.lines())
         say(self.request.notes)
-        say(together_lines(self.processes, self.workload.num_prompts, self.llm.device.accelerator))
+        say(self._together.lines)
         if self.predicted is not None:
-            say(["", self.predicted.line()])
+            say(["", *lines_of(self.predicted.entries())])
 
     def say_slow(self) -> None:
         """Says what makes the run slow and could be mended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -20,28 +20,24 @@ from h2o_flexgen.cli.common_requests import (
 )
 from h2o_flexgen.cli.flags import (
     NOISE,
-    SEED,
-    TOKENS,
+    PLAN,
     TRACEBACK,
     Group,
     Parser,
-    add_compute,
     add_placement,
-    add_prefix_policy,
     add_sizes,
-    memory_size,
-    number,
-    whole,
 )
-from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
 from h2o_flexgen.core.hints import not_installed, shown
-from h2o_flexgen.core.units import parse_bytes
-from h2o_flexgen.core.workload import MOST_PROMPTS, MOST_TOKENS
+from h2o_flexgen.core.units import SIZE, parse_bytes
+from h2o_flexgen.core.workload import GATHER, PROMPTS, TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.planning.prefix_room import ROOM
 from h2o_flexgen.profiling.busy_cores import Others
+from h2o_flexgen.sampling.params import SEED
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.serve"
@@ -50,7 +46,7 @@ KEYS = "--api-key-file"
 DATA_DIR = "--data-dir"
 STACK = ("starlette", "uvicorn", "python_multipart")  # what the extra brings
 HOST, PORT = "127.0.0.1", 8000
-GATHER = "0.1s"
+WAITS = "0.1s"
 ROWS, WAITING = 32, 1024
 PROMPT_LEN, GEN_LEN = 1024, 256
 MOST_BODY, MOST_FILE = "4MB", "200MB"
@@ -161,13 +157,15 @@ def _keep(flags: Namespace) -> KeepRequest | None:
 # -- flags -----------------------------------------------------------------------------------------------------------------
 
 
-def seconds(text: str) -> float:
-    """The type of a time: a number of seconds, or one with its unit."""
-    unit = next((unit for unit in UNITS if text.endswith(unit) and text[: -len(unit)][-1:].isdigit()), "")
-    try:
-        return number(0, 3600)(text[: len(text) - len(unit)]) * UNITS.get(unit, 1.0)
-    except ArgumentTypeError:
-        raise ArgumentTypeError(f"{shown(text)} is not allowed; give a time like 2s, 100ms or 0") from None
+class Time(Allowed):
+    """A number of seconds, or one with its unit."""
+
+    def typed(self, word: str) -> float:
+        unit = next((unit for unit in UNITS if word.endswith(unit) and word[: -len(unit)][-1:].isdigit()), "")
+        try:
+            return float(GATHER.read(decimal_number(word[: len(word) - len(unit)]) * UNITS.get(unit, 1.0)))
+        except ValueError:
+            raise ValueError(f"{shown(word)} is not allowed; give a time like 2s, 100ms or 0") from None
 
 
 def make_parser(program: str = PROGRAM) -> Parser:
@@ -186,9 +184,9 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 def _add_listening(group: Group) -> None:
     group.value("--host", "ADDRESS", "where to listen; other machines reach 0.0.0.0, and this one alone", default=HOST)
-    group.value("--port", "N", "0: one that is free", whole(0, MOST_PORT), PORT)
+    group.value("--port", "N", "0: one that is free", Bounds(0, MOST_PORT), PORT)
     group.value(KEYS, "FILE", "keys, one a line, of which a request has to show one (default: requests need no key)")
-    group.value("--max-body", "SIZE", "of a request; larger ones are refused", memory_size, MOST_BODY)
+    group.value("--max-body", "SIZE", "of a request; larger ones are refused", SIZE, MOST_BODY)
     group.value("--served-model-name", "NAME", "by which clients know the model (default: as --model says)")
     group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
 
@@ -197,15 +195,13 @@ def _add_requests(group: Group) -> None:
     shorter = "less where the model has fewer positions"
     group.value("--prompt-len", "TOKENS", f"of the longest prompt that is taken (default: {PROMPT_LEN}, {shorter})", TOKENS)
     group.value("--gen-len", "TOKENS", f"of the longest completion (default: {GEN_LEN}, {shorter})", TOKENS)
-    group.value("--gather", "TIME", "how long the first request of a block waits for others, like 2s", seconds, GATHER)
-    group.value(
-        "--queue", "N", "completions that may wait for a seat; then clients are turned away", whole(1, MOST_PROMPTS), WAITING
-    )
-    group.value("--rows", "N", f"completions that are computed at once, at most, {WHERE_FOUND}", whole(1, MOST_PROMPTS), ROWS)
+    group.value("--gather", "TIME", "how long the first request of a block waits for others, like 2s", Time(), WAITS)
+    group.value("--queue", "N", "completions that may wait for a seat; then clients are turned away", PROMPTS, WAITING)
+    group.value("--rows", "N", f"completions that are computed at once, at most, {WHERE_FOUND}", PROMPTS, ROWS)
     room = "kept of what requests begin with alike, which is computed once; 0: nothing is shared"
     usual = "as many as are of use and fit beside the seats, but 0 where answers would depend on other requests"
-    group.value("--prefix-room", "TOKENS", f"{room} (default: {usual})", whole(0, MOST_TOKENS))
-    add_prefix_policy(group)
+    group.value("--prefix-room", "TOKENS", f"{room} (default: {usual})", ROOM)
+    group.option(PLAN["prefix_policy"])
     styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
     drawn = "of requests that bring none, which draw by it and by when they came (default: another one each time)"
@@ -214,10 +210,10 @@ def _add_requests(group: Group) -> None:
 
 def _add_batches(group: Group) -> None:
     group.value(DATA_DIR, "FOLDER", "where they are kept, and found again after a restart (default: there are none)")
-    group.value("--max-file", "SIZE", f"of a file; larger ones are refused (default: {MOST_FILE})", memory_size)
+    group.value("--max-file", "SIZE", f"of a file; larger ones are refused (default: {MOST_FILE})", SIZE)
 
 
 def _add_plan(group: Group) -> None:
     add_placement(group, may_be_found=True)
-    add_compute(group)
+    group.option(PLAN["compute"])
     add_sizes(group, WHERE_FOUND)

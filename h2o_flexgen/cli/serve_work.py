@@ -19,8 +19,8 @@ from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
-from h2o_flexgen.cli.plan_report import KINDS, NAMES, PlanReport, placed_bytes
-from h2o_flexgen.cli.promise import say_broken
+from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes
+from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
@@ -34,6 +34,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Settings
@@ -43,7 +44,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.planning.prefix_room import first_that_fits, rooms_to_search
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.serving.app import make_app
 from h2o_flexgen.serving.batches.batch_threads import BatchWork

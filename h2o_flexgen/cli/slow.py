@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 
-from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
-from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction

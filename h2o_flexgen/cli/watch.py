@@ -1,18 +1,18 @@
 """Observers of a command's work, which feed the progress line: Opening while a model is opened, Watch while a run computes,
-EvaluationWatch while cells are measured."""
+Crowd for other processes, EvaluationWatch while cells are measured."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
-from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.cli.crowd import Crowd
-from h2o_flexgen.cli.slow import say_slow
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
+from h2o_flexgen.cli.slow import SLOW, say_slow
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.core.cores import cores
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder, cores
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import MADE_AGAIN, Stage, how_far, made_again
@@ -26,6 +26,7 @@ COPIES = {  # how copies are made, and where in the cache they are kept
     Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", CONVERTED),
     Stage.PACKING: ("the checkpoint's matrices are packed", PACKED),
 }
+LOOK_SECONDS = 1.0  # between two looks at other processes: the system counts busy time in hundredths
 
 
 # -- while a model is opened -------------------------------------------------------------------------------------------
@@ -171,6 +172,41 @@ def clock(seconds: float) -> str:
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+# -- other processes ---------------------------------------------------------------------------------------------------
+
+
+class Watched(Protocol):
+    """The processes that have kept cores busy since a moment."""
+
+    @property
+    def seconds(self) -> float:
+        """Since that moment."""
+
+    def cores(self) -> float:
+        """Those that other processes have kept busy, on average."""
+
+    def own_cores(self) -> float:
+        """Those that this process has had."""
+
+
+class Crowd:
+    """Looks for a crowd of other processes that comes while a run computes, and makes it slow: said once, with what it costs
+    and what helps. It is asked at the end of each step, and looks now and then."""
+
+    def __init__(self, note: Callable[[str], None], begin: Callable[[], Watched] = Others) -> None:
+        self._note, self._begin, self._is_told = note, begin, False
+        self._watched = begin()
+
+    def look(self) -> None:
+        if self._is_told or self._watched.seconds < LOOK_SECONDS:
+            return
+        watched, self._watched = self._watched, self._begin()
+        line = crowding(watched.cores(), get_num_threads(), cores(), watched.own_cores())
+        if line is not None:
+            self._is_told = True
+            self._note(f"{SLOW}: {line}")
 
 
 # -- while cells are measured ------------------------------------------------------------------------------------------

@@ -1,82 +1,189 @@
-"""Checks of values given in Python: each is converted to what is kept, or refused in one line that names it."""
+"""What is allowed for an option. Each kind reads values of Python and JSON, and words of the command line, within the same
+bounds, and refuses others in one line that names the value and says what is allowed.
+
+Numbers are written as people write them: ASCII digits, a sign, a decimal point and an exponent. Python also reads underscores
+between digits and the digits of every other script; in what a person types these are mistakes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import did_you_mean, shown
 
 AUTO = "auto"  # the caller leaves the choice to us
+TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
+WHOLE = re.compile(r"[+-]?[0-9]+")
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+MOST_DIGITS = 1000  # Python itself refuses to read a few thousand
 
 T = TypeVar("T")
 Key = TypeVar("Key")
 Read = Callable[[object], T]  # raises TypeError, ValueError or OverflowError for a value that is not allowed
 
 
-class Rule(NamedTuple):
-    read: Read[Any]
-    allowed: str  # what is allowed, in words
+def whole_number(text: str) -> int:
+    """Reads a whole number; raises a ValueError for anything else."""
+    if not WHOLE.fullmatch(text.strip()) or len(text) > MOST_DIGITS:
+        raise ValueError("not a whole number")
+    return int(text)
 
-    def value(self, name: str, given: object) -> Any:
+
+def decimal_number(text: str) -> float:
+    """Reads a decimal number; raises a ValueError for anything else, `nan` and `inf` included."""
+    if not DECIMAL.fullmatch(text.strip()):
+        raise ValueError("not a number")
+    return float(text)
+
+
+# -- kinds -----------------------------------------------------------------------------------------------------------------
+
+
+class Allowed:
+    """A kind of value. As text it says what is allowed."""
+
+    def read(self, value: object) -> Any:
+        """A value of Python or JSON, as it is kept. Raises TypeError, ValueError or OverflowError if it is not allowed."""
+        raise NotImplementedError
+
+    def typed(self, word: str) -> Any:
+        """The value of a word of the command line. A ValueError says what is wrong with it."""
+        return word
+
+    def written(self, value: Any) -> str:
+        """The value as a word of the command line."""
+        return str(value)
+
+    def value(self, name: str, given: object, note: str = "") -> Any:
+        """Reads the value of the option that has this name. `note` says more of what is allowed."""
         try:
             return self.read(given)
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name} is {shown(given)}; allowed is {self.allowed}") from None
-
-
-def whole(least: int, most: float = math.inf) -> Read[int]:
-    """Reads a whole number, also one of numpy; 2.0 and True are refused."""
-
-    def read(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
-            raise ValueError(value)
-        return int(value)
-
-    return read
-
-
-def number(least: float, most: float = math.inf, without_least: bool = False) -> Read[float]:
-    """Reads any finite number."""
-
-    def read(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(value)
-        found = float(value)
-        if not math.isfinite(found) or not least <= found <= most or (without_least and found == least):
-            raise ValueError(value)
-        return found
-
-    return read
+            raise ValueError(f"{name} is {shown(given)}; allowed is {self}{note}") from None
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """The numbers that are allowed, as Python writes them and as text."""
+class Bounds(Allowed):
+    """Numbers within bounds, also those of numpy. True is no number, and 2.0 is no whole one."""
 
     least: int | float
     most: int | float
     is_whole: bool = True
     without_least: bool = False
+    note: str = ""
 
     def read(self, value: object) -> int | float:
-        if self.is_whole:
-            return whole(int(self.least), self.most)(value)
-        return number(self.least, self.most, self.without_least)(value)
+        if isinstance(value, bool) or not isinstance(value, Integral if self.is_whole else Real):
+            raise TypeError(value)
+        found = int(value) if self.is_whole else float(value)  # type: ignore[call-overload]
+        if not math.isfinite(found) or not self.least <= found <= self.most or (self.without_least and found == self.least):
+            raise ValueError(value)
+        return found
+
+    def typed(self, word: str) -> int | float:
+        try:
+            return self.read(whole_number(word) if self.is_whole else decimal_number(word))
+        except (ValueError, OverflowError):
+            raise ValueError(f"{shown(word)} is not allowed; give {self}") from None
 
     def __str__(self) -> str:
-        if self.is_whole:
-            return f"a whole number, {self.least} to {self.most}"
-        return f"above {self.least:g} and at most {self.most:g}" if self.without_least else f"{self.least:g} to {self.most:g}"
+        number = "a whole number" if self.is_whole else "a number"
+        if self.without_least:
+            return f"{number} above {self.least:g} and at most {self.most:g}{self.note}"
+        least, most = (self.least, self.most) if self.is_whole else (f"{self.least:g}", f"{self.most:g}")
+        return f"{number} from {least} to {most}{self.note}"
 
 
-def truth(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(value)
-    return value
+@dataclass(frozen=True)
+class Choice(Allowed):
+    """One of several names."""
+
+    names: Collection[str]
+
+    def read(self, value: object) -> str:
+        if not isinstance(value, str) or value not in self.names:
+            raise ValueError(value)
+        return value
+
+    def __str__(self) -> str:
+        return ", ".join(self.names)
+
+    def value(self, name: str, given: object, note: str = "") -> str:
+        try:
+            return self.read(given)
+        except ValueError:
+            near = did_you_mean(given, self.names) if isinstance(given, str) else ""
+            raise ValueError(f"{name} {shown(given)} is unknown; known: {self}{near}") from None
+
+
+class Truth(Allowed):
+    def read(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError(value)
+        return value
+
+    def typed(self, word: str) -> bool:
+        if word.lower() not in (*TRUE, *FALSE):
+            raise ValueError(f"{shown(word)} is neither 0 nor 1")
+        return word.lower() in TRUE
+
+    def written(self, value: Any) -> str:
+        return str(int(value))
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+@dataclass(frozen=True)
+class Several(Allowed):
+    """A list of values, each of which is typed by itself."""
+
+    each: Allowed
+    words: str
+
+    def read(self, value: object) -> tuple[Any, ...]:
+        return several(self.each.read)(value)
+
+    def typed(self, word: str) -> Any:
+        return self.each.typed(word)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True)
+class Rule(Allowed):
+    """Values that a function reads."""
+
+    reader: Read[Any]
+    words: str
+
+    def read(self, value: object) -> Any:
+        return self.reader(value)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True)
+class Instance(Allowed):
+    """Objects of a class. On the command line a file is named that has one."""
+
+    of: type
+    how: str  # says what to give
+
+    def value(self, name: str, given: object, note: str = "") -> Any:
+        if not isinstance(given, self.of):
+            raise ValueError(f"{name} is a {type(given).__name__}; give {self.how}")
+        return given
+
+
+# -- functions that read ---------------------------------------------------------------------------------------------------
 
 
 def text(value: object) -> str:
@@ -118,5 +225,11 @@ def mapping(key: Read[Key], value: Read[T]) -> Read[dict[Key, T]]:
     return read
 
 
-def optional(read: Read[T], without: T | None = None) -> Read[T | None]:
-    return lambda value: without if value is None else read(value)
+LARGEST_ID = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
+
+
+def check_tokens(what: str, ids: Iterable[int], vocab: int, model: str) -> None:
+    """Refuses token ids that the model does not have. `what` begins the error: "prompt 3 has"."""
+    wrong = next((token for token in ids if not 0 <= token < vocab), None)
+    if wrong is not None:
+        raise ValueError(f"{what} the token id {wrong}; {model} knows 0 to {vocab - 1}")

@@ -1,7 +1,7 @@
 """Layout: how many bytes each buffer and file takes, and where each part of it begins.
 
 Allocators and stores lay data out with these functions, and the footprint adds up what they return. The working room of the C
-kernels is in kernels/sizes.py, beside the header that they share.
+kernels is in formats/kernel_sizes.py, beside the header that they share.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 
 ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
 VIEW_ALIGNMENT = 64  # of plain values: with less, the same product may come out with other last bits (measured with one row)
@@ -62,7 +62,7 @@ def _start_behind(end: int, nbytes: int) -> int:
 def keeps_its_place(tensor: TensorSpec) -> bool:
     """Whether a tensor that is read from a file may begin anywhere in a page. Blocks may: GGUF files have them at
     any place, and the code that reads them, in C and in torch, takes bytes from any address."""
-    return isinstance(CODECS[tensor.codec], Blocked) and tensor.nbytes >= PAGE_ALIGNED_FROM
+    return isinstance(FORMATS[tensor.format], Blocked) and tensor.nbytes >= PAGE_ALIGNED_FROM
 
 
 def read_arena(tensors: Iterable[TensorSpec], accelerator: bool, places: Mapping[str, int] | None = None) -> Arena:
@@ -87,8 +87,8 @@ def decoded_arena(layer: LayerSpec) -> Arena:
 
 def decoded_bytes(spec: ModelSpec, site: Site) -> int:
     """Bytes of the buffer for decoded values, which all layers share; none where products of any rows read packed bytes."""
-    forms = {matrix.codec for layer in spec.layers for matrix in layer.matrices}
-    is_read = all(site.reads(spec.product, form, spec.dtype, rows=inf) for form in forms if form != PLAIN)
+    formats = {matrix.format for layer in spec.layers for matrix in layer.matrices}
+    is_read = all(site.reads(spec.product, format, spec.dtype, rows=inf) for format in formats if format != PLAIN)
     return 0 if is_read else _largest_decoded(spec)
 
 

@@ -1,14 +1,58 @@
 """Files: texts are read with an error that names them, and all are written so that they are either there whole or not at
-all."""
+all. JSON and YAML are parsed, with one kind of error for every fault of the text."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from h2o_flexgen.core.hints import one_line, shown
+
+TOO_DEEP = "brackets are nested too deeply"
+
+
+class NotADocument(ValueError):
+    """An error that says in a few words what is wrong with a text."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. A name that occurs twice in one object is an error, because it is not known which of the two counts."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except NotADocument:
+        raise
+    except RecursionError as error:
+        raise NotADocument(TOO_DEEP) from error
+    except ValueError as error:  # also raised for invalid UTF-8, and for numbers of more digits than Python reads
+        raise NotADocument(one_line(error)) from error
+
+
+def parse_yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except RecursionError as error:
+        raise NotADocument(TOO_DEEP) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise NotADocument(one_line(error)) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counted = Counter(name for name, _ in pairs)
+        twice = counted.most_common(1)[0][0]
+        raise NotADocument(f"{shown(twice)} stands there twice")
+    return found
+
 
 LARGEST_DOCUMENT = 1 << 28  # bytes: far more than any description that is read at once
 
@@ -110,3 +154,13 @@ def lock(descriptor: int) -> bool:
     except OSError:
         return True
     return True
+
+
+class Check(Protocol):
+    """A check of stored bytes: of whole stretches of a tensor, or up to its end (checkpoints/sums.py)."""
+
+    def __call__(self, offset: int, data: memoryview) -> None:
+        """Raises an error if these bytes, which begin at this place of the file, differ from those that were written."""
+
+    def unreadable(self, error: OSError) -> Exception:
+        """The error to raise when the bytes cannot be read."""

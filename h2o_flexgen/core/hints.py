@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from reprlib import Repr
 
@@ -18,6 +18,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message that suggests the nearest known name; empty where none is near."""
     near = nearest(name, known)
     return "" if near is None else f"; did you mean {near}?"
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], instead: Mapping[str, str]) -> None:
+    """Reports all unknown names in one line, each with its replacement or the nearest known name."""
+    names = list(known)
+    wrong = [name for name in given if name not in names]
+    if wrong:
+        advice = (f": {instead[name]}" if name in instead else did_you_mean(name, names) for name in wrong)
+        raise ValueError(f"unknown {what} {', and '.join(f'{name!r}{words}' for name, words in zip(wrong, advice))}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

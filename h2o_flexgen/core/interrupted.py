@@ -1,6 +1,6 @@
-"""Interrupts that Python drops. A signal is raised as an error in whatever code runs at that moment. If that is a `__del__`, or
-a callback of a weak reference, of the garbage collector or of ctypes, Python prints the error and continues as if there had
-been no signal. Here it is raised again, in the code that continues."""
+"""Interrupts that Python drops, and the errors that led to an error. A signal is raised as an error in whatever code runs at
+that moment. If that is a `__del__`, or a callback of a weak reference, of the garbage collector or of ctypes, Python prints the
+error and continues as if there had been no signal. Here it is raised again, in the code that continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,25 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from h2o_flexgen.core.chains import contexts
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised from."""
+    return _chain(error, lambda one: one.__cause__)
+
+
+def contexts(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that were handled when it was raised."""
+    return _chain(error, lambda one: one.__context__)
+
+
+def _chain(error: BaseException | None, behind: Callable[[BaseException], BaseException | None]) -> Iterator[BaseException]:
+    """Each error once: a chain may end in a circle, as `raise error from error` makes one."""
+    met: list[BaseException] = []
+    while error is not None and not any(error is one for one in met):
+        met.append(error)
+        yield error
+        error = behind(error)
+
 
 SOON_SECONDS = 0.001  # by then the code that dropped it has mostly ended; if not, it is dropped and raised once more
 

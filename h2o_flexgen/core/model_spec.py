@@ -12,11 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import ceil, log1p, prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from h2o_flexgen.core.layer_name import LayerName
-from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
-from h2o_flexgen.quant.codec import CODECS, PLAIN, can_be_parted, matrix_form
+from h2o_flexgen.formats.kernel_table import EXACT, PRODUCT, PRODUCTS, rounds
+from h2o_flexgen.formats.table import FORMATS, PLAIN, can_be_parted, matrix_format
+
+
+class LayerName(NamedTuple):
+    """The name of a layer, for people. Schedules know layers by their numbers alone; code that shows tasks may be given
+    names."""
+
+    title: str  # "experts 8-15 of block 3"
+    block: int | None = None  # the decoder block it belongs to
+    is_of_experts: bool = False  # a slice of the experts of a block: there are many, and they are drawn in their own way
+
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
@@ -40,13 +49,13 @@ def rows_asking(share: float, part: float = NEARLY_ALL) -> int:
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor: its name in the checkpoint, its shape, the bytes of a value when computed with and as stored on disk, and the
-    codec of its values in the file, in memory and in transfers."""
+    format of its values in the file, in memory and in transfers."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     stored_itemsize: int
-    codec: str = PLAIN
+    format: str = PLAIN
     is_never_packed: bool = False  # it is small, and rounding would change which values are computed at all
 
     @cached_property
@@ -56,16 +65,16 @@ class TensorSpec:
     @cached_property
     def nbytes(self) -> int:
         """Bytes in memory and in transfers."""
-        return CODECS[self.codec].nbytes(self.shape, self.itemsize)
+        return FORMATS[self.format].nbytes(self.shape, self.itemsize)
 
     @cached_property
     def stored_nbytes(self) -> int:
-        return CODECS[self.codec].nbytes(self.shape, self.stored_itemsize)
+        return FORMATS[self.format].nbytes(self.shape, self.stored_itemsize)
 
     @cached_property
     def decoded_nbytes(self) -> int:
-        """Bytes of the decoded values, which are held beside the codec's bytes while the tensor is computed with."""
-        return 0 if self.codec == PLAIN else self.numel * self.itemsize
+        """Bytes of the decoded values, which are held beside the format's bytes while the tensor is computed with."""
+        return 0 if self.format == PLAIN else self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -118,20 +127,20 @@ class LayerSpec:
 
     def packed_tensor(self, name: str | None) -> TensorSpec | None:
         """The packed tensor of this name, or None if its values need no decoding."""
-        return next((tensor for own, tensor in self.tensors if own == name and tensor.codec != PLAIN), None)
+        return next((tensor for own, tensor in self.tensors if own == name and tensor.format != PLAIN), None)
 
     @cached_property
     def in_pieces(self) -> tuple[str, ...]:
         """The packed tensors that are decoded a few rows at a time."""
         tables = (name for name in (self.token_table, self.logit_matrix) if name is not None)
-        return tuple(name for name in tables if (packed := self.packed_tensor(name)) and can_be_parted(packed.codec))
+        return tuple(name for name in tables if (packed := self.packed_tensor(name)) and can_be_parted(packed.format))
 
     @cached_property
     def logit_parts(self) -> tuple[slice, ...]:
         """The rows of a packed logit matrix that are decoded and multiplied at once, far fewer than a vocabulary has. The parts
         are the same under every plan, because the last bits of a product may depend on its rows."""
         packed = self.packed_tensor(self.logit_matrix)
-        if packed is None or not can_be_parted(packed.codec):
+        if packed is None or not can_be_parted(packed.format):
             return ()
         rows = packed.shape[0]
         step = -(-rows // (TABLE_PARTS * PART_ROWS)) * PART_ROWS
@@ -141,9 +150,9 @@ class LayerSpec:
     def decoded(self) -> tuple[TensorSpec, ...]:
         """The tensors held as values beside their bytes while the layer computes: packed tensors, and the first and largest
         part of a logit matrix. Rows of a token table are decoded as they are looked up."""
-        whole = tuple(tensor for name, tensor in self.tensors if tensor.codec != PLAIN and name not in self.in_pieces)
+        whole = tuple(tensor for name, tensor in self.tensors if tensor.format != PLAIN and name not in self.in_pieces)
         packed = self.packed_tensor(self.logit_matrix)
-        if packed is None or not can_be_parted(packed.codec):
+        if packed is None or not can_be_parted(packed.format):
             return whole
         return (*whole, replace(packed, shape=(self.logit_parts[0].stop, *packed.shape[1:])))
 
@@ -164,10 +173,10 @@ class LayerSpec:
 
     @cached_property
     def multiplied_values(self) -> Mapping[tuple[str, float], int]:
-        """The number of values of its matrices, by codec and by the share of tokens that they multiply."""
+        """The number of values of its matrices, by format and by the share of tokens that they multiply."""
         values: Counter[tuple[str, float]] = Counter()
         for matrix, share in self.multiplied:
-            values[matrix.codec, share] += matrix.numel
+            values[matrix.format, share] += matrix.numel
         return values
 
     @property
@@ -178,7 +187,7 @@ class LayerSpec:
     @property
     def computes(self) -> Hashable:
         """Everything that decides what a visit costs; the same for layers that differ only in their tensors' contents."""
-        shapes = tuple((matrix.shape, matrix.codec, share) for matrix, share in self.multiplied)
+        shapes = tuple((matrix.shape, matrix.format, share) for matrix, share in self.multiplied)
         kind = self.functions, self.visits, self.has_kv, self.window, self.token_table, self.logit_matrix, self.out_width
         return kind, shapes
 
@@ -196,7 +205,7 @@ class ModelSpec:
     max_positions: int
     dtype: str  # type of the values in computations
     layers: tuple[LayerSpec, ...]
-    kv_codec: str = PLAIN  # codec of a head's key or value of one token
+    kv_codec: str = PLAIN  # format of a head's key or value of one token
     product: str = PRODUCT  # the op by which packed matrices are multiplied
     sink_scores: bool = False  # query heads have a learned score that takes part in their softmax beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
@@ -214,7 +223,7 @@ class ModelSpec:
     @property
     def kv_bytes_per_head(self) -> int:
         """Bytes of key and value that one token leaves in a KV head."""
-        return 2 * CODECS[self.kv_codec].nbytes((self.head_dim,), self.itemsize)
+        return 2 * FORMATS[self.kv_codec].nbytes((self.head_dim,), self.itemsize)
 
     @property
     def kv_decoded_bytes_per_slot(self) -> int:
@@ -277,7 +286,7 @@ class ModelSpec:
     @cached_property
     def unlike_tensors(self) -> tuple[TensorSpec, ...]:
         """A tensor of each size: a model with experts has thousands of tensors and few sizes."""
-        found = {(one.shape, one.codec, one.itemsize, one.stored_itemsize): one for one in self.tensors.values()}
+        found = {(one.shape, one.format, one.itemsize, one.stored_itemsize): one for one in self.tensors.values()}
         return tuple(found.values())
 
     @cached_property
@@ -306,7 +315,7 @@ class ModelSpec:
         """A matrix like most of those that it multiplies: in shape and in how it is written, by their values."""
         values, found = Counter[tuple[str, tuple[int, ...]]](), dict[tuple[str, tuple[int, ...]], TensorSpec]()
         for matrix in (matrix for layer in self.layers for matrix in layer.matrices):
-            kind = matrix.codec, matrix.shape[-2:]
+            kind = matrix.format, matrix.shape[-2:]
             values[kind] += matrix.numel
             found[kind] = matrix
         return found[values.most_common(1)[0][0]]
@@ -359,16 +368,16 @@ class ModelSpec:
         )
         return replace(self, layers=layers)
 
-    def packed(self, codec: str) -> ModelSpec:
-        """The same model with its matrices and token tables in this codec, but those that the checkpoint has in as few bytes. A
-        table of positions stays as it is: it is small, and its rounding would be in every hidden state."""
-        form = matrix_form(codec)
+    def packed(self, format: str) -> ModelSpec:
+        """The same model with its matrices and token tables in this format, but those that the checkpoint has in as few bytes.
+        A table of positions stays as it is: it is small, and its rounding would be in every hidden state."""
+        own = matrix_format(format)
         tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.token_table}
         packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices if not tensor.is_never_packed}
 
         def changed(tensor: TensorSpec) -> TensorSpec:
-            new = replace(tensor, codec=form)
-            return new if tensor.name in packed and (tensor.codec == PLAIN or new.nbytes < tensor.nbytes) else tensor
+            new = replace(tensor, format=own)
+            return new if tensor.name in packed and (tensor.format == PLAIN or new.nbytes < tensor.nbytes) else tensor
 
         return self.map_tensors(changed)
 
@@ -378,23 +387,23 @@ class ModelSpec:
         return replace(self, max_positions=self.seen_positions, layers=layers)
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
-        """The same model with its weights and its KV in the codecs of a plan, and its products as a plan has them."""
+        """The same model with its weights and its KV in the formats of a plan, and its products as a plan has them."""
         spec = self if weight_codec == PLAIN else self.packed(weight_codec)
         spec.refuse_to_compute(compute)
         return replace(spec, kv_codec=kv_codec, product=PRODUCTS[compute])
 
     @cached_property
-    def forms(self) -> tuple[str, ...]:
-        """The codecs of the matrices of its products, that of most values first."""
+    def formats(self) -> tuple[str, ...]:
+        """The formats of the matrices of its products, that of most values first."""
         values: Counter[str] = Counter()
         for layer in self.layers:
-            for (codec, _), count in layer.multiplied_values.items():
-                values[codec] += count
-        return tuple(codec for codec, _ in values.most_common())
+            for (format, _), count in layer.multiplied_values.items():
+                values[format] += count
+        return tuple(format for format, _ in values.most_common())
 
     def can_compute(self, compute: str) -> bool:
         """Whether any of its products can be made so. All can be exact, and those with matrices of whole numbers rounded."""
-        return compute == EXACT or any(map(rounds, self.forms))
+        return compute == EXACT or any(map(rounds, self.formats))
 
     def refuse_to_compute(self, compute: str) -> None:
         if not self.can_compute(compute):

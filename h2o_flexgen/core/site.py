@@ -1,12 +1,15 @@
-"""Site: where a plan is run. It is made once by the code that opens devices, and all planning for these devices reads it."""
+"""The tiers that data may live on, and Site: where a plan is run. A site is made once by the code that opens devices, and all
+planning for these devices reads it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from h2o_flexgen.kernels.table import CPU, Processor, choose
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.kernel_table import CPU, Processor, choose
+from h2o_flexgen.formats.table import PLAIN
 
+DEVICE, HOST, DISK = "device", "host", "disk"
+TIERS = (DEVICE, HOST, DISK)  # the fastest first; without an accelerator, the device's share lies on the host
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"  # the usual types
 
 
@@ -24,15 +27,15 @@ class Site:
             return ON_CPU
         return stored if stored is not None and stored in self.processor.instructions else ON_ACCELERATOR
 
-    def reads(self, op: str, form: str, dtype: str, rows: float = 1, width: int = 1) -> bool:
+    def reads(self, op: str, format: str, dtype: str, rows: float = 1, width: int = 1) -> bool:
         """Whether something does this with the bytes as they are."""
-        return choose(op, form, dtype, self.processor.runs, rows, width) is not None
+        return choose(op, format, dtype, self.processor.runs, rows, width) is not None
 
-    def has_kernel(self, op: str, dtype: str, form: str = PLAIN) -> bool:
-        """Whether a kernel does this with values in this form, and not functions of torch, which widen them in memory."""
-        kernel = choose(op, form, dtype, self.processor.runs)
+    def has_kernel(self, op: str, dtype: str, format: str = PLAIN) -> bool:
+        """Whether a kernel does this with values in this format, and not functions of torch, which widen them in memory."""
+        kernel = choose(op, format, dtype, self.processor.runs)
         return kernel is not None and bool(kernel.libraries)
 
-    def threads_of(self, op: str, dtype: str, form: str = PLAIN) -> int:
-        """Threads of the kernel in C that does this with values in this form; 0 where torch or a GPU does."""
-        return self.threads if self.processor.device == CPU and self.has_kernel(op, dtype, form) else 0
+    def threads_of(self, op: str, dtype: str, format: str = PLAIN) -> int:
+        """Threads of the kernel in C that does this with values in this format; 0 where torch or a GPU does."""
+        return self.threads if self.processor.device == CPU and self.has_kernel(op, dtype, format) else 0

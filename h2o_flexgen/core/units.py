@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from h2o_flexgen.core.allowed_values import Allowed, decimal_number
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.numbers import decimal_number
 
 SHOWN = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 UNITS = {
@@ -45,3 +45,14 @@ def format_bytes(nbytes: float) -> str:
         if nbytes >= ROUNDS_UP * size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+class MemorySize(Allowed):
+    """A size in bytes, kept as it was typed, since messages and printed flags repeat it."""
+
+    def typed(self, word: str) -> str:
+        parse_bytes(word)
+        return word
+
+
+SIZE = MemorySize()

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
+from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.prefix_groups import SharedPrefix, room_of
 from h2o_flexgen.core.seats import PrefixRoom, SeatNeed, Seats, seats_of
@@ -21,6 +22,8 @@ from h2o_flexgen.core.seats import PrefixRoom, SeatNeed, Seats, seats_of
 MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
 MOST_BATCHES = 10_000  # batches in a block
 MOST_TOKENS = 10_000_000  # tokens in a text, prompt or generation: the longest contexts of any model
+PROMPTS, TOKENS = Bounds(1, MOST_PROMPTS), Bounds(1, MOST_TOKENS)
+GATHER = Bounds(0, 3600, is_whole=False, note=", in seconds")  # that a block waits for requests behind its first
 ECHO_TOKENS = 2048  # of the echo of a prompt that are computed as one part, at most: those see each other
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder
 
 KIND = "models"  # what its folder in the cache is called
 

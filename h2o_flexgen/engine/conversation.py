@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+from h2o_flexgen.core.allowed_values import check_tokens
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.vocabulary import check_tokens
 from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.engine import BlockRun, Engine
 from h2o_flexgen.engine.head import Picker

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -11,6 +11,7 @@ from h2o_flexgen.core.prefix_groups import PrefixFinder, PrefixGroups, SharedPre
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt
 
@@ -33,6 +34,17 @@ class Request:
     index: int | None = None  # its number in the input (default: its place): completions and random numbers go by it
 
 
+@dataclass(frozen=True)
+class BrokenRequest:
+    """A request that cannot be run to its end."""
+
+    index: int  # its number in the input, as in a Completion
+    reason: str
+
+
+Outcome: TypeAlias = "Completion | BrokenRequest"
+
+
 def prompt_of(request: Request) -> Prompt:
     assert isinstance(request.prompt, Prompt), "requests are read before rows are made of them"
     return request.prompt
@@ -53,6 +65,11 @@ class Job(Protocol):
 
     def request(self, place: int) -> Request:
         """The request at this place, read again if need be."""
+
+
+class DivisibleJob(Job, Protocol):
+    def without(self, ended: Container[int]) -> DivisibleJob:
+        """The job without the requests that have these numbers."""
 
 
 Requests: TypeAlias = "Job | Iterable[Request | object]"  # what is not a request is a prompt

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from h2o_flexgen.core.folders import existing_folder
+from h2o_flexgen.core.environment import existing_folder
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.memory.device import Device

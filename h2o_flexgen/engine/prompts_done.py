@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnToken

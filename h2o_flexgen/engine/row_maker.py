@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+from h2o_flexgen.core.allowed_values import check_tokens
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.core.vocabulary import check_tokens
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request, RequestSize, prompt_of
 from h2o_flexgen.engine.row_state import RowState

@@ -14,8 +14,8 @@ from torch import Tensor
 from h2o_flexgen.engine.chunked_logits import LogitsOf, side_by_side
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnToken
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt, read_pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -40,6 +40,13 @@ class ListedJob:
         for one, size in zip(read, sizes):
             finder.add(prompt_of(one).ids, size.rows)
         return cls(read, sizes, finder.groups())
+
+    def without(self, ended: Container[int]) -> ListedJob:
+        """The job without the requests that have these numbers."""
+        left = [place for place, one in enumerate(self.requests) if one.index not in ended]
+        sizes = [self.sizes[place] for place in left]
+        prefixes = None if self.prefixes is None else self.prefixes.only(left, [size.rows for size in sizes])
+        return ListedJob([self.requests[place] for place in left], sizes, prefixes)
 
     def request(self, place: int) -> Request:
         return self.requests[place]
@@ -102,12 +109,13 @@ def job_of(requests: Requests, maker: RowMaker) -> Job:
 
 
 def _read(place: int, given: object, tokenizer: Tokenizer) -> Request:
-    """A request with the tokens of its prompt; what is not a request is a prompt."""
+    """A request with its number, and with the tokens of its prompt; what is not a request is a prompt."""
     request = given if isinstance(given, Request) else Request(given)
     if isinstance(request.prompt, Prompt):
-        return request
-    (prompt,) = read_prompts([request.prompt], tokenizer)
-    return Request(prompt, request.params, request.index)
+        prompt = request.prompt
+    else:
+        (prompt,) = read_prompts([request.prompt], tokenizer)
+    return Request(prompt, request.params, _index(place, request))
 
 
 def _check_size(place: int, said: RequestSize, rows: Sequence[RowState]) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from torch import get_num_threads, set_num_threads
 
-from h2o_flexgen.core.allowed_values import Rule, whole
-from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.environment import cores, threads
 from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 __all__ = ["crowding", "get_num_threads", "keep_few_compiled_products", "make_room_for_others", "set_threads"]
@@ -23,11 +22,8 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per
 
 def set_threads(asked: int | None) -> None:
     """Sets the number of computing threads of this process. None leaves it as it is."""
-    if asked is None:
-        return
-    most = cores()
-    rule = Rule(whole(1, most), f"a whole number from 1 to {most}, the cores that this process may use")
-    set_num_threads(rule.value("threads", asked))
+    if asked is not None:
+        set_num_threads(threads(cores()).value("threads", asked))
 
 
 def keep_few_compiled_products() -> None:

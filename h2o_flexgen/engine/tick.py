@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -40,8 +40,26 @@ class Tick:
     busy_seconds: Mapping[str, float]  # by lane
     spared_tokens: int = 0  # of prompts, not computed as they had been computed for other rows
 
+    def behind(self, before: Tick) -> Tick:
+        """Counts from the beginning of an earlier run, of which `before` was the last, and seats as they are now."""
+        return replace(summed([before, self]), alive=self.alive, seats=self.seats)
+
 
 OnTick = Callable[[Tick], None]
+NO_TICK = Tick(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, {})
+SUMMED = (
+    "number", "requests_done", "alive", "prompt_tokens", "spared_tokens", "generated_tokens", "computed_tokens",
+    "prompt_seconds", "decode_seconds",
+)  # fmt: skip
+
+
+def summed(ticks: Collection[Tick]) -> Tick:
+    """How far all parts of a job are together. A part that is done has no seats."""
+    counts = {name: sum(getattr(tick, name) for tick in ticks) for name in SUMMED}
+    busy = Counter[str]()
+    for tick in ticks:
+        busy.update(tick.busy_seconds)
+    return Tick(**counts, seats=sum(tick.seats for tick in ticks if tick.alive), busy_seconds=busy)
 
 
 @dataclass

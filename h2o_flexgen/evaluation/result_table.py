@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from h2o_flexgen.evaluation.cells import Cell
-from h2o_flexgen.evaluation.figures import Figure, Relation
+from h2o_flexgen.evaluation.cells import Cell, Figure, Relation
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.tasks.task import Bound, Shown
 from h2o_flexgen.policies.full import Full

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias, overload
@@ -155,6 +155,10 @@ class FileJob:
             sizes.add(self.sizes[number])
         known = None if self.prefixes is None else self.prefixes.only(own, sizes.rows)
         return FileJob(self.index, self.reading, None, sizes, places, known=known)
+
+    def without(self, ended: Container[int]) -> FileJob:
+        """The job without the requests that have these numbers."""
+        return self.only(lambda place: self.index.request_number(place) not in ended)
 
     @property
     def apart(self) -> Apart:

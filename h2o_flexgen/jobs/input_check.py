@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.jobs.index import REFUSED, SOUND, Index, read_line
 from h2o_flexgen.jobs.input_file import JSON_LINES, InputFile, RawLine
 from h2o_flexgen.jobs.line import BadLine, LineReader

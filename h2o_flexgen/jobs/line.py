@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.input_file import LONGEST_LINE
 from h2o_flexgen.jobs.line_fields import Options, read_options
-from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, read_chat, token_ids
 from h2o_flexgen.text.tokenizer import Message, Tokenizer

@@ -4,19 +4,17 @@ known is refused; what has no bearing on it is let pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import Rule, mapping, truth
-from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.numbers import whole_number
-from h2o_flexgen.sampling.foreign_options import refuse_unknown
-from h2o_flexgen.sampling.params import BOUNDS, DEFAULTS, INSTEAD, SamplingParams
+from h2o_flexgen.core.allowed_values import Allowed, Rule, Truth, mapping, whole_number
+from h2o_flexgen.core.hints import refuse_unknown, shown
+from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
 MAX_TOKENS, OTHER_MAX_TOKENS, BIAS, BEST_OF = "max_tokens", "max_completion_tokens", "logit_bias", "best_of"
-_SWITCH = Rule(truth, "true or false")
+_SWITCH = Truth()
 
 
 def _text(value: object) -> str:
@@ -28,7 +26,7 @@ def _text(value: object) -> str:
 _TEXT = Rule(_text, "a text")
 _TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 # fields that have no bearing on an answer, or none with a model that lacks what they are about, with the types of OpenAI
-UNUSED: Mapping[str, Rule] = {
+UNUSED: Mapping[str, Allowed] = {
     **dict.fromkeys(("model", *_TEXTS, "reasoning_effort", "verbosity"), _TEXT),
     **dict.fromkeys(("store", "parallel_tool_calls"), _SWITCH),
     "metadata": Rule(mapping(_text, _text), "an object with texts as values"),
@@ -54,12 +52,12 @@ ELSEWHERE: Mapping[str, str] = {
     "function_call": _NO_TOOLS,
 }
 
-_TAKEN_AS_THEY_ARE = frozenset(one.name for one in fields(SamplingParams)) - {MAX_TOKENS, LOGPROBS, PROMPT_LOGPROBS, BIAS}
+_TAKEN_AS_THEY_ARE = frozenset(SAMPLING) - {MAX_TOKENS, LOGPROBS, PROMPT_LOGPROBS, BIAS}
 _BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | {MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS}
 OF_PROMPTS = _BOTH | {ECHO}
 OF_CHATS = _BOTH | {TOP_LOGPROBS}
 
-_COUNT = Rule(BOUNDS[LOGPROBS].read, str(BOUNDS[LOGPROBS]))
+_COUNT = SAMPLING[LOGPROBS].allowed
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Options:
     @cached_property
     def _given(self) -> Mapping[str, object]:
         """What differs from the defaults of SamplingParams: `replace` would read everything again, for each of many lines."""
-        return {name: value for name, usual in DEFAULTS.items() if (value := getattr(self.params, name)) != usual}
+        return {name: value for name, one in SAMPLING.items() if (value := getattr(self.params, name)) != one.default}
 
 
 def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options, beside: Iterable[str] = ()) -> Options:

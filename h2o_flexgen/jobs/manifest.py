@@ -4,13 +4,14 @@ other, and what was told of its runs."""
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.files import read_document_text, write_durably
+from h2o_flexgen.core.files import parse_json, read_document_text, write_durably
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.jobs.input_check import InputPart
 from h2o_flexgen.jobs.input_file import JSON_LINES
@@ -19,6 +20,7 @@ from h2o_flexgen.jobs.output import waiting_file
 FORM = 1  # counted up when older manifests can no longer be read
 SUFFIX = ".manifest.json"
 OTHER_SUFFIX = ".job-manifest.json"  # of an output that is not called .jsonl, so that no two outputs share a manifest
+PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy")
 Settings = Mapping[str, object]
 
 
@@ -112,3 +114,13 @@ def manifest_file(output: Path) -> Path:
 def _as_read(value: object) -> object:
     """The value as it comes back from a file."""
     return json.loads(json.dumps(value, default=str))
+
+
+def versions() -> Settings:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

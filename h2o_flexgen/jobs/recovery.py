@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from h2o_flexgen.core.documents import NotADocument, parse_json
+from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.index import Index

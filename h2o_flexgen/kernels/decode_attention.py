@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_sizes import DTYPES
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
-from h2o_flexgen.kernels.sizes import DTYPES
-from h2o_flexgen.quant.codec import GROUPED, PLAIN
 
-PACKED_KINDS = {codec.name: kind for kind, codec in enumerate(GROUPED, start=len(DTYPES))}  # numbered after the plain kinds
+PACKED_KINDS = {format.name: kind for kind, format in enumerate(GROUPED, start=len(DTYPES))}  # numbered after the plain kinds
 
 
 class KVSlots(NamedTuple):
-    """The keys or values of slots, (rows, kv_heads, slots, width): plain, or as the bytes of a codec."""
+    """The keys or values of slots, (rows, kv_heads, slots, width): plain, or as the bytes of a format."""
 
     data: Tensor
-    codec: str = PLAIN
+    format: str = PLAIN
 
 
 def decode_attention(
@@ -62,7 +62,7 @@ def decode_attention(
 
 
 def kind_of(kept: KVSlots) -> int:
-    return KINDS[kept.data.dtype] if kept.codec == PLAIN else PACKED_KINDS[kept.codec]
+    return KINDS[kept.data.dtype] if kept.format == PLAIN else PACKED_KINDS[kept.format]
 
 
 def decode_attention_twin(

@@ -1,18 +1,89 @@
-"""The end of a decode step for caches that evict: what the newest query gave goes into the scores, and the newest token takes
-over the slot of the one that goes, with all that is noted of it. So the slots in use stay one range.
-
-All have the same outcome, bit for bit. But where a score is NaN, C looks at the others, and torch lets the newest go."""
+"""Eviction, and slots that move: which slot goes, what takes its place, and what was changed. In C and in torch."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
-from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.kernels.native import ValuePlaces, native_library, pointer
+from h2o_flexgen.kernels.raw_memory import numpy_of
+
+# -- newest ----------------------------------------------------------------------------------------------------------------
+# The arguments about slots for kernels of a decode step: where each row's newest token goes, what a policy has noted of the
+# others, and which of them may be evicted.
+
+
+class Newest(NamedTuple):
+    """The newest token of each row, which is written behind the others."""
+
+    rows: Tensor  # (rows,): 0, 1, 2 ...
+    slots: Tensor  # (rows,): its slot
+    held: Tensor  # (rows,): slots in use, its own included
+    positions: Tensor  # (rows, 1): its position in the text
+
+
+class Notes(NamedTuple):
+    """What a policy that evicts knows of each slot of a KV head."""
+
+    positions: Tensor  # (rows, heads, slots), int32
+    scores: Tensor | None  # alike, fp32, where tokens rank by attention
+    by_chance: bool = False  # without scores, tokens rank by chance instead of by age
+    worth: Tensor | None = None  # as scores, which it weighs; without scores, tokens rank by it. It is known when a token comes
+
+
+class Leaving(NamedTuple):
+    """The tokens that may be evicted, as (rows, 1, 1), and how many slots a row then holds."""
+
+    start: Tensor  # tokens with positions from here
+    end: Tensor  # up to but not including this one may go
+    after: Tensor  # slots that a row holds in the end
+
+
+# -- lowest slot -----------------------------------------------------------------------------------------------------------
+# The slot of each head that ranks lowest among those that may go; among equals, the oldest token's. C and torch have the
+# same outcome.
+
+LAST = torch.iinfo(torch.int32).max
+
+
+def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    rows = len(positions)
+    assert positions.dtype == torch.int32 and (ranks is None or (ranks.dtype, ranks.shape) == (torch.float32, positions.shape))
+    assert held.shape == (rows,) and start.shape == end.shape == (rows, 1, 1)
+    assert held.dtype == start.dtype == end.dtype == torch.int64
+    out = torch.empty(positions.shape[:2], dtype=torch.int64)
+    places = (positions, ranks, held, start, end, out)
+    given = _Ranking(*(None if place is None else pointer(place) for place in places), *positions.shape)
+    native_library().lowest_slot(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    return out
+
+
+def lowest_slot_twin(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    behind = torch.arange(positions.shape[2], device=positions.device) >= held[:, None, None]
+    stays = (positions < start) | (positions >= end) | behind
+    free = (positions.double() if ranks is None else ranks).masked_fill(stays, torch.inf)
+    lowest = (free == free.amin(-1, keepdim=True)) & ~stays
+    oldest = positions.masked_fill(~lowest, LAST).argmin(-1)
+    return torch.where(lowest.any(-1), oldest, held[:, None] - 1)
+
+
+class _Ranking(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("positions", "ranks", "held", "start", "end", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "slots")),
+    )
+
+
+# -- evict -----------------------------------------------------------------------------------------------------------------
+# The end of a decode step for caches that evict: what the newest query gave goes into the scores, and the newest token
+# takes over the slot of the one that goes, with all that is noted of it. So the slots in use stay one range. All have the
+# same outcome, bit for bit. But where a score is NaN, C looks at the others, and torch lets the newest go.
 
 WORD = (1 << 32) - 1
 LEAST_SCORE = 1e-4  # is added where a worth weighs scores: of tokens that get no attention, the most worthy stay
@@ -75,3 +146,82 @@ def chances(positions: Tensor) -> Tensor:
     x = ((x ^ (x >> 15)) * 2246822519) & WORD
     x = ((x ^ (x >> 13)) * 3266489917) & WORD
     return ((x ^ (x >> 16)) >> 8).float()
+
+
+# -- take slots ------------------------------------------------------------------------------------------------------------
+# Slots that each head chooses, copied to another place. C and torch give the same bits. Torch wants an index for every
+# value of a slot: eight bytes of index to move two.
+
+
+def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
+    rows, heads, count, width = out.shape
+    source = source if source.stride(3) == 1 else source.contiguous()  # C reads the values of a slot side by side
+    index = index.contiguous()  # both are kept alive until C is done
+    assert source.dtype == out.dtype and (*source.shape[:2], source.shape[3]) == (rows, heads, width)
+    assert index.dtype == torch.int64 and index.shape in ((rows, heads, count), (rows, 1, count))
+    strides = (index.stride(0), index.stride(1) if index.shape[1] > 1 else 0)
+    given = _Taking(
+        *(ValuePlaces.of(source), ValuePlaces.of(out, writes=True), pointer(index)),
+        *strides,
+        *(rows, heads, count, width * out.itemsize),
+    )
+    native_library().take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+
+
+def take_slots_twin(source: Tensor, index: Tensor, out: Tensor) -> None:
+    out.copy_(source.gather(2, index.unsqueeze(-1).expand(*out.shape)))
+
+
+class _Taking(ctypes.Structure):
+    _fields_ = (
+        *((name, ValuePlaces) for name in ("source", "out")),
+        ("index", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("index_row", "index_head", "rows", "heads", "count", "width")),
+    )
+
+
+# -- changed slots ---------------------------------------------------------------------------------------------------------
+# The one slot of every row and head that a step changed, between one image and another: bytes that are copied at once. The
+# numbers of these slots come first, then their keys, then their values.
+
+NUMBER = torch.int64
+
+
+class ChangedSlots:
+    """What the host does with the gathered bytes of some rows, where an image lies token by token: (slots, 2, rows, heads) runs
+    of bytes. Made once for all layers: it knows where the first slot of every row and head lies."""
+
+    def __init__(self, rows: int, shape: tuple[int, int, int], slot_bytes: int) -> None:
+        """`shape`: the rows, heads and slots of the image; `slot_bytes`: bytes of one slot of all its rows."""
+        all_rows, heads, slots = shape
+        runs = 2 * all_rows * heads
+        self._runs, self._image_bytes = runs, slots * slot_bytes
+        self._run = numpy.dtype((numpy.void, slot_bytes // runs))
+        self._slots = torch.Size((rows, heads))
+        self._first = numpy.arange(runs).reshape(2, all_rows * heads)[:, : rows * heads]
+        self._numbers_bytes = rows * heads * NUMBER.itemsize
+        self.value_bytes = rows * slot_bytes // all_rows
+        self.nbytes = self._numbers_bytes + self.value_bytes
+
+    def numbers(self, gathered: Tensor) -> Tensor:
+        return gathered[: self._numbers_bytes].view(NUMBER).view(self._slots)
+
+    def bring(self, gathered: Tensor, home: Tensor) -> None:
+        """Brings keys and values to the slots of the image, by numpy, as it is a matter of microseconds."""
+        there, runs = numpy_of(gathered), numpy_of(home[: self._image_bytes], writes=True).view(self._run)
+        numbers = there[: self._numbers_bytes].view(numpy.int64)
+        runs[numbers * self._runs + self._first] = there[self._numbers_bytes :].view(self._run).reshape(self._first.shape)
+
+
+def parts(gathered: Tensor, slots: torch.Size, width: int, kept: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The numbers (rows, heads), and keys and values (2, rows, heads, width) of this type, in gathered bytes."""
+    numbers = slots.numel() * NUMBER.itemsize
+    end = numbers + 2 * slots.numel() * width * kept.itemsize
+    return gathered[:numbers].view(NUMBER).view(slots), gathered[numbers:end].view(kept).view(2, *slots, width)
+
+
+def gather_slots_twin(image: Tensor, slots: Tensor, out: Tensor) -> None:
+    numbers, values = parts(out, slots.shape, image.shape[-1], image.dtype)
+    row, head = (torch.arange(count, device=image.device) for count in slots.shape)
+    numbers.copy_(slots)
+    values.copy_(image[:, row[:, None], head, slots])

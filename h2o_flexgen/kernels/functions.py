@@ -1,4 +1,4 @@
-"""Every kernel under its name in kernels/table.py: those in C, those in Triton, and their twins in torch."""
+"""Every kernel under its name in formats/kernel_table.py: those in C, those in Triton, and their twins in torch."""
 
 from __future__ import annotations
 
@@ -7,38 +7,15 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from h2o_flexgen.kernels.add_weighted import add_weighted, add_weighted_twin
-from h2o_flexgen.kernels.append import append, append_twin
-from h2o_flexgen.kernels.changed_slots import gather_slots_twin
+from h2o_flexgen.formats.kernel_table import TRITON, Kernel
+from h2o_flexgen.kernels.append import append, append_twin, rotate, rotate_twin
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
-from h2o_flexgen.kernels.evict import evict, evict_twin
-from h2o_flexgen.kernels.gating import (
-    gated_gelu,
-    gated_gelu_tanh,
-    gated_gelu_tanh_twin,
-    gated_gelu_twin,
-    gated_silu,
-    gated_silu_twin,
-)
-from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
-from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
-from h2o_flexgen.kernels.halves_apart import halves_apart, halves_apart_twin
-from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin, int8_products
-from h2o_flexgen.kernels.pair_product import pair_product, pair_products
-from h2o_flexgen.kernels.plain_product import plain_decode, plain_encode, plain_product
-from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
-from h2o_flexgen.kernels.rms_norm import rms_norm, rms_norm_twin
-from h2o_flexgen.kernels.rotate import rotate, rotate_twin
-from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
-from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin, stored_decode
-from h2o_flexgen.kernels.stored_dots import stored_dot_products, stored_dots
-from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin, stored_int8_products
-from h2o_flexgen.kernels.stored_pairs import stored_pair_products, stored_pairs
-from h2o_flexgen.kernels.stored_product import stored_product, stored_products
-from h2o_flexgen.kernels.table import TRITON, Kernel
-from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
-from h2o_flexgen.kernels.tile_product import tile_product, tile_products
-from h2o_flexgen.kernels.tile_rows import (
+from h2o_flexgen.kernels.evict import evict, evict_twin, gather_slots_twin, take_slots, take_slots_twin
+from h2o_flexgen.kernels.group_codes import (
+    group_decode,
+    group_decode_twin,
+    group_encode,
+    group_encode_twin,
     tile_decode,
     tile_decode_rows,
     tile_decode_rows_twin,
@@ -46,7 +23,45 @@ from h2o_flexgen.kernels.tile_rows import (
     tile_encode,
     tile_encode_twin,
 )
-from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin, wide_products
+from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin, int8_products
+from h2o_flexgen.kernels.products import (
+    pair_product,
+    pair_products,
+    plain_decode,
+    plain_encode,
+    plain_product,
+    tile_product,
+    tile_products,
+    wide_product,
+    wide_product_twin,
+    wide_products,
+)
+from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
+from h2o_flexgen.kernels.row_functions import (
+    add_weighted,
+    add_weighted_twin,
+    gated_gelu,
+    gated_gelu_tanh,
+    gated_gelu_tanh_twin,
+    gated_gelu_twin,
+    gated_silu,
+    gated_silu_twin,
+    halves_apart,
+    halves_apart_twin,
+    rms_norm,
+    rms_norm_twin,
+)
+from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
+from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin, stored_int8_products
+from h2o_flexgen.kernels.stored_product import (
+    stored_dot_products,
+    stored_dots,
+    stored_pair_products,
+    stored_pairs,
+    stored_product,
+    stored_products,
+)
+from h2o_flexgen.kernels.stored_values import blocked_decode_twin, sectioned_decode_twin, stored_decode
 
 Function = Callable[..., Any]  # kernels of one operation take the same arguments
 

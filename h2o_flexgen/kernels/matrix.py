@@ -1,4 +1,4 @@
-"""PackedMatrix: a layer's matrix in the bytes of its codec. It is multiplied as it lies where a kernel can do that; otherwise
+"""PackedMatrix: a layer's matrix in the bytes of its format. It is multiplied as it lies where a kernel can do that; otherwise
 it is decoded first, once for all products that follow. SteadyMatrix: a plain one beside matrices with rounded products."""
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import PRODUCT, STEADY_PRODUCT
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.operations import decode, packed_product, plain_product, products_of_each, steady_product
-from h2o_flexgen.kernels.table import PRODUCT, STEADY_PRODUCT
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class DecodeBuffer:
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
     data: Tensor  # (units of rows, bytes of a unit)
-    codec: str
+    format: str
     outputs: int
     room: DecodeBuffer | None  # None where all products read the bytes
     product: str = PRODUCT  # the op by which it is multiplied
@@ -36,13 +36,13 @@ class PackedMatrix:
         assert self.room is not None
         values = self.room.values[: self.outputs]
         if self.room.holder is not self:
-            decode(self.codec, self.data, values)
+            decode(self.format, self.data, values)
             self.room.holder = self
         return values
 
     def part(self, rows: slice, room: DecodeBuffer | None) -> PackedMatrix:
-        """Some of its rows: whole units of its codec."""
-        together = CODECS[self.codec].rows_together
+        """Some of its rows: whole units of its format."""
+        together = FORMATS[self.format].rows_together
         assert rows.start % together == 0 and (rows.stop % together == 0 or rows.stop == self.outputs), rows
         units = self.data[rows.start // together : -(-rows.stop // together)]
         return replace(self, data=units, outputs=rows.stop - rows.start, room=room)
@@ -54,7 +54,7 @@ class PackedMatrix:
 
     def linear(self, x: Factor, bias: Tensor | None) -> Tensor:
         """The linear layer of torch, with the decoded values as weights."""
-        out = packed_product(self.product, self.codec, x, self.data, self.outputs, bias)
+        out = packed_product(self.product, self.format, x, self.data, self.outputs, bias)
         return plain_product(x, self.values(), bias) if out is None else out
 
 
@@ -77,12 +77,12 @@ def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor 
     outputs = _outputs(meetings[0][2])
     out = x.values.new_empty(len(x.values), outputs)
     packed = {first: matrix for first, _, matrix, _ in meetings if isinstance(matrix, PackedMatrix)}
-    by_form = defaultdict[tuple[str, str], list[Meeting]](list)
+    by_kind = defaultdict[tuple[str, str], list[Meeting]](list)
     for first, rows, matrix, bias in meetings:
         assert _outputs(matrix) == outputs
-        by_form[_form(matrix)].append(Meeting(first, rows, _data(matrix), bias))
-    for form, its in by_form.items():
-        for meeting in products_of_each(*form, x, its, out):
+        by_kind[_multiplied_as(matrix)].append(Meeting(first, rows, _data(matrix), bias))
+    for kind, its in by_kind.items():
+        for meeting in products_of_each(*kind, x, its, out):
             first, rows, _, bias = meeting
             out[first : first + rows] = plain_product(x.part(first, rows), packed[first].values(), bias)
     return out
@@ -92,10 +92,10 @@ def _outputs(matrix: Matrix) -> int:
     return matrix.outputs if isinstance(matrix, PackedMatrix) else len(_data(matrix))
 
 
-def _form(matrix: Matrix) -> tuple[str, str]:
-    """The op by which it is multiplied, and its codec."""
+def _multiplied_as(matrix: Matrix) -> tuple[str, str]:
+    """The op by which it is multiplied, and its format."""
     if isinstance(matrix, PackedMatrix):
-        return matrix.product, matrix.codec
+        return matrix.product, matrix.format
     return STEADY_PRODUCT if isinstance(matrix, SteadyMatrix) else PRODUCT, PLAIN
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
+from h2o_flexgen.formats.kernel_table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRITON, WIDE, Processor
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.kernels.table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRITON, WIDE, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns all kernels off; the name of a library in C selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C

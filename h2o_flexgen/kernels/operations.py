@@ -1,4 +1,4 @@
-"""The operations on values that have kernels of their own, each done by the kernel that kernels/table.py chooses for it.
+"""The operations on values that have kernels of their own, each done by the kernel that formats/kernel_table.py chooses for it.
 
 Kernels are chosen nowhere else. A kernel and its twin in torch take the same arguments, and give the same bits unless their
 file says how they differ.
@@ -13,16 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
-from h2o_flexgen.kernels.gathers import SUM
-from h2o_flexgen.kernels.gating import gated_silu_twin
-from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import RotationAngles
-from h2o_flexgen.kernels.table import (
+from h2o_flexgen.formats.kernel_table import (
     ADD_WEIGHTED,
     APPEND,
     DECODE,
@@ -41,69 +32,78 @@ from h2o_flexgen.kernels.table import (
     ROTATE,
     SHARED_ATTENTION,
     STEADY_PRODUCT,
+    SUM,
     TAKE_SLOTS,
     Kernel,
     Processor,
     choose,
 )
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.formats.table import FORMATS, PLAIN
+from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kernels.evict import Leaving, Newest, Notes
+from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.row_functions import gated_silu_twin
 
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
 
 
-def chosen(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function | None:
+def chosen(op: str, format: str, like: Tensor, rows: int = 1, width: int = 1) -> Function | None:
     """The function for values with the type and the device of `like`. No rows are worked on as one is."""
-    kernel = _kernel(op, form, like.dtype, processor(like.device.type), rows or 1, width)
+    kernel = _kernel(op, format, like.dtype, processor(like.device.type), rows or 1, width)
     return None if kernel is None else function_of(kernel)
 
 
 @lru_cache(maxsize=SIZES_KNOWN)
-def _kernel(op: str, form: str, dtype: torch.dtype, there: Processor, rows: int, width: int) -> Kernel | None:
+def _kernel(op: str, format: str, dtype: torch.dtype, there: Processor, rows: int, width: int) -> Kernel | None:
     """Every layer asks the same, several times."""
-    return choose(op, form, str(dtype).removeprefix("torch."), there.runs, rows, width)
+    return choose(op, format, str(dtype).removeprefix("torch."), there.runs, rows, width)
 
 
-def _required(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
-    if function := chosen(op, form, like, rows, width):
+def _required(op: str, format: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
+    if function := chosen(op, format, like, rows, width):
         return function
-    raise ValueError(f"nothing here does {op} of {form}, {like.dtype} on {like.device.type}; take another codec")
+    raise ValueError(f"nothing here does {op} of {format}, {like.dtype} on {like.device.type}; take another codec")
 
 
-# -- stored forms --------------------------------------------------------------------------------------------------------
+# -- stored formats --------------------------------------------------------------------------------------------------------
 
 
-def encode(codec: str, values: Tensor, out: Tensor) -> None:
-    """Encodes values into `out`, which has as many bytes as the codec's `nbytes` says."""
+def encode(format: str, values: Tensor, out: Tensor) -> None:
+    """Encodes values into `out`, which has as many bytes as the format's `nbytes` says."""
     rows = values.shape[:-1].numel()
-    _required(ENCODE, codec, values)(CODECS[codec], values.reshape(rows, -1), _in_units(codec, out, rows))
+    _required(ENCODE, format, values)(FORMATS[format], values.reshape(rows, -1), _in_units(format, out, rows))
 
 
-def decode(codec: str, data: Tensor, out: Tensor) -> None:
-    """Decodes the bytes of a codec into `out`, which has the shape of the values and the type that is computed with."""
+def decode(format: str, data: Tensor, out: Tensor) -> None:
+    """Decodes the bytes of a format into `out`, which has the shape of the values and the type that is computed with."""
     rows = out.shape[:-1].numel()
-    _required(DECODE, codec, out)(CODECS[codec], _in_units(codec, data, rows), out.view(rows, -1))
+    _required(DECODE, format, out)(FORMATS[format], _in_units(format, data, rows), out.view(rows, -1))
 
 
-def decode_rows(codec: str, data: Tensor, numbers: Tensor, out: Tensor) -> None:
+def decode_rows(format: str, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes the rows with these numbers (count,) of data (units of rows, bytes of a unit) into out (count, columns)."""
-    if CODECS[codec].rows_together == 1:
-        decode(codec, data[numbers], out)
+    if FORMATS[format].rows_together == 1:
+        decode(format, data[numbers], out)
     elif len(out):
-        _required(DECODE_ROWS, codec, out)(CODECS[codec], data, numbers, out)
+        _required(DECODE_ROWS, format, out)(FORMATS[format], data, numbers, out)
 
 
-def _in_units(codec: str, data: Tensor, rows: int) -> Tensor:
-    return data.view(-(-rows // CODECS[codec].rows_together), -1)
+def _in_units(format: str, data: Tensor, rows: int) -> Tensor:
+    return data.view(-(-rows // FORMATS[format].rows_together), -1)
 
 
 # -- products ------------------------------------------------------------------------------------------------------------
 
 
-def packed_product(op: str, codec: str, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor | None:
+def packed_product(op: str, format: str, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor | None:
     """Multiplies x (..., inputs) with the transposed matrix in `data` (units of rows, bytes of a unit) and adds bias
     (outputs,). None if no kernel multiplies this many rows with the bytes: the matrix must be decoded first."""
-    function = chosen(op, codec, x.values, x.rows)
-    return None if function is None else function(CODECS[codec], x, data, outputs, bias)
+    function = chosen(op, format, x.values, x.rows)
+    return None if function is None else function(FORMATS[format], x, data, outputs, bias)
 
 
 def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,23 +118,23 @@ def steady_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 def _plain_product(op: str, x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     function = _required(op, PLAIN, x.values, x.rows)
-    out: Tensor = function(CODECS[PLAIN], x, matrix, len(matrix), bias)
+    out: Tensor = function(FORMATS[PLAIN], x, matrix, len(matrix), bias)
     return out
 
 
-def products_of_each(op: str, codec: str, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> list[Meeting]:
-    """Multiplies rows of x (rows, inputs) with transposed matrices of their own, all of one codec, into out (rows, outputs), by
-    the kernels that would do so one by one. -> Those for which there is none: their matrices must be decoded first."""
+def products_of_each(op: str, format: str, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> list[Meeting]:
+    """Multiplies rows of x (rows, inputs) with transposed matrices of their own, all of one format, into out (rows, outputs),
+    by the kernels that would do so one by one. -> Those for which there is none: their matrices must be decoded first."""
     left, by_kernel = list[Meeting](), defaultdict[Function, list[Meeting]](list)
     for meeting in meetings:
-        function = chosen(op, codec, x.values, meeting.rows)
+        function = chosen(op, format, x.values, meeting.rows)
         (left if function is None else by_kernel[function]).append(meeting)
     for function, its in by_kernel.items():
         if several := SEVERAL.get(function):
-            several(CODECS[codec], x, its, out)
+            several(FORMATS[format], x, its, out)
             continue
         for first, rows, data, bias in its:
-            out[first : first + rows] = function(CODECS[codec], x.part(first, rows), data, out.shape[-1], bias)
+            out[first : first + rows] = function(FORMATS[format], x.part(first, rows), data, out.shape[-1], bias)
     return left
 
 
@@ -157,7 +157,7 @@ def decode_attention(
     has one more key, and slots lack its share; with a `cap`, scores come near it and no further.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
-    of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
+    of_keys, of_values = (chosen(DECODE_ATTENTION, kept.format, q, width=q.shape[3]) for kept in (keys, values))
     if of_keys is None or of_keys is not of_values:
         keys, values = (_plain(kept, q) for kept in (keys, values))
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
@@ -167,10 +167,10 @@ def decode_attention(
 
 
 def _plain(kept: KVSlots, like: Tensor) -> KVSlots:
-    if kept.codec == PLAIN:
+    if kept.format == PLAIN:
         return kept
     values = like.new_empty(*kept.data.shape[:3], like.shape[3])
-    decode(kept.codec, kept.data.contiguous(), values)
+    decode(kept.format, kept.data.contiguous(), values)
     return KVSlots(values)
 
 
@@ -198,9 +198,9 @@ def prompt_attention(
 def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
     """Attention of queries (queries, heads, dim) over a text that all of them share, (kv_heads, tokens, width): one more key of
     each, for the attention over what stands behind that text."""
-    function = chosen(SHARED_ATTENTION, keys.codec, q, width=q.shape[2])
-    if function is None or keys.codec != values.codec:
-        keys, values = (KVSlots(_plain(KVSlots(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
+    function = chosen(SHARED_ATTENTION, keys.format, q, width=q.shape[2])
+    if function is None or keys.format != values.format:
+        keys, values = (KVSlots(_plain(KVSlots(kept.data[None], kept.format), q[None]).data[0]) for kept in (keys, values))
         function = _required(SHARED_ATTENTION, PLAIN, q, width=q.shape[2])
     out: More = function(q, keys, values, cap)
     return out

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP, groups_of
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.quant.grouped import GROUP, groups_of
 
 PLAIN_BITS = 0  # of a matrix without codes
 

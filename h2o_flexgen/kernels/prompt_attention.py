@@ -1,22 +1,146 @@
-"""Attention of the tokens of a prompt, and what each key got from them, in C and in torch.
-
-The two differ in the last bits: C sums in another order, and keeps scores and shares in float32. In C a row's outcome depends
-only on the row itself and on the largest number of earlier keys in its batch.
-"""
+"""Attention of the tokens of a prompt, and what each key got from them. In C and in torch."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kernels.column_sums import Near, column_sums, outcome_and_sums
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
-from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
+
+# -- column sums -----------------------------------------------------------------------------------------------------------
+# Causal attention with memory linear in the prompt: what every key got from the queries, and what these got where each has
+# one more key. Queries are taken block by block, and each block sees all of its keys at once: so a softmax is whole, shares
+# are exact, and no matrix of queries by keys is ever held.
+
+
+class Near(NamedTuple):
+    """A window: a token sees so many tokens, itself included."""
+
+    before: Tensor  # (rows,): keys of each row before its queries
+    window: int
+
+    def of(self, rows: slice, queries: slice, keys: int, held: int) -> Tensor:
+        """The mask of keys too far away for these queries, (rows, queries, keys): the first `held` stand before all queries."""
+        places, own = torch.arange(keys, device=self.before.device), self.before[rows, None, None]
+        turns = torch.where(places < held, places, places - held + own)  # among the keys that a row has
+        asked = torch.arange(queries.start, queries.stop, device=self.before.device)[:, None] + own
+        return asked - turns >= self.window
+
+
+def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, scored_bytes: int, gathers: str = SUM) -> Tensor:
+    """Sums, for every key, the probabilities times the weight of their query, over queries and over the query heads of a group,
+    or finds the highest of them: q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) -> (rows,
+    kv_heads, keys), fp32. If there are more keys than queries, the first ones stand before all queries; `is_held` (rows, 1,
+    earlier keys) says which of them exist. At most `scored_bytes` of probabilities are held at once."""
+    rows, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    held = keys - tokens
+    got = torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, tokens, dim)
+    counted = weights.ne(0).any(0).nonzero()[:, 0]
+    first = int(counted[0]) if len(counted) else tokens  # earlier queries have no weight
+    for row, start, end in _blocks(rows, first, tokens, max(1, scored_bytes // (4 * heads * keys))):
+        there = None if is_held is None else is_held[row]
+        shares = probabilities(grouped[row, :, :, start:end], k[row, :, : held + end], there)
+        _gather(got[row, :, : held + end], shares, weights[row, start:end], gathers)
+    return got
+
+
+def outcome_and_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    is_held: Tensor | None,
+    more: More | None,
+    scored_bytes: int,
+    gathers: str = SUM,
+    near: Near | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The outcome (rows, tokens, heads * dim) where each query has one more key, sees only what is near, or has scores within a
+    cap, and what keys got where there are weights. Shapes and the rest as above."""
+    rows, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    held, group = keys - tokens, heads // kv_heads
+    out = q.new_empty(rows, tokens, heads, dim)
+    got = None if weights is None else torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
+    grouped = q.reshape(rows, kv_heads, group, tokens, dim)
+    for row, start, end in _blocks(rows, 0, tokens, max(1, scored_bytes // (4 * heads * keys))):
+        there = None if is_held is None else is_held[row]
+        scores = _scores(grouped[row, :, :, start:end], k[row, :, : held + end], there, cap)
+        if near is not None:
+            far = near.of(row, slice(start, end), held + end, held).repeat(1, group, 1).unsqueeze(1)
+            scores.masked_fill_(far, -torch.inf)
+        own = None if more is None else more.scores[row, start:end].transpose(1, 2).reshape(*scores.shape[:3], 1)
+        every = scores if own is None else torch.cat((scores, own), dim=-1)
+        shares, share = torch.softmax(every, dim=-1).split((held + end, every.shape[-1] - held - end), dim=-1)
+        made = (shares @ v[row, :, : held + end].float()).view(-1, heads, end - start, dim).transpose(1, 2)
+        if more is not None and more.values is not None:
+            made = made + share.reshape(-1, heads, end - start, 1).transpose(1, 2) * more.values[row, start:end]
+        out[row, start:end] = made.to(q.dtype)
+        if got is not None and weights is not None:
+            _gather(got[row, :, : held + end], shares, weights[row, start:end], gathers)
+    return out.view(rows, tokens, heads * dim), got
+
+
+def _gather(got: Tensor, shares: Tensor, weights: Tensor, gathers: str) -> None:
+    """Adds to `got` (rows, kv_heads, keys) what keys get from queries, or keeps the highest of both there. The queries' shares
+    are (rows, kv_heads, group * queries, keys), and their weights (rows, queries). Shares may be overwritten."""
+    weight = weights[:, None, None].repeat(1, 1, 1, shares.shape[2] // weights.shape[1])
+    if gathers == MAX:
+        got.copy_(torch.maximum(got, shares.mul_(weight.transpose(2, 3)).amax(2)))
+    else:
+        got += (weight @ shares)[:, :, 0]
+
+
+def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[slice, int, int]]:
+    together = max(1, queries // max(1, tokens - first))  # short prompts go several rows at a time
+    for row in range(0, rows, together):
+        for start in range(first, tokens, queries):
+            yield slice(row, min(row + together, rows)), start, min(start + queries, tokens)
+
+
+def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None, sink_scores: Tensor | None = None) -> Tensor:
+    """q (rows, kv_heads, group, queries, dim), k (rows, kv_heads, keys, dim) up to the last query -> (rows, kv_heads, group *
+    queries, keys). What falls to sinks, with scores (heads,), is let go."""
+    scores = _scores(q, k, is_held)
+    if sink_scores is None:
+        return torch.softmax(scores, dim=-1)
+    own = (
+        sink_scores.float()
+        .view(k.shape[1], -1)
+        .repeat_interleave(q.shape[3], dim=1)[None, :, :, None]
+        .expand(len(q), -1, -1, -1)
+    )
+    return torch.softmax(torch.cat((scores, own), dim=-1), dim=-1)[..., :-1]
+
+
+def _scores(q: Tensor, k: Tensor, is_held: Tensor | None, cap: float | None = None) -> Tensor:
+    rows, kv_heads, group, queries, dim = q.shape
+    scores = q.float().reshape(rows, kv_heads, group * queries, dim) @ k.float().transpose(2, 3)
+    scores.mul_(dim**-0.5)
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
+    later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu_(1)
+    scores.view(rows, kv_heads, group, queries, -1)[..., -queries:].masked_fill_(later, -torch.inf)
+    if is_held is not None:
+        scores[..., : is_held.shape[-1]].masked_fill_(~is_held.unsqueeze(1), -torch.inf)
+    return scores
+
+
+# -- prompt attention ------------------------------------------------------------------------------------------------------
+# Attention of the tokens of a prompt, and what each key got from them, in C and in torch. The two differ in the last bits:
+# C sums in another order, and keeps scores and shares in float32. In C a row's outcome depends only on the row itself and
+# on the largest number of earlier keys in its batch.
 
 
 def prompt_attention(

@@ -9,16 +9,16 @@ import ctypes
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES, PromptRoom
 from h2o_flexgen.kernels.decode_attention import KVSlots, kind_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
-from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom
 
 
 def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
     queries, heads, dim = q.shape
     kv_heads, length = keys.data.shape[:2]
-    assert keys.codec == values.codec and keys.data.shape == values.data.shape and length
+    assert keys.format == values.format and keys.data.shape == values.data.shape and length
     out = torch.empty(1, queries, heads, dim, dtype=torch.float32)
     tops, totals = (torch.empty(1, queries, heads, dtype=torch.float32) for _ in range(2))
     threads, laid = torch.get_num_threads(), PromptRoom.of_shared(dim)

@@ -1,5 +1,5 @@
-"""The product of rows of int8 and a transposed matrix in a checkpoint's own form, if that is one of whole numbers. C and torch
-give the same bits, and what becomes of a row depends on nothing but the row and the matrix: stored_int8_product.c says how."""
+"""The product of rows of int8 and a transposed matrix in a checkpoint's own format, if that is one of whole numbers. C and
+torch give the same bits, and what becomes of a row depends on nothing but the row and the matrix (stored_int8_product.c)."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.grouped import GROUP
+from h2o_flexgen.formats.kernel_sizes import twin_values
+from h2o_flexgen.formats.sectioned import Fp4, Int4
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.int8_rows import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
+from h2o_flexgen.kernels.int8_product import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
-from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.kernels.stored_matrix import MatrixInC, form_of, order_of
-from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.grouped import GROUP
-from h2o_flexgen.quant.sectioned import Fp4, Int4
+from h2o_flexgen.kernels.stored_values import IntegerParts, MatrixInC, blocked_parts, number_in_c, order_of, sectioned_parts
 
-Whole = Blocked | Fp4 | Int4  # forms of whole numbers
-SIXTEENS = "q6_K"  # the form of which 16 inputs share a scale; of other blocks it is 32
+Whole = Blocked | Fp4 | Int4  # formats of whole numbers
+SIXTEENS = "q6_K"  # the format of which 16 inputs share a scale; of other blocks it is 32
 
 
-def stored_int8_product(codec: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_int8_product(format: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
-    stored_int8_products(codec, x, Meeting.of_all(x, data, bias), out)
+    stored_int8_products(format, x, Meeting.of_all(x, data, bias), out)
     return out
 
 
-def stored_int8_products(codec: Whole, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def stored_int8_products(format: Whole, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    sizes, form, parts = (out.shape[-1], x.values.shape[-1]), form_of(codec), int8_parts(part_of(codec))
+    sizes, number, parts = (out.shape[-1], x.values.shape[-1]), number_in_c(format), int8_parts(part_of(format))
     asked, kept, of_all = list[_StoredInt8Product](), list[FactorRows](), None
     for first, rows, data, bias in meetings:
-        order = order_of(codec, data, *sizes)
+        order = order_of(format, data, *sizes)
         if order is None:
             given = of_all = of_all or _told(x.made(parts), out)
         else:  # rows in an order of their own are made for this matrix alone
@@ -45,7 +44,7 @@ def stored_int8_products(codec: Whole, x: Factor, meetings: Sequence[Meeting], o
             kept.append(given)
             first = 0
         asked.append(
-            _StoredInt8Product(given.factors(first, rows, bias), given.sums(first), MatrixInC.of(codec, data, *sizes), form)
+            _StoredInt8Product(given.factors(first, rows, bias), given.sums(first), MatrixInC.of(format, data, *sizes), number)
         )
     call("stored_int8_product", (_StoredInt8Product * len(asked))(*asked))
 
@@ -54,25 +53,25 @@ def _told(made: Int8Parts, out: Tensor) -> FactorRows:
     return FactorRows(made.rows, made.wholes, out)
 
 
-def part_of(codec: Whole) -> int:
+def part_of(format: Whole) -> int:
     """The inputs of a part, which has one scale for its dot product: those that share a scale, of a group of x at most."""
-    return min(GROUP, codec.group) if isinstance(codec, (Fp4, Int4)) else 16 if codec.name == SIXTEENS else 32
+    return min(GROUP, format.group) if isinstance(format, (Fp4, Int4)) else 16 if format.name == SIXTEENS else 32
 
 
 # -- the twin ----------------------------------------------------------------------------------------------------------------
 
 
-def stored_int8_product_twin(codec: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-    inputs, part = x.values.shape[-1], part_of(codec)
-    order = order_of(codec, data, outputs, inputs)
+def stored_int8_product_twin(format: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    inputs, part = x.values.shape[-1], part_of(format)
+    order = order_of(format, data, outputs, inputs)
     made = x.made(int8_parts_twin(part)) if order is None else int8_parts_twin(part)(x.values[..., order])
-    if isinstance(codec, Blocked):
+    if isinstance(format, Blocked):
         step = max(1, twin_values(data.device.type) // max(inputs, x.rows))
-        pieces = (blocked_parts(codec, data[start : start + step]) for start in range(0, outputs, step))
+        pieces = (blocked_parts(format, data[start : start + step]) for start in range(0, outputs, step))
         out = torch.cat([_product_of(made, piece, part, False) for piece in pieces], dim=1)
     else:
-        has_zeros = isinstance(codec, Int4) and codec.zeros
-        out = _product_of(made, sectioned_parts(codec, data, outputs, inputs), part, has_zeros)
+        has_zeros = isinstance(format, Int4) and format.zeros
+        out = _product_of(made, sectioned_parts(format, data, outputs, inputs), part, has_zeros)
     added = out if bias is None else out + bias.float()
     return added.to(x.values.dtype).reshape(*x.values.shape[:-1], outputs)
 

@@ -1,64 +1,129 @@
-"""The product of rows and a transposed matrix in a checkpoint's own form. Nothing is rounded but the outcome to the type of the
-rows. C and torch sum in different orders. With C what becomes of a row depends on nothing but the row and the matrix."""
+"""Products with transposed matrices in a checkpoint's own format: for many rows, for few, and by instructions for pairs."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Product, call, products
-from h2o_flexgen.kernels.stored_decode import stored_decode_twin
-from h2o_flexgen.kernels.stored_matrix import MatrixInC, Stored, form_of, order_of
+from h2o_flexgen.formats.sectioned import Fp4, Int4
+from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Arranged, JoinedRuns, Product, call, products
+from h2o_flexgen.kernels.products import paired
+from h2o_flexgen.kernels.stored_values import MatrixInC, Stored, number_in_c, order_of, stored_decode_twin
+
+# -- stored product --------------------------------------------------------------------------------------------------------
+# The product of rows and a transposed matrix in a checkpoint's own format. Nothing is rounded but the outcome to the type
+# of the rows. C and torch sum in different orders. With C what becomes of a row depends on nothing but the row and the
+# matrix.
 
 
-def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_product(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
-    stored_products(codec, x, Meeting.of_all(x, data, bias), out)
+    stored_products(format, x, Meeting.of_all(x, data, bias), out)
     return out
 
 
-def stored_products(codec: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def stored_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    products_of_stored("stored_product", codec, x, ARRANGED[PLAIN_BITS], meetings, out)
+    products_of_stored("stored_product", format, x, ARRANGED[PLAIN_BITS], meetings, out)
 
 
-def stored_product_twin(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_product_twin(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     values = torch.empty(outputs, x.values.shape[-1], device=data.device)
-    stored_decode_twin(codec, data, values)
+    stored_decode_twin(format, data, values)
     return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
 
 
 def products_of_stored(
-    function: str, codec: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor
+    function: str, format: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor
 ) -> None:
     """Products by a function of the library, which wants the rows arranged. Where columns of codes have an order of their own,
     rows are brought into it first."""
     outputs, inputs = out.shape[-1], x.values.shape[-1]
     as_they_are = []
     for meeting in meetings:
-        order = order_of(codec, meeting.data, outputs, inputs)
+        order = order_of(format, meeting.data, outputs, inputs)
         if order is None:
             as_they_are.append(meeting)
             continue
         rows = x.values.reshape(-1, inputs)[meeting.first : meeting.first + meeting.rows, order]
         own = out.view(-1, outputs)[meeting.first : meeting.first + meeting.rows]
-        _products(function, codec, Factor(rows), arrange, [meeting._replace(first=0)], own)
+        _products(function, format, Factor(rows), arrange, [meeting._replace(first=0)], own)
     if as_they_are:
-        _products(function, codec, x, arrange, as_they_are, out)
+        _products(function, format, x, arrange, as_they_are, out)
 
 
-def _products(function: str, codec: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> None:
+def _products(function: str, format: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> None:
     asked, _kept = products(x, arrange, meetings, out)
     sizes = out.shape[-1], x.values.shape[-1]
-    given = [_ProductOfStored(product, MatrixInC.of(codec, meeting.data, *sizes)) for product, meeting in zip(asked, meetings)]
-    call(function, (_ProductOfStored * len(given))(*given), form_of(codec))
+    given = [_ProductOfStored(product, MatrixInC.of(format, meeting.data, *sizes)) for product, meeting in zip(asked, meetings)]
+    call(function, (_ProductOfStored * len(given))(*given), number_in_c(format))
 
 
 class _ProductOfStored(ctypes.Structure):
     _fields_ = (("given", Product), ("matrix", MatrixInC))
+
+
+# -- stored dots -----------------------------------------------------------------------------------------------------------
+# The product of few rows and a transposed matrix in a checkpoint's own format: dot products, straight from the bytes.
+# Nothing is rounded but the outcome to the type of the rows. What becomes of a row depends on nothing but the row and the
+# matrix.
+
+PIECE = 32  # inputs that C reads at once
+
+
+def stored_dots(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    stored_dot_products(format, x, Meeting.of_all(x, data, bias), out)
+    return out
+
+
+def stored_dot_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    arrange = _in_pairs if isinstance(format, (Fp4, Int4)) else _in_order
+    products_of_stored("stored_dots", format, x, arrange, meetings, out)
+
+
+def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:
+    """Rows (..., inputs) as float32, filled up. `in_pairs`: of each 32 inputs even ones come first, as their codes do."""
+    rows, _, places = JoinedRuns.of(values, runs)
+    columns = -(-rows.shape[1] // PIECE) * PIECE
+    out = torch.empty(len(rows), columns)
+    numbers = map(ctypes.c_int, (KINDS[rows.dtype], in_pairs, torch.get_num_threads()))
+    native_library().arrange_dots(pointer(rows), pointer(out), *map(ctypes.c_long, rows.shape), *numbers)
+    return Arranged(out, columns, places)
+
+
+_in_order, _in_pairs = partial(_arranged, in_pairs=False), partial(_arranged, in_pairs=True)
+
+
+# -- stored pairs ----------------------------------------------------------------------------------------------------------
+# The product of rows and a transposed matrix in a checkpoint's own format by instructions for pairs of bfloat16: values are
+# rounded to bfloat16 as decoding does. What becomes of a row depends on nothing but the row and the matrix.
+
+
+def stored_pairs(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    stored_pair_products(format, x, Meeting.of_all(x, data, bias), out)
+    return out
+
+
+def stored_pair_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    assert x.values.dtype == torch.bfloat16
+    products_of_stored("stored_pairs", format, x, paired, meetings, out)
+
+
+def stored_pairs_twin(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    values = torch.empty(outputs, x.values.shape[-1], dtype=torch.bfloat16)
+    stored_decode_twin(format, data, values)
+    return functional.linear(x.values.float(), values.float(), None if bias is None else bias.float()).to(x.values.dtype)

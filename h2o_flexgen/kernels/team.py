@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels.native import native_library, processor
-from h2o_flexgen.kernels.table import CPU, TORCH
 
 
 def start_team(threads: int) -> None:

@@ -1,7 +1,7 @@
 """KVCache: the slots of one (layer, batch): append, attend, evict, and drop finished rows.
 
 The slots are an image (2, rows, kv_heads, slots, width), in whatever memory it lies during computation; a coding says how a
-head's values are stored in it. A policy that evicts has scores beside it. Slots are moved in their stored form, since encoding
+head's values are stored in it. A policy that evicts has scores beside it. Slots are moved as they are stored, since encoding
 them again would lose a little each time.
 """
 
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
+from h2o_flexgen.formats.kernel_table import SUM
+from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gathers import SUM
+from h2o_flexgen.kernels.evict import Notes
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
-from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.judge import Held, Judge, Written
+from h2o_flexgen.kv.judges import Held, Judge, Written
 from h2o_flexgen.kv.prompt_reading import PromptReading
 from h2o_flexgen.kv.prompt_repeat import attend_with_echo
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation
-from h2o_flexgen.quant.codec import PLAIN
 
 
 class AttentionInput(NamedTuple):
@@ -250,8 +250,8 @@ class KVCache:
         return More(scores, values)
 
     def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
-        (keys, values), codec = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.codec
-        more = shared_attention(q.flatten(0, 1), KVSlots(keys, codec), KVSlots(values, codec), self._cap)
+        (keys, values), format = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.format
+        more = shared_attention(q.flatten(0, 1), KVSlots(keys, format), KVSlots(values, format), self._cap)
         return more.each(lambda x: x.view(*q.shape[:3], *x.shape[3:]))
 
     def _copied(self, now: KVStep) -> tuple[Tensor, Tensor]:
@@ -297,9 +297,9 @@ class KVCache:
             order = now.before[:, :, None] + scores.order(now)
             attended = KVSlots(_rolled(self._coding.decode(keys), order, rotation))
         else:
-            attended = KVSlots(keys, self._coding.codec)
+            attended = KVSlots(keys, self._coding.format)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        kept = KVSlots(values, self._coding.codec)
+        kept = KVSlots(values, self._coding.format)
         gathers = None if scores is None or scores.scores is None else scores.policy.gathers
         out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:

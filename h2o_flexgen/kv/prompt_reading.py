@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
-from h2o_flexgen.kv.judges.judge import Written
+from h2o_flexgen.kv.judges import Written
 from h2o_flexgen.kv.step import KVStep
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX
+from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.kv.step import EchoPart, KVStep

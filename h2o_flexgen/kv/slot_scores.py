@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kernels.evict import chances, note, weighed
-from h2o_flexgen.kernels.gathers import MAX
-from h2o_flexgen.kernels.lowest_slot import LAST
-from h2o_flexgen.kernels.newest import Notes
+from h2o_flexgen.formats.kernel_table import MAX
+from h2o_flexgen.kernels.evict import LAST, Notes, chances, note, weighed
 from h2o_flexgen.kernels.operations import evict
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.policy import AGE, CHANCE, KVPolicy

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.workload import ECHO_TOKENS, evenly
-from h2o_flexgen.kernels.newest import Leaving, Newest
-from h2o_flexgen.kernels.rotate import RotationAngles
+from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.evict import Leaving, Newest
 from h2o_flexgen.models.new_tokens import Rotation
 from h2o_flexgen.policies.occupancy import StepSlots
 

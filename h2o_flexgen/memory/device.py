@@ -17,10 +17,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.host import HostTier, Meter
 from h2o_flexgen.memory.page_locks import CudaPageLocks
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
-from h2o_flexgen.memory.tier import Meter
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, READERS, aligned, disk_buffer_bytes
-from h2o_flexgen.core.byte_check import Check
+from h2o_flexgen.core.files import Check
 from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
+from h2o_flexgen.memory.host import Meter
 from h2o_flexgen.memory.threads import started_pool
-from h2o_flexgen.memory.tier import Meter
 
 COPY_VALUES = 1 << 15  # torch copies fewer values than this in the calling thread, as readers need
 

@@ -1,20 +1,16 @@
-"""Host memory: arenas of exact size on huge pages, page-locked if a device reads them.
-
-Arenas come from mmap instead of torch: torch's pinned allocator rounds up to powers of two, direct disk reads need page
-alignment, and reads into small pages were measured three times slower than into huge ones.
-
-The device that reads memory knows how to page-lock it. This module makes sure that it is unlocked before its pages are freed,
-whatever frees them. Otherwise the driver treats the range as locked for ever: it refuses to lock the next allocation at this
-address, and copies from pages that were freed.
+"""Host memory: arenas of exact size on huge pages, page-locked if a device reads them; weights that several processes share;
+and the meter of what a tier holds, which every kind of memory has.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +20,26 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import region_bytes
-from h2o_flexgen.memory.tier import Meter
+
+
+class Meter:
+    """Counts what a tier holds and the most that it ever held. How data is moved to a tier and from it is defined by its store,
+    because each kind of data has a layout of its own."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def remove(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+
+    def restart_peak(self) -> None:
+        self.peak_bytes = self.used_bytes
+
 
 CODE_BYTES = 16 << 20
 # Products in 16 bits are compiled for each number of rows. Two caches keep them, oneDNN's and that of the layer through which
@@ -193,3 +208,43 @@ def peak_resident_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+NAME = "h2o_flexgen weights"  # shown only in /proc
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The weights that processes share. One of them reads the weights from disk, and the others find them in memory: in a file
+    there without a name, so that it is freed when the last of them has ended, however it ends."""
+
+    descriptor: int  # of the file, which each process maps
+    take: Callable[[Tensor], None] | None = None  # receives bytes that stay on a device; None for the process that reads
+
+    @property
+    def reads(self) -> bool:
+        return self.take is None
+
+
+def file_in_memory() -> int:
+    """The descriptor of an empty file without a name."""
+    if not hasattr(os, "memfd_create"):
+        raise ValueError("processes can share their weights only on Linux; run one process here")
+    return os.memfd_create(NAME)
+
+
+class SharedTier(HostTier):
+    """Host memory for one region: the weights that stay there, which are the same in every process."""
+
+    def __init__(self, shared: SharedWeights, locker: PageLocker | None = None) -> None:
+        super().__init__(locker)
+        self._shared = shared
+
+    def _new_pages(self, size: int) -> Pages:
+        descriptor = self._shared.descriptor
+        if self._shared.reads:
+            os.ftruncate(descriptor, size)
+        elif os.fstat(descriptor).st_size != size:
+            held = os.fstat(descriptor).st_size
+            raise ValueError(f"the shared weights have {held} bytes, but this process's plan has {size} in memory")
+        return Pages(descriptor, size, flags=mmap.MAP_SHARED)

@@ -1,5 +1,5 @@
 """The machine's memory as a run's stores need it: Memories, opened once, and Rings, buffers that are used in the
-scheduled order."""
+scheduled order; and the site that this process is."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.formats.kernel_table import CPU, Processor
+from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
-from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.shared import SharedTier, SharedWeights
+from h2o_flexgen.memory.host import HostTier, SharedTier, SharedWeights
+
+
+def site_of(device: str, accelerator: bool, writes_weights: bool = False) -> Site:
+    """The site that this process is: its kind of device, its library of kernels, its threads.
+
+    `device`: its kind. An accelerator that computes as a CPU has none of the kernels in C."""
+    own = Processor(device) if accelerator and device == CPU else processor(device)
+    return Site(accelerator, writes_weights, own, torch.get_num_threads())
 
 
 class Memories:

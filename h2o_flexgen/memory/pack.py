@@ -1,6 +1,6 @@
 """Pack: one flat buffer of named tensors, the only thing that is ever moved. A Layout says where in it each tensor lies.
 
-What is moved are bytes, whatever the codec; only computation reads them as values.
+What is moved are bytes, whatever the format; only computation reads them as values.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, Arena, aligned
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode_rows
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,11 +24,11 @@ class PackEntry:
     offset: int  # of the first byte
     shape: tuple[int, ...]
     dtype: torch.dtype
-    codec: str = PLAIN
+    format: str = PLAIN
 
     @property
     def nbytes(self) -> int:
-        return CODECS[self.codec].nbytes(self.shape, self.dtype.itemsize)
+        return FORMATS[self.format].nbytes(self.shape, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -98,22 +98,22 @@ class Pack:
     def view(self, name: str) -> Tensor:
         """The values of a plain tensor, where they lie."""
         entry = self.layout.entries[name]
-        assert entry.codec == PLAIN, entry
+        assert entry.format == PLAIN, entry
         return self.bytes(name).view(entry.dtype).view(entry.shape)
 
     def matrix(self, name: str, room: DecodeBuffer | None, product: str) -> PackedMatrix:
         """`product`: the op by which the matrix is multiplied."""
         entry = self.layout.entries[name]
-        return PackedMatrix(self._units(name), entry.codec, entry.shape[0], room, product)
+        return PackedMatrix(self._units(name), entry.format, entry.shape[0], room, product)
 
     def decode_rows(self, name: str, rows: Tensor, out: Tensor) -> None:
         """The values of some rows of a tensor: the same as if all were decoded and these taken."""
-        decode_rows(self.layout.entries[name].codec, self._units(name), rows, out)
+        decode_rows(self.layout.entries[name].format, self._units(name), rows, out)
 
     def _units(self, name: str) -> Tensor:
         """The bytes of any tensor by the rows that lie together: (units, bytes of a unit)."""
         entry = self.layout.entries[name]
-        return self.bytes(name).view(-(-entry.shape[0] // CODECS[entry.codec].rows_together), -1)
+        return self.bytes(name).view(-(-entry.shape[0] // FORMATS[entry.format].rows_together), -1)
 
 
 def copies_between(source: Pack, target: Pack, parts: Iterable[Range]) -> list[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from h2o_flexgen.checkpoints.gguf_format import SUFFIX, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, TensorNames
-from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config, parts_beside_text, what_is_unsupported

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, ModelSpec, TensorSpec
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.models.base import HeadFunction, InHalves, LayerFunction
 from h2o_flexgen.models.config_values import Config
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, LayerSpec
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.operations import add_weighted
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Config

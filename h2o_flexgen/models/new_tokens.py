@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.rotate import RotationAngles
+from h2o_flexgen.kernels.append import RotationAngles
 
 
 class Rotation(Protocol):

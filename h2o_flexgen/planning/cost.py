@@ -13,9 +13,9 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.seating import Seating

@@ -16,14 +16,13 @@ from typing import Any
 
 import yaml
 
-from h2o_flexgen.core.documents import parse_yaml
-from h2o_flexgen.core.files import read_document, write_text
+from h2o_flexgen.core.allowed_values import decimal_number
+from h2o_flexgen.core.files import parse_yaml, read_document, write_text
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
-from h2o_flexgen.core.numbers import decimal_number
-from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, measured_as, measured_forms, prices
-from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
+from h2o_flexgen.core.site import DEVICE, HOST
+from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, Kernel, choose, measured_as, measured_formats, prices
+from h2o_flexgen.formats.table import PLAIN, ROW_FORMATS
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
 DEVICES = ("cpu", "cuda")
@@ -56,9 +55,9 @@ class Machine:
     unpinned_to_device_per_s: float = inf  # from memory that is not page-locked
     unpinned_to_host_per_s: float = inf
     packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # kernel price -> rate of rows times packed bytes
-    decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed weights that are decoded
-    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # codec of KV -> rate of decode attention
-    unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed KV that is decoded for attention
+    decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # format -> packed weights that are decoded
+    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # format of KV -> rate of decode attention
+    unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # format -> KV that is decoded for attention
     head_seconds: float = 0.0  # decode attention of a row and a KV head, beside its bytes and flops
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
     values_per_s: float = inf  # norms, activations and additions: values that pass through one, each time
@@ -89,33 +88,33 @@ class Machine:
     def runs(self, kernel: Kernel) -> bool:
         """Whether this machine has the kernel: it has those for which products were measured, and no others."""
         fits = kernel.device in (None, self.device)
-        return fits and (kernel.form == PLAIN or kernel.price in self.packed_flops_per_s)
+        return fits and (kernel.format == PLAIN or kernel.price in self.packed_flops_per_s)
 
-    def packed_product(self, op: str, form: str, dtype: str, rows: float) -> Kernel | None:
-        """The kernel that multiplies matrices in this form as they are; None if they are decoded first, or plain. Products that
-        round their factor are never made of decoded values: those that were not measured count as exact ones."""
-        if form == PLAIN:
+    def packed_product(self, op: str, format: str, dtype: str, rows: float) -> Kernel | None:
+        """The kernel that multiplies matrices in this format as they are; None if they are decoded first, or plain. Products
+        that round their factor are never made of decoded values: those that were not measured count as exact ones."""
+        if format == PLAIN:
             return None
-        return choose(op, form, dtype, self.runs, rows) or choose(PRODUCT, form, dtype, self.runs, rows)
+        return choose(op, format, dtype, self.runs, rows) or choose(PRODUCT, format, dtype, self.runs, rows)
 
-    def product_rate(self, op: str, form: str, dtype: str, rows: float) -> float:
-        """Flop/s of a product with matrices in this form, without the seconds in which they may have to be decoded."""
-        kernel = self.packed_product(op, form, dtype, rows)
+    def product_rate(self, op: str, format: str, dtype: str, rows: float) -> float:
+        """Flop/s of a product with matrices in this format, without the seconds in which they may have to be decoded."""
+        kernel = self.packed_product(op, format, dtype, rows)
         return self.flop_rate(dtype, rows) if kernel is None else at_rows(self.packed_flops_per_s[kernel.price], rows)
 
-    def decoding_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed weights decoded per second. A form of checkpoints counts as the one that is measured in its place. A codec not
-        measured is as slow as the slowest that was. If none was, a value takes as long as attention takes to read
+    def decoding_rate(self, format: str, value_bytes: float) -> float:
+        """Packed weights decoded per second. One of checkpoints counts as the format that is measured in its place. One
+        not measured is as slow as the slowest that was. If none was, a value takes as long as attention takes to read
         `value_bytes`, the bytes read and written per value, in the memory that is computed in."""
         tier, measured = DEVICE if self.has_accelerator else HOST, self.decoded_values_per_s
         in_memory = self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes
-        return measured.get(measured_as(codec)) or min(measured.values(), default=in_memory)
+        return measured.get(measured_as(format)) or min(measured.values(), default=in_memory)
 
-    def unpacking_rate(self, codec: str, value_bytes: float) -> float:
+    def unpacking_rate(self, format: str, value_bytes: float) -> float:
         """Packed KV decoded per second for attention. If neither this nor its attention was measured, it is as for weights; if
         only its attention was, that includes the decoding."""
-        unmeasured = inf if codec in self.attention_flops_per_s else self.decoding_rate(codec, value_bytes)
-        return self.unpacked_values_per_s.get(codec, unmeasured)
+        unmeasured = inf if format in self.attention_flops_per_s else self.decoding_rate(format, value_bytes)
+        return self.unpacked_values_per_s.get(format, unmeasured)
 
     def bandwidth(self, lane: str, pinned: bool = True) -> float:
         """Bytes per second of a lane that moves data. Without an accelerator "load" and "store" lead to the disk only."""
@@ -196,8 +195,8 @@ class Machine:
         known = [one.name for one in fields(cls)]
         _check_keys("", content, known)
         if missing := [name for name in known if name not in content and name not in _DEFAULTS]:
-            form = "`python -m h2o_flexgen.profile -o FILE.yaml` writes such a file"
-            raise WrongKey("", f"missing key {', '.join(missing)}; add it, {form}")
+            format = "`python -m h2o_flexgen.profile -o FILE.yaml` writes such a file"
+            raise WrongKey("", f"missing key {', '.join(missing)}; add it, {format}")
         values = {name: _READERS.get(name, _rate)(name, content[name]) for name in known if name in content}
         return cls(**values)
 
@@ -379,9 +378,9 @@ def _rates_of(*kinds: str) -> Callable[[str, object], dict[str, float]]:
     return lambda name, value: {kind: _rate(f"{name}.{kind}", rate) for kind, rate in _mapping(name, value, kinds).items()}
 
 
-def _packed_rates(*forms: str) -> Callable[[str, object], dict[str, float]]:
+def _packed_rates(*formats: str) -> Callable[[str, object], dict[str, float]]:
     return lambda name, value: {
-        form: _rate(f"{name}.{form}", rate) for form, rate in _mapping(name, value, forms, True).items()
+        format: _rate(f"{name}.{format}", rate) for format, rate in _mapping(name, value, formats, True).items()
     }
 
 
@@ -406,9 +405,9 @@ _READERS: Mapping[str, Any] = {
     "task_seconds": _seconds,
     "disk_both": _both,
     "packed_flops_per_s": _packed_curves,
-    "decoded_values_per_s": _packed_rates(*measured_forms()),
-    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *ROW_FORMS),
-    "unpacked_values_per_s": _packed_rates(*ROW_FORMS),
+    "decoded_values_per_s": _packed_rates(*measured_formats()),
+    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *ROW_FORMATS),
+    "unpacked_values_per_s": _packed_rates(*ROW_FORMATS),
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,

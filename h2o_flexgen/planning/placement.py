@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.core.buffer_layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.held_kv import HeldKV, Place
 from h2o_flexgen.planning.plan import Plan, Shares
@@ -102,7 +101,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         steps=block.gen_len,
         layers=len(spec.layers),
         batches=len(block.batches),
-        slots=plan.slots,
+        buffers=plan.buffers,
         accelerator=site.accelerator,
         weights_on_disk=_layers_with(spec, plan, placement, DISK),
         weights_on_host=_layers_with(spec, plan, placement, HOST),

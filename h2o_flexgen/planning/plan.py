@@ -3,25 +3,27 @@ places."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import AUTO, Rule, number, whole
+from h2o_flexgen.core.allowed_values import AUTO, Bounds, Choice, Instance, Truth, decimal_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
-from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
-from h2o_flexgen.kernels.table import EXACT, PRODUCTS
-from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
+from h2o_flexgen.core.workload import MOST_BATCHES, PROMPTS, TOKENS, check_num_prompts
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
+from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import PLAIN, of_rows
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
@@ -54,50 +56,135 @@ ALL_DEVICE = Shares(1.0, 0.0)
 ON, OFF = "on", "off"
 GRAPHS = (AUTO, ON, OFF)
 PINNED, JUDGED = PREFIX_POLICIES = "pinned", "judged"  # what becomes of prefixes that rows share
-COUNT = Rule(whole(1), "a whole number, 1 or more")
-PERCENT = Rule(number(0, 100), "a number from 0 to 100")
+SHARE_NAMES = ("weights", "KV", "activations")
+PERCENT = Bounds(0, 100, is_whole=False)
+MOST_GPUS = 64  # of a machine
+MOST_BUFFERS = 1000  # upper bound of those of a schedule
+
+
+class RowCodec(Choice):
+    """A codec that people choose. On the command line it is called by its bits."""
+
+    def typed(self, word: str) -> str:
+        for bits, codec in BY_BITS.items():
+            if word == str(bits):
+                return codec
+        raise ValueError(f"{shown(word)} bits are not known; known: {', '.join(map(str, BY_BITS))}")
+
+    def written(self, value: str) -> str:
+        return next(str(bits) for bits, codec in BY_BITS.items() if codec == value)
+
+
+JSON_KEYS = {"buffers": "slots"}  # of reports and manifests, which others read
+CODEC, BITS, FOUR_BITS = RowCodec(of_rows()), "|".join(map(str, BY_BITS)), "4"
 
 
 @dataclass(frozen=True)
 class Plan:
-    gpu_batch_size: int = 4
-    num_gpu_batches: int = 1
+    gpu_batch_size: int = option(4, PROMPTS, "ROWS", "sequences computed at once")
+    num_gpu_batches: int = option(1, Bounds(1, MOST_BATCHES), "N", "batches that share a pass over the weights")
     weights: Shares = ALL_DEVICE
     kv: Shares = ALL_DEVICE
     hidden: Shares = ALL_DEVICE
-    prefill_tokens: int = 1024  # tokens of prompts that are computed at once; a longer prompt is computed in pieces
-    slots: int = 2  # visits that may have data under way or in use at once; 1 means no overlap
-    attend_on: str = DEVICE  # or HOST: in decode, KV in host memory is attended there and does not cross the link
-    sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
-    pin_weight: bool = True  # host weights in page-locked memory (CUDA)
-    weight_codec: str = PLAIN  # codec of matrices and token tables; PLAIN: as they are stored
-    kv_codec: str = PLAIN
-    compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits; a model without any refuses it
-    graphs: str = OFF  # AUTO: decode steps of resident plans are captured and replayed; ON: or else it is an error
-    schedule: str = "zigzag"
-    pipeline: int = 1  # devices, each of which computes a range of layers
-    kv_policy: str = "full"
+    prefill_tokens: int = option(
+        1024,
+        TOKENS,
+        "N",
+        "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces",
+    )
+    buffers: int = option(  # 1 means no overlap
+        2,
+        Bounds(1, MOST_BUFFERS),
+        "N",
+        "layers that may have weights under way or in use at once",
+        also_called=("slots",),
+    )
+    attend_on: str = option(
+        DEVICE,
+        Choice((DEVICE, HOST)),
+        "",
+        "with a GPU: in decode, KV in CPU memory and on disk is attended by the CPU, and does not cross the link",
+        flags=("--cpu-cache-compute", "--cpu"),
+        bare=HOST,
+    )
+    sep_layer: bool = option(True, Truth(), "0|1", "attention and MLP are two layers of the schedule, not one", bare=True)
+    pin_weight: bool = option(True, Truth(), "0|1", "weights for a GPU lie in page-locked CPU memory", bare=True)
+    weight_codec: str = option(  # of matrices and token tables; PLAIN: as they are stored
+        PLAIN,
+        CODEC,
+        BITS,
+        "matrices, embedding and head too, take 4 bits a value (or 8); packed once, into a cache (default: as they are)",
+        flags=("--compress-weight",),
+        bare=FOUR_BITS,
+    )
+    kv_codec: str = option(
+        PLAIN,
+        CODEC,
+        BITS,
+        "keys and values take 4 bits (or 8), head by head (default: as they are)",
+        flags=("--compress-cache",),
+        bare=FOUR_BITS,
+    )
+    compute: str = option(  # a model without packed weights refuses INT8
+        EXACT,
+        Choice(PRODUCTS),
+        "",
+        f"{EXACT}: activations are multiplied as they are; {INT8}: packed weights are multiplied with activations rounded to 8 "
+        "bits, which is faster; on a CPU logits of a row do not depend on the rows beside it",
+    )
+    graphs: str = option(  # AUTO: or they are not
+        OFF,
+        Choice(GRAPHS),
+        "",
+        f"where KV and activations stay on a GPU, decode steps are captured and replayed; {ON}: or it is an error",
+        flags=("--cuda-graphs",),
+    )
+    schedule: str = option(
+        "zigzag",
+        Choice(SCHEDULES),
+        "NAME",
+        f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison",
+    )
+    pipeline: int = option(
+        1,
+        Bounds(1, MOST_GPUS),
+        "N",
+        "N GPUs, from the first on, each compute a range of the layers, while others compute theirs for other batches; "
+        "--gpu-mem is that of each",
+    )
+    kv_policy: str = option(
+        "full",
+        Choice(POLICIES),
+        "NAME",
+        f"{', '.join(POLICIES)} (default: full, or {H2O.name} where any option of this group is given)",
+    )
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and which tokens are protected
-    head_budgets: HeadBudgets | None = None  # what each KV head keeps, where heads differ
-    probe: Probe | None = None  # what a policy ranks tokens by that asks for one
-    shared_prefixes: bool = True  # what requests of a job begin with alike is computed and kept once
-    prefix_policy: str = PINNED  # or JUDGED: rows take what they share into their own slots, and the KV policy judges it
-    least_prefix: int = LEAST_TOKENS  # of which tokens are shared
+    head_budgets: HeadBudgets | None = option(
+        None,
+        Instance(HeadBudgets, "HeadBudgets: read_head_budgets reads a file, and so does LLM"),
+        f"FILE|{OWN}",
+        f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model (default: all keep "
+        "as much)",
+    )
+    probe: Probe | None = option(
+        None,
+        Instance(Probe, "a Probe: read_probe reads a file, and so does LLM"),
+        f"FILE|{OWN}",
+        f"{KVzap.name}: what a token is worth is said by this file of `calibrate --probe`; {OWN}: the file beside the model",
+    )
+    shared_prefixes: bool = option(True, Truth(), "0|1", "what requests begin with alike is computed and kept once", bare=True)
+    prefix_policy: str = option(  # JUDGED: rows take what they share into their own slots
+        PINNED,
+        Choice(PREFIX_POLICIES),
+        "",
+        f"of shared prefixes; {PINNED}: it is never evicted, and a budget is that of the tokens behind it; "
+        f"{JUDGED}: it is evicted as if it were not shared",
+    )
+    least_prefix: int = option(LEAST_TOKENS, TOKENS)  # of which tokens are shared
 
     def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots", "least_prefix", "pipeline"):
-            object.__setattr__(self, name, COUNT.value(name, getattr(self, name)))  # numpy's numbers become Python's
-        if self.num_gpu_batches > MOST_BATCHES:
-            raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
+        check_options(self, Plan)
         check_num_prompts(self.block_size)
-        _require_known("attend_on", self.attend_on, (DEVICE, HOST))
-        _require_known("schedule", self.schedule, SCHEDULES)
-        _require_known("weight_codec", self.weight_codec, of_rows())
-        _require_known("kv_codec", self.kv_codec, of_rows())
-        _require_known("compute", self.compute, PRODUCTS)
-        _require_known("graphs", self.graphs, GRAPHS)
-        _require_known("kv_policy", self.kv_policy, POLICIES)
-        _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         _ = self.policy  # refuses options that the policy does not take
         self._refuse_heads_without_share()
         self._refuse_wrong_probe()
@@ -111,9 +198,6 @@ class Plan:
     def _refuse_heads_without_share(self) -> None:
         if self.head_budgets is None:
             return
-        if not isinstance(self.head_budgets, HeadBudgets):
-            found = f"head_budgets is a {type(self.head_budgets).__name__}"
-            raise ValueError(f"{found}; give HeadBudgets: read_head_budgets reads a file, and so does LLM")
         if self.policy.keeps_all:
             raise ValueError(f"kv_policy {self.kv_policy!r} keeps everything, and head budgets share out less; leave them out")
         if not self.kv_options.is_share_of_text or self.kv_options.recent is not None:
@@ -125,8 +209,6 @@ class Plan:
             if is_asked:
                 raise ValueError(f"kv_policy {self.kv_policy!r} ranks tokens by a probe; give its file as probe, or 'own'")
             return
-        if not isinstance(self.probe, Probe):
-            raise ValueError(f"probe is a {type(self.probe).__name__}; give a Probe: read_probe reads a file, and so does LLM")
         if not is_asked:
             raise ValueError(f"kv_policy {self.kv_policy!r} asks no probe; leave probe out")
 
@@ -144,7 +226,8 @@ class Plan:
     @staticmethod
     def option_names() -> list[str]:
         """The options of `create`: the fields of a plan, with those of `kv_options` in its place."""
-        return [one.name for one in (*fields(Plan), *fields(KVOptions)) if one.name != "kv_options"]
+        own = [one.name for one in fields(Plan) if one.name != "kv_options"]
+        return [*own, *options_of(KVOptions), *(name for one in options_of(Plan).values() for name in one.also_called)]
 
     @classmethod
     def create(cls, **options: object) -> Plan:
@@ -152,7 +235,8 @@ class Plan:
         for name in options:
             if name not in cls.option_names():
                 raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, cls.option_names())}")
-        of_kv = {one.name: options.pop(one.name) for one in fields(KVOptions) if one.name in options}
+        options = by_own_names(options, cls)
+        of_kv = {name: options.pop(name) for name in options_of(KVOptions) if name in options}
         return cls(kv_options=KVOptions(**of_kv), **options)  # type: ignore[arg-type]
 
     @cached_property
@@ -161,7 +245,7 @@ class Plan:
 
     def as_json(self) -> dict[str, object]:
         """All options; head budgets and a probe, which are many numbers, by name and checksum."""
-        return {one.name: _as_json(getattr(self, one.name)) for one in fields(self)}
+        return {JSON_KEYS.get(one.name, one.name): _as_json(getattr(self, one.name)) for one in fields(self)}
 
     def levels(self, spec: ModelSpec) -> tuple[Level, ...]:
         """The KV heads of a model by what they keep, those that keep most first."""
@@ -212,7 +296,7 @@ class Plan:
         if len(percent) != 6:
             raise ValueError(f"percent takes six numbers, got {len(percent)}: {list(percent)}")
         shares = []
-        for name, gpu, cpu in zip(("weights", "KV", "activations"), percent[0::2], percent[1::2], strict=True):
+        for name, gpu, cpu in zip(SHARE_NAMES, percent[0::2], percent[1::2], strict=True):
             for share in (gpu, cpu):
                 PERCENT.value(f"percent for {name}", share)
             if gpu + cpu > 100:
@@ -237,15 +321,15 @@ class Plan:
             raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
 
     @property
-    def has_own_slots(self) -> bool:
+    def has_own_buffers(self) -> bool:
         """Whether the schedule fixes its number of buffers, so that a plan cannot choose it."""
-        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
+        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, buffers=1)).buffers > 1
 
     def without_overlap(self) -> Plan:
         """The plan with one buffer: fetch, compute and store one after the other."""
-        if self.has_own_slots:
-            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has slots of its own; choose another")
-        return replace(self, slots=1)
+        if self.has_own_buffers:
+            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has buffers of its own; choose another")
+        return replace(self, buffers=1)
 
     def at(self, site: Site) -> Plan:
         """The plan as it can be carried out at a site."""
@@ -269,6 +353,9 @@ def _as_json(value: object) -> object:
     return asdict(value) if isinstance(value, Shares | KVOptions) else value
 
 
-def _require_known(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} {shown(value)} is unknown; known: {', '.join(known)}{did_you_mean(value, known)}")
+def six_numbers(words: Sequence[str]) -> list[float]:
+    """FlexGen's six numbers as they were typed, for `with_percent`; whole ones stay whole."""
+    numbers = [decimal_number(word) for word in words]
+    if len(numbers) != 2 * len(SHARE_NAMES):
+        raise ValueError(f"{len(numbers)} numbers instead of {2 * len(SHARE_NAMES)}")
+    return [int(number) if number.is_integer() else number for number in numbers]

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
@@ -32,7 +31,7 @@ class PlanRequirements:
     batches: tuple[int, ...] = ()
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
-    slots: tuple[int, ...] = ()  # numbers of slots that may replace the plan's
+    buffers: tuple[int, ...] = ()  # numbers of buffers that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE, HOST)  # processors that may attend KV outside an accelerator in decode
     latency_limit: float | None = None
     prefer: str = THROUGHPUT
@@ -78,7 +77,7 @@ class PlanRequirements:
             site=site,
             codecs=self.codecs,
             computes=self.computes,
-            slots=() if plan.slots == 1 or plan.has_own_slots else self.slots,  # without overlap there is one
+            buffers=() if plan.buffers == 1 or plan.has_own_buffers else self.buffers,  # without overlap there is one
             attend_on=self.attend_on,
             batch_sizes=self.batch_sizes,
             batches=self.batches,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from h2o_flexgen.core.allowed_values import Rule, whole
+from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.prefix_groups import ROOM_TOKENS, room_of
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.planning.plan import Plan
@@ -18,7 +18,7 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 
 Made = TypeVar("Made")
 SEATS_PER_PREFIX = 8  # for so many seats, room for one prefix as long as the longest prompt is of use
-ROOM = Rule(whole(0, MOST_TOKENS), f"a whole number of tokens, 0 to {MOST_TOKENS}")
+ROOM = Bounds(0, MOST_TOKENS)  # tokens
 
 
 def prefix_rooms(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:

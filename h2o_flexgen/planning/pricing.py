@@ -15,15 +15,15 @@ from math import inf, prod
 
 from h2o_flexgen.core.buffer_layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
-from h2o_flexgen.kernels.table import Kernel
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
+from h2o_flexgen.formats.kernel_table import Kernel
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.planning.batch_pass import products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.lanes import longest_by_kind
 from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
@@ -127,31 +127,31 @@ class Pricing:
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
         total = 0.0
-        for (codec, share), values in layer.multiplied_values.items():
+        for (format, share), values in layer.multiplied_values.items():
             own = _met(share, rows)
-            rate = self.machine.product_rate(self.spec.product, codec, self.spec.dtype, own)
+            rate = self.machine.product_rate(self.spec.product, format, self.spec.dtype, own)
             total += asked_for(share, rows) * 2.0 * values * own / rate
         return total
 
-    def _packed_product(self, codec: str, rows: float) -> Kernel | None:
-        return self.machine.packed_product(self.spec.product, codec, self.spec.dtype, rows)
+    def _packed_product(self, format: str, rows: float) -> Kernel | None:
+        return self.machine.packed_product(self.spec.product, format, self.spec.dtype, rows)
 
     def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
         """Seconds of decoding, once for a pass over the layer's weights; parts of a logit matrix without a place, once per
         batch."""
         total = 0.0
-        for (codec, share), values in layer.multiplied_values.items():
-            if codec == PLAIN or all(self._packed_product(codec, _met(share, each)) for each in rows):
+        for (format, share), values in layer.multiplied_values.items():
+            if format == PLAIN or all(self._packed_product(format, _met(share, each)) for each in rows):
                 continue
             asked = asked_for(share, max(rows))  # nothing is decoded of experts that no row asks for
             again = 1.0 if first else self._share_decoded_again(layer)
-            total += asked * again * values / self.machine.decoding_rate(codec, self._bytes_to_decode(codec))
+            total += asked * again * values / self.machine.decoding_rate(format, self._bytes_to_decode(format))
         return total
 
-    def _bytes_to_decode(self, codec: str) -> float:
+    def _bytes_to_decode(self, format: str) -> float:
         """Bytes read and written to decode a value."""
-        shape = CODECS[codec].rows_together, LONG_ROW
-        return CODECS[codec].nbytes(shape, self.spec.itemsize) / prod(shape) + self.spec.itemsize
+        shape = FORMATS[format].rows_together, LONG_ROW
+        return FORMATS[format].nbytes(shape, self.spec.itemsize) / prod(shape) + self.spec.itemsize
 
     def _share_decoded_again(self, layer: LayerSpec) -> float:
         if not layer.logit_parts:

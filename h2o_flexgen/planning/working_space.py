@@ -1,7 +1,7 @@
 """Working space: an estimate of the most that the functions of one visit allocate temporarily, compared with runs by a test.
 
-What allocators are asked for is known to the byte (core/buffer_layout, kernels/sizes). This is the rest: what torch allocates
-for the results of its functions, from their shapes. The constants of the estimate are here.
+What allocators are asked for is known to the byte (core/buffer_layout, formats/kernel_sizes). This is the rest: what torch
+allocates for the results of its functions, from their shapes. The constants of the estimate are here.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads, twin_values
-from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads, twin_values
+from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy
-from h2o_flexgen.quant.codec import PLAIN
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
@@ -62,7 +62,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
     if site.accelerator and plan.may_capture:
         most += max(_decode_bytes(spec, plan, LevelHeads.of(planned.kv, at), site) for at in kinds.values())
-        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.slots)
+        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.buffers)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 
@@ -164,8 +164,8 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
     """Bytes for one token: torch makes products of 8 bits from values of fp32. A kernel needs little more than 8 bits."""
     if spec.product != INT8_PRODUCT:
         return 0
-    packed = [matrix for layer in spec.layers for matrix in layer.matrices if matrix.codec != PLAIN]
-    if all(site.has_kernel(INT8_PRODUCT, spec.dtype, form) for form in {matrix.codec for matrix in packed}):
+    packed = [matrix for layer in spec.layers for matrix in layer.matrices if matrix.format != PLAIN]
+    if all(site.has_kernel(INT8_PRODUCT, spec.dtype, format) for format in {matrix.format for matrix in packed}):
         return 0
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 

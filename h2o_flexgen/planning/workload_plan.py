@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans

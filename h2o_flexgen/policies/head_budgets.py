@@ -1,20 +1,27 @@
 """HeadBudgets: which share of a text each KV head keeps, so that all heads together keep what was asked for.
 
 Few heads of a model look far back, and what they keep decides what the model can recall; the others live on the newest tokens.
-A file says what each needs at several budgets of the whole model; it is measured once for a model (docs/policies.md).
+A file says what each needs at several budgets of the whole model; it is measured once for a model (docs/policies.md). That
+file is JSON, which `calibrate` writes and every command reads. It is written and read here alone.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
+from math import isfinite
+from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
 
+from h2o_flexgen.core.files import NotADocument, parse_json, read_document_text, write_text
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ModelSpec
 
 ByHead: TypeAlias = "tuple[tuple[float, ...], ...]"  # (layers with KV, KV heads)
@@ -97,3 +104,80 @@ def _between(known: Mapping[float, ByHead], budget: float) -> ByHead:
     part = (budget - low) / (high - low)
     pairs = zip(known[low], known[high], strict=True)
     return tuple(tuple((1 - part) * one + part * other for one, other in zip(*layer, strict=True)) for layer in pairs)
+
+
+FILE = "head_budgets.json"  # its name where it lies beside the model that it was measured on
+OWN = "own"  # the word for that file
+PARTS = ("model", "source", "layers", "kv_heads", "budgets", "shares")
+
+
+def written(budgets: HeadBudgets) -> str:
+    """The text of the file: a line for the shares at each budget."""
+    layers, heads = budgets.shape
+    said = {"model": budgets.model, "source": budgets.source, "layers": layers, "kv_heads": heads}
+    head = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in said.items()]
+    lines = [json.dumps(by_head, separators=(",", ":")) for by_head in budgets.shares]
+    return "\n".join(["{", *head, f'"budgets": {json.dumps(budgets.budgets)},', '"shares": [', ",\n".join(lines), "]}\n"])
+
+
+def write_head_budgets(budgets: HeadBudgets, path: Path) -> None:
+    write_text(path, written(budgets))
+
+
+def read_head_budgets(path: str | os.PathLike[str]) -> HeadBudgets:
+    """The head budgets of a file; every fault is reported in one line that begins with the file's name."""
+    file = os.path.expanduser(path)
+    text = read_document_text(Path(file), f"head budgets {file}")
+    try:
+        return replace(_budgets(parse_json(text)), file=file)
+    except NotADocument as error:
+        raise ValueError(f"{file} is no JSON ({error}); give a file that calibrate wrote") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _budgets(found: object) -> HeadBudgets:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{shown(found)} is no object; give a file that calibrate wrote")
+    if missing := next((part for part in PARTS if part not in found), None):
+        raise ValueError(f"{missing} is missing; give a file that calibrate wrote")
+    model, source = (_text(found[name], name) for name in ("model", "source"))
+    shares = tuple(map(_by_head, _list(found["shares"], "shares")))
+    said = found["layers"], found["kv_heads"]
+    if shares and said != (has := shape_of(shares)):  # before means are looked at, which are wrong where layers are missing
+        shape = "{} layers of {} KV heads".format(*has)
+        raise ValueError(f"layers and kv_heads are {shown(said[0])} and {shown(said[1])}, but it has {shape}; measure anew")
+    return HeadBudgets(model, source, _numbers(found["budgets"], "budgets"), shares)
+
+
+def _by_head(found: object) -> ByHead:
+    return tuple(_numbers(of_layer, "shares of a layer") for of_layer in _list(found, "shares at a budget"))
+
+
+def _numbers(found: object, what: str) -> tuple[float, ...]:
+    return tuple(_number(one, what) for one in _list(found, what))
+
+
+def _number(found: object, what: str) -> float:
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not _is_finite(found):
+        raise ValueError(f"{what} have {shown(found)}, which is no number; measure them anew")
+    return float(found)
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return isfinite(number)
+    except OverflowError:  # whole numbers have no limit
+        return False
+
+
+def _list(found: object, what: str) -> Sequence[object]:
+    if not isinstance(found, list):
+        raise ValueError(f"{what} are {shown(found)}, which is no list; measure them anew")
+    return found
+
+
+def _text(found: object, what: str) -> str:
+    if not isinstance(found, str):
+        raise ValueError(f"{what} is {shown(found)}, which is no text; give a file that calibrate wrote")
+    return found

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from h2o_flexgen.core.allowed_values import Rule, number, optional, truth, whole
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
+from h2o_flexgen.core.option import check_options, option, options_of
+from h2o_flexgen.core.workload import MOST_TOKENS
 
 TRUE, ROLLING = "true", "rolling"
 POSITIONS = (TRUE, ROLLING)
 DEFAULT_KEPT = 0.2  # of prompt and generation, as in the paper
-RULES: Mapping[Rule, Sequence[str]] = {
-    Rule(optional(whole(0)), "a whole number of slots, 0 or more"): ("heavy", "recent", "sinks", "grace"),
-    Rule(optional(number(0, 1, without_least=True)), "a number above 0 and not above 1"): (
-        "hh_ratio",
-        "kv_budget",
-        "score_decay",
-    ),
-    Rule(truth, "True or False"): ("hh_prompt_only", "value_norms"),
-}
+SLOTS = Bounds(0, MOST_TOKENS)  # slots of a KV cache, which never holds more than the tokens of a text
+SHARE = Bounds(0, 1, is_whole=False, without_least=True)
+BESIDE_BUDGET = ("hh_prompt_only", "value_norms", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 
 
 @dataclass(frozen=True)
 class KVOptions:
     """The options of a policy; None is one that was not asked for."""
 
-    heavy: int | None = None
-    recent: int | None = None
-    hh_ratio: float | None = None
-    kv_budget: float | None = None
-    sinks: int | None = None
-    score_decay: float | None = None
-    grace: int | None = None
-    positions: str | None = None
-    hh_prompt_only: bool = False
-    value_norms: bool = False
+    heavy: int | None = option(None, SLOTS, "SLOTS", "heavy hitters kept, in slots per sequence and head")
+    recent: int | None = option(None, SLOTS, "SLOTS", "slots for the newest tokens")
+    hh_ratio: float | None = option(
+        None, SHARE, "R", "keep R of each prompt's length as heavy hitters and as much as recent tokens"
+    )
+    kv_budget: float | None = option(None, SHARE, "F", "keep this share of prompt and generation, half heavy, half recent")
+    sinks: int | None = option(None, SLOTS, "N", "the first N tokens are never evicted")
+    score_decay: float | None = option(
+        None, SHARE, "D", "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
+    )
+    grace: int | None = option(
+        None, SLOTS, "N", "never evict the newest N, also where --recent is less; has no slots of its own"
+    )
+    positions: str | None = option(
+        None,
+        Choice(POSITIONS),
+        text="of keys; true: those in the text (default); rolling: their order in the cache, for texts without end",
+    )
+    hh_prompt_only: bool = option(
+        False, Truth(), "", "only the prompt is selected from; all that is generated is kept", bare=True
+    )
+    value_norms: bool = option(False, Truth(), "", "scores are weighed with how long a token's value is", bare=True)
 
     def __post_init__(self) -> None:
-        for rule, names in RULES.items():
-            for name in names:
-                object.__setattr__(self, name, rule.value(name, getattr(self, name)))  # a number of numpy becomes Python's
-        if self.positions is not None and self.positions not in POSITIONS:
-            raise ValueError(f"positions {shown(self.positions)} is unknown; known: {', '.join(POSITIONS)}")
+        check_options(self, KVOptions)
         self._refuse_two_budgets()
 
     def _refuse_two_budgets(self) -> None:
@@ -59,7 +62,7 @@ class KVOptions:
     @property
     def given(self) -> tuple[str, ...]:
         """The options asked for; a 0 counts as given, though it is false in Python."""
-        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not field.default)
+        return tuple(name for name, one in options_of(KVOptions).items() if getattr(self, name) is not one.default)
 
     def refuse_all_but(self, taken: Collection[str], policy: str) -> None:
         for name in self.given:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kernels.gathers import MAX
+from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.policies.occupancy import RowBudget
 from h2o_flexgen.policies.policy import BUDGETS, PROTECTION, KVPolicy
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from h2o_flexgen.core.seats import SeatNeed, Seats
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.gathers import SUM
+from h2o_flexgen.formats.kernel_table import SUM
 from h2o_flexgen.policies.kv_options import ROLLING, KVOptions, row_of
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget, StepSlots
 

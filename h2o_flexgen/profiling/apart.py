@@ -23,9 +23,8 @@ from h2o_flexgen.core.interrupted import raised_again
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.profiling.bench import OnSubject, ProfileSizes
 from h2o_flexgen.profiling.measured_machine import profile
-from h2o_flexgen.profiling.profile_sizes import ProfileSizes
-from h2o_flexgen.profiling.subject import OnSubject
 
 START = """\
 import json, signal, sys

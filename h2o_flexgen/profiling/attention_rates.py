@@ -13,6 +13,7 @@ import torch
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.kv import image_over
+from h2o_flexgen.formats.table import PLAIN, ROW_FORMATS
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.slot_scores import SlotScores
@@ -24,9 +25,7 @@ from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.profiling.profile_sizes import ProfileSizes
-from h2o_flexgen.profiling.subject import Bench, Figures, OfRounds, Subject
-from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
+from h2o_flexgen.profiling.bench import Bench, Figures, OfRounds, ProfileSizes, Subject
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
 UNPACKING, HEAD = "unpacked_values", "head_seconds"
@@ -72,29 +71,29 @@ def decode_computing(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Pro
         return {f"{COMPUTING} {name}": flops / bench.clock.of(step)}
 
     plain = [_of_rows(f"decode attention, {name}, grouped", partial(measure, name), sizes, max) for name in dtypes]
-    return [*plain, *(_packed_computing(bench, codec, dtype, sizes) for codec in ROW_FORMS)]
+    return [*plain, *(_packed_computing(bench, format, dtype, sizes) for format in ROW_FORMATS)]
 
 
-def _packed_computing(bench: Bench, codec: str, dtype: str, sizes: ProfileSizes) -> Subject:
+def _packed_computing(bench: Bench, format: str, dtype: str, sizes: ProfileSizes) -> Subject:
     """Compares one query per key with several: as many values to unpack, but fewer flops."""
 
     def measure(rows: int) -> Figures:
-        few, few_flops = _grouped(bench, codec, dtype, 1, rows, sizes)
-        many, many_flops = _grouped(bench, codec, dtype, sizes.queries_per_key, rows, sizes)
+        few, few_flops = _grouped(bench, format, dtype, 1, rows, sizes)
+        many, many_flops = _grouped(bench, format, dtype, sizes.queries_per_key, rows, sizes)
         values = 2.0 * prod(many.cache.image.shape[1:4]) * sizes.head_dim
         with_few, with_many = bench.clock.of(few), bench.clock.of(many)
         for_flops = max((with_many - with_few) / (many_flops - few_flops), SMALL_SHARE * with_many / many_flops)
         unpacking = max(with_few - few_flops * for_flops, SMALL_SHARE * with_few)
-        return {f"{COMPUTING} {codec}": 1 / for_flops, f"{UNPACKING} {codec}": values / unpacking}
+        return {f"{COMPUTING} {format}": 1 / for_flops, f"{UNPACKING} {format}": values / unpacking}
 
-    return _of_rows(f"decode attention, {codec}, grouped", measure, sizes)
+    return _of_rows(f"decode attention, {format}, grouped", measure, sizes)
 
 
-def _grouped(bench: Bench, codec: str, dtype: str, queries_per_key: int, rows: int, sizes: ProfileSizes) -> tuple[Step, float]:
+def _grouped(bench: Bench, format: str, dtype: str, queries_per_key: int, rows: int, sizes: ProfileSizes) -> tuple[Step, float]:
     """A decode step and its flops."""
     keys = max(1, sizes.heads // sizes.queries_per_key)
     heads = HeadSizes(keys * queries_per_key, keys, sizes.head_dim)
-    step = Step.of(bench, heads, Coding(codec, DTYPES[dtype], heads.dim), rows, sizes.slots)
+    step = Step.of(bench, heads, Coding(format, DTYPES[dtype], heads.dim), rows, sizes.slots)
     return step, 4.0 * heads.queries * heads.dim * sizes.slots * rows
 
 

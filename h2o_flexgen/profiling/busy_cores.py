@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from h2o_flexgen.core.folders import existing_folder
+from h2o_flexgen.core.environment import existing_folder
 
 DISTURBING = 0.1  # cores
 DISTURBING_BYTES = 20e6  # a second, to and from the disk

@@ -19,23 +19,22 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
-from h2o_flexgen.core.cores import cores
-from h2o_flexgen.core.folders import existing_folder
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.environment import cores, existing_folder
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.formats.kernel_table import PRODUCT, choose
+from h2o_flexgen.formats.sectioned import Int4
+from h2o_flexgen.formats.table import FORMATS, PLAIN, STORED
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import PRODUCT, choose
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, FilePiece, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.machine import Curve, Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
-from h2o_flexgen.profiling.multiplied import multiplied
-from h2o_flexgen.profiling.pool import sound_bytes
-from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED
-from h2o_flexgen.quant.sectioned import Int4
+from h2o_flexgen.profiling.bench import sound_bytes
+from h2o_flexgen.profiling.products import multiplied
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
@@ -56,7 +55,7 @@ class Needs:
     dtype: str
     weight_shape: tuple[int, int]  # of a typical matrix of the model
     rows: tuple[int, ...]  # of the activations multiplied with it
-    form: str = PLAIN  # in which matrices are kept
+    format: str = PLAIN  # in which matrices are kept
     product: str = PRODUCT  # the op by which packed ones are multiplied
     read_files: tuple[Path, ...] = ()  # from which the run reads weights
     offload_folder: Path | None = None  # where the run reads and writes KV or activations
@@ -209,39 +208,39 @@ class Products:
             fitting = max(1, min(rows, most_rows))
             by_price[self._price(rows) and self._price(fitting)].add(fitting)
         most = max(2, POINTS_AT_MOST // len(by_price))
-        form = in_order(self.needs.form)
-        curves = {price: self._curve(form if price else PLAIN, few(rows, most)) for price, rows in by_price.items()}
+        format = in_order(self.needs.format)
+        curves = {price: self._curve(format if price else PLAIN, few(rows, most)) for price, rows in by_price.items()}
         plain = curves.pop(DECODED, None)
         return ({} if plain is None else {self.needs.dtype: plain}), curves
 
     def _price(self, rows: int) -> str:
         """The price of the kernel that multiplies so many rows with packed matrices as they are."""
         needs, runs = self.needs, processor(self.device.torch_device.type).runs
-        kernel = None if needs.form == PLAIN else choose(needs.product, needs.form, needs.dtype, runs, rows)
+        kernel = None if needs.format == PLAIN else choose(needs.product, needs.format, needs.dtype, runs, rows)
         return DECODED if kernel is None else kernel.price
 
-    def _curve(self, form: str, rows: Iterable[int]) -> Curve:
-        matrices = self._matrices(form)
-        return tuple((each, self._rate(form, matrices, each)) for each in rows)
+    def _curve(self, format: str, rows: Iterable[int]) -> Curve:
+        matrices = self._matrices(format)
+        return tuple((each, self._rate(format, matrices, each)) for each in rows)
 
-    def _rate(self, form: str, matrices: Sequence[Tensor], rows: int) -> float:
+    def _rate(self, format: str, matrices: Sequence[Tensor], rows: int) -> float:
         """Flops per second of rows times each of the matrices in turn."""
         outputs, inputs = self._shape
         x = torch.full((rows, inputs), 0.5, dtype=self._dtype, device=self.device.torch_device)
 
         def multiply(number: int) -> int:
-            multiplied(self.needs.product, form, x, matrices[number % len(matrices)], outputs)
+            multiplied(self.needs.product, format, x, matrices[number % len(matrices)], outputs)
             return 2 * rows * outputs * inputs
 
         with torch.inference_mode():
             multiply(0)
             return max(_best_per_second(self.device, multiply, self.seconds) for _ in range(self.repetitions))
 
-    def _matrices(self, form: str) -> list[Tensor]:
+    def _matrices(self, format: str) -> list[Tensor]:
         """The bytes of each."""
-        one = sound_bytes(CODECS[form].nbytes(self._shape, self._dtype.itemsize)).to(self.device.torch_device)
-        if CODECS[form] not in STORED:
-            encode(form, torch.empty(self._shape, dtype=self._dtype, device=one.device).uniform_(-0.5, 0.5), one)
+        one = sound_bytes(FORMATS[format].nbytes(self._shape, self._dtype.itemsize)).to(self.device.torch_device)
+        if FORMATS[format] not in STORED:
+            encode(format, torch.empty(self._shape, dtype=self._dtype, device=one.device).uniform_(-0.5, 0.5), one)
         count = max(1, min(2 * self._quarter, WEIGHT_BYTES_AT_LEAST) // one.nbytes)
         return [one, *(one.clone() for _ in range(count - 1))]
 
@@ -266,10 +265,10 @@ class Products:
         return min(ROWS_AT_MOST, self._quarter // (sum(self._shape) * self._dtype.itemsize))
 
 
-def in_order(form: str) -> str:
-    """The same form with columns in the order of the inputs: random bytes are no order, and it takes next to no time."""
-    codec = CODECS[form]
-    return replace(codec, ordered=False).name if isinstance(codec, Int4) and codec.ordered else form
+def in_order(format: str) -> str:
+    """The same format with columns in the order of the inputs: random bytes are no order, and it takes next to no time."""
+    found = FORMATS[format]
+    return replace(found, ordered=False).name if isinstance(found, Int4) and found.ordered else format
 
 
 def few(rows: Iterable[int], most: int) -> list[int]:

@@ -12,21 +12,29 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT_OPS, measured_forms, prices
+from h2o_flexgen.core.site import DEVICE, HOST, Site
+from h2o_flexgen.formats.kernel_table import PRODUCT_OPS, measured_formats, prices
+from h2o_flexgen.formats.table import ROW_FORMATS
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
-from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.memory.memories import Memories, site_of
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention_rates, moving, products, visits
-from h2o_flexgen.profiling.pool import BytePool
-from h2o_flexgen.profiling.profile_sizes import FULL, ProfileSizes
+from h2o_flexgen.profiling.bench import (
+    FULL,
+    NOW,
+    Bench,
+    BytePool,
+    Clock,
+    Now,
+    OnSubject,
+    ProfileSizes,
+    ProfileWatch,
+    Stopwatch,
+    Subject,
+    TimeLimit,
+)
 from h2o_flexgen.profiling.rounds import RoundsTaken, measured, missing
-from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, ProfileWatch, Subject
-from h2o_flexgen.profiling.time_limit import NOW, Now, Stopwatch, TimeLimit
-from h2o_flexgen.quant.codec import ROW_FORMS
 
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
 SHARE_OF_DEVICE = 4  # a device's allocator also keeps what was freed, up to three times as much
@@ -150,9 +158,9 @@ def _machine(
         kv_write_per_s=figures["kv_write_per_s"],
         host_read_per_s=figures[moving.SUM],
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(*PRODUCT_OPS)),
-        decoded_values_per_s=_rates(figures, products.DECODING, measured_forms()),
-        attention_flops_per_s=_rates(figures, attention_rates.COMPUTING, (*DTYPE_BYTES, *ROW_FORMS)),
-        unpacked_values_per_s=_rates(figures, attention_rates.UNPACKING, ROW_FORMS),
+        decoded_values_per_s=_rates(figures, products.DECODING, measured_formats()),
+        attention_flops_per_s=_rates(figures, attention_rates.COMPUTING, (*DTYPE_BYTES, *ROW_FORMATS)),
+        unpacked_values_per_s=_rates(figures, attention_rates.UNPACKING, ROW_FORMATS),
         head_seconds=figures[attention_rates.HEAD],
         prompt_flops_per_s=_rates(figures, attention_rates.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),

@@ -18,9 +18,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.profiling.profile_sizes import ProfileSizes
-from h2o_flexgen.profiling.subject import Bench, Figures, ProfileWatch, Subject
-from h2o_flexgen.profiling.time_limit import NOW, Now
+from h2o_flexgen.profiling.bench import NOW, Bench, Figures, Now, ProfileSizes, ProfileWatch, Subject
 from h2o_flexgen.schedule import ops
 
 SHARE_OF_DISK = 4  # at most a quarter of the free space is written

@@ -1,30 +1,96 @@
-"""Saved profiles: a machine is measured once, and every later request gets the saved result. A measurement that was disturbed
-is repeated when the machine is quiet, and the better figures of both are saved. Without a profile, only the memory and
-the disk of a machine are known."""
+"""Saved profiles: a machine is measured once, and every later request gets the saved result, wherever the fingerprint is the
+same: all that a profile depends on."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import inf
 from pathlib import Path
 
+import psutil
+import torch
+
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.folders import existing_folder
+from h2o_flexgen.core.environment import existing_folder
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.formats.kernel_sizes import shared
+from h2o_flexgen.formats.kernel_table import CPU
+from h2o_flexgen.kernels.native import in_use, processor
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes
-from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.profiling.apart import profile_apart
+from h2o_flexgen.profiling.bench import QUICK, OnSubject
 from h2o_flexgen.profiling.busy_cores import Others, is_quiet
-from h2o_flexgen.profiling.fingerprint import Fingerprint
-from h2o_flexgen.profiling.profile_sizes import QUICK
-from h2o_flexgen.profiling.subject import OnSubject
+from h2o_flexgen.profiling.measure import describe_machine
+
+GB = 10**9
+VERSION = 2  # of what is measured, and of what a profile says of it: profiles of another version are measured anew
+UNKNOWN = "unknown"
+LIMITS = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+)  # read by the libraries that torch multiplies with
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """`name` tells people which machine it is; a digest of all parts ends it."""
+
+    parts: Mapping[str, str]
+
+    @classmethod
+    def of(cls, device: Device, offload_folder: Path, dtype: str) -> Fingerprint:
+        words = describe_machine(device)
+        return cls(
+            {
+                "cpu": str(words["cpu"]),
+                "cores": str(words["cores"]),
+                "threads": str(torch.get_num_threads()),
+                "memory": f"{round(psutil.virtual_memory().total / GB)} GB",
+                "device": str(words["device"]),
+                "torch": str(words["torch"]),
+                "kernels": f"{in_use()}, version {shared().kernels_version}",
+                "instructions": instructions(),
+                "disk": file_system(offload_folder),
+                "dtype": dtype,
+                "profile": f"version {VERSION}",
+            }
+        )
+
+    @property
+    def name(self) -> str:
+        parts = self.parts
+        words = f"{parts['cpu']} {parts['cores']} cores {parts['memory']} {parts['device']}".lower()
+        digest = blake2b(repr(sorted(parts.items())).encode(), digest_size=4).hexdigest()
+        return f"{re.sub(r'[^a-z0-9.]+', '-', words).strip('-')}-{digest}"
+
+
+def instructions() -> str:
+    """What torch uses of the processor: it may be less than there is, if a setting says so."""
+    limits = (f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ)
+    return ", ".join((torch.backends.cpu.get_cpu_capability(), *processor(CPU).instructions, *limits))
+
+
+def file_system(folder: Path) -> str:
+    """What the folder lies on: the device, its kind, and where it is mounted."""
+    place = existing_folder(folder.expanduser()).resolve()
+    mounts = [one for one in psutil.disk_partitions(all=True) if place.is_relative_to(one.mountpoint)]
+    if not mounts:
+        return UNKNOWN
+    deepest = max(reversed(mounts), key=lambda one: len(one.mountpoint))  # of those at one place, the one mounted last
+    return f"{deepest.device} ({deepest.fstype}) at {deepest.mountpoint}"
+
 
 MOST_MEASUREMENTS = 3  # without being asked for: on a machine that is never at rest, a profile would be measured for every plan
 OnNote = Callable[[str], None]

@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from h2o_flexgen.profiling.subject import Figures, ProfileWatch, Subject
-from h2o_flexgen.profiling.time_limit import TimeLimit
+from h2o_flexgen.profiling.bench import Figures, ProfileWatch, Subject, TimeLimit
 
 FIRST = 0  # the round that finds the sizes
 SLOW = 0.04  # the share of the whole time above which a measurement is not repeated

@@ -21,14 +21,12 @@ from h2o_flexgen.engine.engine import Engine, OnVisit
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.memory.memories import Memories, site_of
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.profiling.profile_sizes import ProfileSizes
-from h2o_flexgen.profiling.small_models import HEAD_DIM, small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Clock, Figures, ProfileWatch, Subject
+from h2o_flexgen.profiling.bench import Bench, Clock, Figures, ProfileSizes, ProfileWatch, Subject
+from h2o_flexgen.profiling.products import HEAD_DIM, small_llama, small_opt
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op

@@ -4,39 +4,38 @@ importing torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import Bounds, Rule, any_of, mapping, optional, several, text, truth
+from h2o_flexgen.core.allowed_values import (
+    LARGEST_ID,
+    Bounds,
+    Rule,
+    Several,
+    Truth,
+    any_of,
+    check_tokens,
+    mapping,
+    several,
+    text,
+)
 from h2o_flexgen.core.hints import did_you_mean, shown
-from h2o_flexgen.core.vocabulary import LARGEST_ID, check_tokens
+from h2o_flexgen.core.option import check_options, option, options_of
 from h2o_flexgen.core.workload import MOST_TOKENS
 
-SEED_LIMIT = 2**64
 LARGEST_SHIFT, LARGEST_BIAS = 2.0, 100.0
-_SHIFTS = Bounds(-LARGEST_SHIFT, LARGEST_SHIFT, is_whole=False)
-# of every option that is a number, for Python, files of requests, the server and the command line alike
-BOUNDS: Mapping[str, Bounds] = {
-    "max_tokens": Bounds(0, MOST_TOKENS),
-    "temperature": Bounds(0, 100, is_whole=False),  # above this hardly anything is left of what the model says
-    "top_k": Bounds(-1, LARGEST_ID),
-    "top_p": Bounds(0, 1, is_whole=False, without_least=True),
-    "min_p": Bounds(0, 1, is_whole=False),
-    "repetition_penalty": Bounds(0.01, 100, is_whole=False),  # beyond these it allows nothing, or nothing else
-    "seed": Bounds(0, SEED_LIMIT - 1),
-    "stop_token_ids": Bounds(0, LARGEST_ID),  # each of them
-    "logprobs": Bounds(0, LARGEST_ID),
-    "n": Bounds(1, 16_384),
-    "min_tokens": Bounds(0, MOST_TOKENS),
-    "presence_penalty": _SHIFTS,
-    "frequency_penalty": _SHIFTS,
-}
+SEED = Bounds(0, 2**64 - 1)
+SHIFT = Bounds(-LARGEST_SHIFT, LARGEST_SHIFT, is_whole=False)
+SHARE = Bounds(0, 1, is_whole=False)
+TOKEN_ID = Bounds(0, LARGEST_ID)
+BIAS = Bounds(-LARGEST_BIAS, LARGEST_BIAS, is_whole=False)
+_OFF = "; 0 is off"
 
 _NO_GRAMMAR = "no text is held to a grammar; check it when it is there"
 _NO_SPECIALS = "special tokens are never in a text; token_ids has them"
 _NO_BEAMS = "there is no beam search; make n completions and choose by cumulative_logprob"
-# options of other libraries, and what to do here
-INSTEAD: Mapping[str, str] = {
+# options of other libraries that have no other name here, and what to do
+_ADVICE: Mapping[str, str] = {
     "bad_words": "lower the chances of tokens with logit_bias",
     "best_of": "make n completions and choose by cumulative_logprob",
     "detokenize": "text and token_ids are always both there",
@@ -46,10 +45,7 @@ INSTEAD: Mapping[str, str] = {
     "guided_decoding": _NO_GRAMMAR,
     "length_penalty": _NO_BEAMS,
     "logits_processors": "what there is are logit_bias, allowed_token_ids and the penalties",
-    "max_new_tokens": "it is called max_tokens",
-    "min_new_tokens": "it is called min_tokens",
     "num_beams": _NO_BEAMS,
-    "num_return_sequences": "it is called n",
     "output_kind": "completions come whole; on_token gets every token",
     "skip_special_tokens": _NO_SPECIALS,
     "spaces_between_special_tokens": _NO_SPECIALS,
@@ -59,47 +55,117 @@ INSTEAD: Mapping[str, str] = {
 }
 
 
+def _stops(value: object) -> tuple[str, ...]:
+    return (text(value),) if isinstance(value, str) else several(text)(value)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one prompt is continued. The defaults are greedy decoding of 32 tokens."""
 
-    max_tokens: int | None = 32  # None: as many as the model has positions for after the prompt; 0: prompt_logprobs alone
-    temperature: float = 0.0  # 0: greedy, the most likely token, the lowest id of several
-    top_k: int = 0  # only the k most likely tokens (and what ties with the k-th); 0 or -1: all
-    top_p: float = 1.0  # only the fewest tokens that hold this share of the probability; 1: all
-    min_p: float = 0.0  # only tokens at least this many times as likely as the likeliest; 0: all
-    repetition_penalty: float = 1.0  # of tokens in the prompt and in what was generated; above 1 discourages
-    seed: int | None = None  # None: the seed of the whole call
-    stop: str | Sequence[str] | None = ()  # the text ends before the first of these
-    stop_token_ids: Sequence[int] | None = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; n: of the chosen token and of the n likeliest, as the model has them
-    n: int = 1  # completions of the prompt, each with random numbers of its own
-    min_tokens: int = 0  # before these are there, no end of text, no stop token and no stop string ends a text
-    presence_penalty: float = 0.0  # taken off the logits of tokens that were generated; below 0 encourages them
-    frequency_penalty: float = 0.0  # the same, once for each time
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # added to the logits of these tokens
-    allowed_token_ids: Sequence[int] | None = None  # only these can be picked
-    prompt_logprobs: int | None = None  # as logprobs, of the tokens of the prompt
-    include_stop_str_in_output: bool = False  # the text ends after a stop string or the text of a stop token
+    max_tokens: int | None = option(  # None: as many as there are positions for; 0: prompt_logprobs alone
+        32,
+        Bounds(0, MOST_TOKENS),
+        note=", or None (as many as the model has positions for)",
+        flags=("--gen-len",),
+        elsewhere=("max_new_tokens", "max_length"),
+    )
+    temperature: float = option(  # of several tokens that are equally likely, the one with the lowest id; above 100 hardly
+        # anything is left of what the model says
+        0.0,
+        Bounds(0, 100, is_whole=False),
+        "T",
+        "0: greedy, the likeliest token",
+        note="; 0 is greedy",
+    )
+    top_k: int = option(  # and what ties with the k-th
+        0, Bounds(-1, LARGEST_ID), "K", "only the K likeliest tokens; 0 or -1: all", note="; 0 and -1 are off"
+    )
+    top_p: float = option(
+        1.0,
+        Bounds(0, 1, is_whole=False, without_least=True),
+        "P",
+        "only the fewest that hold this share; 1: all",
+        note="; 1 is off",
+    )
+    min_p: float = option(0.0, SHARE, "P", "only tokens at least P times as likely as the likeliest; 0: all", note=_OFF)
+    repetition_penalty: float = option(  # beyond its bounds it allows nothing, or nothing else
+        1.0,
+        Bounds(0.01, 100, is_whole=False),
+        "R",
+        "above 1 discourages tokens that were there before; 1: off",
+        note="; 1 is off",
+    )
+    seed: int | None = option(  # None: the seed of the whole call
+        None, SEED, "N", "repeats a run with a temperature (default: another one each time)", note=", or None"
+    )
+    stop: str | Sequence[str] | None = option(
+        (),
+        Rule(_stops, "a text that is not empty, or a list of such; [] is none"),
+        "TEXT",
+        "a text ends before this",
+        elsewhere=("stop_strings",),
+    )
+    stop_token_ids: Sequence[int] | None = option(
+        (),
+        Several(TOKEN_ID, f"a list of token ids, 0 to {LARGEST_ID}"),
+        "ID",
+        "ends a text",
+        flags=("--stop-token-id",),
+        elsewhere=("eos_token_id",),
+    )
+    ignore_eos: bool = option(False, Truth(), "", "go on to --gen-len behind the end of the text", bare=True)
+    logprobs: int | None = option(  # as the model has them
+        None, TOKEN_ID, "N", "show those of each token, and of the N likeliest", note=", or None (off)", bare=0
+    )
+    n: int = option(1, Bounds(1, 16_384), elsewhere=("num_return_sequences",))  # completions, each with its random numbers
+    min_tokens: int = option(
+        0,
+        Bounds(0, MOST_TOKENS),
+        "N",
+        "nothing ends a text before it has so many tokens",
+        note=_OFF,
+        elsewhere=("min_new_tokens",),
+    )
+    presence_penalty: float = option(
+        0.0,
+        SHIFT,
+        "P",
+        f"taken off the logits of tokens that were generated, {-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}; below 0 encourages them",
+        note=_OFF,
+    )
+    frequency_penalty: float = option(0.0, SHIFT, "P", "the same, once for each time that a token was generated", note=_OFF)
+    logit_bias: Mapping[int, float] | None = option(  # added to the logits of these tokens
+        None,
+        Rule(
+            mapping(TOKEN_ID.read, BIAS.read),
+            f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
+        ),
+        note=", or None",
+        hashed=False,
+    )
+    allowed_token_ids: Sequence[int] | None = option(  # only these can be picked
+        None, Rule(any_of(several(TOKEN_ID.read)), "a list of one token id or more"), note=", or None (all)"
+    )
+    prompt_logprobs: int | None = option(None, TOKEN_ID, note=", or None (off)")  # as logprobs, of the tokens of the prompt
+    # the text ends after a stop string or the text of a stop token
+    include_stop_str_in_output: bool = option(False, Truth())
 
     def __new__(cls, *given: object, **named: object) -> SamplingParams:
         """Explains an unknown name better than Python does."""
-        if not RULES.keys() >= named.keys():
-            known = [each.name for each in fields(cls)]
+        if not SAMPLING.keys() >= named.keys():
             for name in named:
                 if name in INSTEAD:
                     raise ValueError(f"sampling option {name!r} is not supported; {INSTEAD[name]}")
-                if name not in known:
-                    hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+                if name not in SAMPLING:
+                    hint = did_you_mean(name, SAMPLING) or f"; known are {', '.join(SAMPLING)}"
                     raise ValueError(f"sampling option {name!r} is unknown{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, rule in RULES.items():
-            given = getattr(self, name)
-            if given is not DEFAULTS[name]:  # files have many thousand of these, which differ from the defaults in little
-                object.__setattr__(self, name, rule.value(name, given))
+        check_options(self, SamplingParams)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens is 0; allowed is 1 or more, or 0 with prompt_logprobs, where a prompt is only scored")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -144,53 +210,12 @@ class SamplingParams:
         return self.is_penalised or bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
-# -- allowed values ------------------------------------------------------------------------------------------------------
-
-
-def _top_k(value: object) -> float:
-    return max(0, BOUNDS["top_k"].read(value))
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    return (text(value),) if isinstance(value, str) else several(text)(value)
-
-
-def _number(name: str, meaning: str = "") -> Rule:
-    return Rule(BOUNDS[name].read, f"{BOUNDS[name]}{meaning}")
-
-
-_COUNT = Rule(optional(BOUNDS["logprobs"].read), f"{BOUNDS['logprobs']}, or None (off)")
-_SWITCH = Rule(truth, "True or False")
-_ID = BOUNDS["stop_token_ids"].read
-_IDS = several(_ID)
-_BIASES = mapping(_ID, Bounds(-LARGEST_BIAS, LARGEST_BIAS, is_whole=False).read)
-
-RULES: Mapping[str, Rule] = {
-    "max_tokens": Rule(
-        optional(BOUNDS["max_tokens"].read), f"{BOUNDS['max_tokens']}, or None (as many as the model has positions for)"
-    ),
-    "temperature": _number("temperature", "; 0 is greedy"),
-    "top_k": Rule(_top_k, f"{BOUNDS['top_k']}; 0 and -1 are off"),
-    "top_p": _number("top_p", "; 1 is off"),
-    "min_p": _number("min_p", "; 0 is off"),
-    "repetition_penalty": _number("repetition_penalty", "; 1 is off"),
-    "seed": Rule(optional(BOUNDS["seed"].read), "a whole number, 0 to 2**64 - 1, or None"),
-    "stop": Rule(optional(_stops, ()), "a text that is not empty, or a list of such; [] is none"),
-    "stop_token_ids": Rule(optional(_IDS, ()), f"a list of token ids, 0 to {LARGEST_ID}"),
-    "ignore_eos": _SWITCH,
-    "logprobs": _COUNT,
-    "n": _number("n"),
-    "min_tokens": _number("min_tokens", "; 0 is off"),
-    "presence_penalty": _number("presence_penalty", "; 0 is off"),
-    "frequency_penalty": _number("frequency_penalty", "; 0 is off"),
-    "logit_bias": Rule(optional(_BIASES), f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or None"),
-    "allowed_token_ids": Rule(optional(any_of(_IDS)), "a list of one token id or more, or None (all)"),
-    "prompt_logprobs": _COUNT,
-    "include_stop_str_in_output": _SWITCH,
+SAMPLING = options_of(SamplingParams)
+# options of other libraries, and what to do here
+INSTEAD: Mapping[str, str] = {
+    **_ADVICE,
+    **{other: f"it is called {name}" for name, one in SAMPLING.items() for other in one.elsewhere},
 }
-
-
-DEFAULTS: Mapping[str, object] = {each.name: each.default for each in fields(SamplingParams)}
 
 
 def one_params(given: object) -> SamplingParams:

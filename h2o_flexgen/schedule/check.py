@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from h2o_flexgen.core.layer_name import LayerName
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.model_spec import LayerName
+from h2o_flexgen.core.site import DEVICE
 from h2o_flexgen.schedule.ops import WORKERS, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Key, Task, Visit

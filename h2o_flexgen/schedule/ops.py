@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum, unique
 
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 
 READ, LOAD, COMPUTE_LANE, PASS = "read", "load", "compute", "pass"
 ATTEND_LANE, STORE, WRITE = "attend", "store", "write"

@@ -57,17 +57,17 @@ class Schedule(ABC):
     @property
     def buffers(self) -> int:
         """Buffers for KV, and for hidden states."""
-        return self.traffic.slots
+        return self.traffic.buffers
 
     @property
     def weight_buffers(self) -> int:
-        return self.traffic.slots
+        return self.traffic.buffers
 
     @property
     def ahead(self) -> int:
         """Visits that may have tasks issued before an earlier COMPUTE is over: a transfer should wait for its needs, not for
         the issue order. With one buffer nothing overlaps."""
-        return self.traffic.slots - 1
+        return self.traffic.buffers - 1
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 

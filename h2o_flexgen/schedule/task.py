@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from h2o_flexgen.core.layer_name import LayerName
+from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.schedule.ops import Op
 
 

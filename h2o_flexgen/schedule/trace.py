@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.layer_name import LayerName
+from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.schedule.lanes import place_of
 from h2o_flexgen.schedule.ops import Data, Op
 from h2o_flexgen.schedule.task import Key

@@ -6,10 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.line import Line, read_body, read_json
 from h2o_flexgen.jobs.line_fields import LOGPROBS, TOP_LOGPROBS, Options
-from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.serving.problems import Refused, bad_request, unknown_model
 
 MODEL, STREAM, STREAM_OPTIONS, USAGE = "model", "stream", "stream_options", "include_usage"

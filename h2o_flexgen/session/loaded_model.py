@@ -15,10 +15,9 @@ from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
-from h2o_flexgen.core.folders import cache_folder, default_offload_folder, folder_of_sockets
+from h2o_flexgen.core.environment import cache_folder, default_offload_folder, folder_of_sockets
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
@@ -26,10 +25,8 @@ from h2o_flexgen.engine.opened_limits import Packing, disk_limit, open_limits, r
 from h2o_flexgen.engine.stage import OnStage, Stage, Stages
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.host import give_back_freed, peak_resident_bytes
-from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.shared import SharedWeights
-from h2o_flexgen.memory.site import site_of
+from h2o_flexgen.memory.host import SharedWeights, give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.memories import Memories, site_of
 from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan

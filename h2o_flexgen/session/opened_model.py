@@ -10,20 +10,19 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from h2o_flexgen.checkpoints.derived import Damaged
-from h2o_flexgen.checkpoints.dummy import DummySource, random_form
+from h2o_flexgen.checkpoints.dummy import DummySource, random_format
 from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quantisation_of
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.site import HOST, Site
 from h2o_flexgen.engine.stage import Stage, Stages
+from h2o_flexgen.formats.table import can_be_parted
 from h2o_flexgen.models import create_model, known_config, load_config, tensor_names
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import can_be_parted
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
 
@@ -85,7 +84,7 @@ class OpenedModel:
     def _as_stored(self, tensor: TensorSpec) -> TensorSpec:
         assert self.checkpoint is not None
         stored = self.checkpoint.stored_as(tensor.name)
-        return replace(tensor, stored_itemsize=stored.itemsize, codec=stored.codec)
+        return replace(tensor, stored_itemsize=stored.itemsize, format=stored.format)
 
     def source(self, plan: Plan, offload_folder: Path, stages: Stages) -> WeightSource:
         """The source of the weights. Random ones that are to lie on disk are written to `offload_folder`."""
@@ -117,9 +116,9 @@ def _in_random_forms(spec: ModelSpec, quantisation: Quantisation) -> ModelSpec:
     """The model with its matrices, except tables of tokens, in the formats that they would have in files."""
     tables = {name for layer in spec.layers for name in (layer.token_table, layer.logit_matrix) if name is not None}
     own = {tensor.name for layer in spec.layers for name, tensor in layer.tensors if name in tables}
-    found = {matrix.name: random_form(quantisation, matrix) for layer in spec.layers for matrix in layer.matrices}
-    forms = {name: form for name, form in found.items() if form is not None and name not in own}
-    return spec.map_tensors(lambda tensor: replace(tensor, codec=forms.get(tensor.name, tensor.codec)))
+    found = {matrix.name: random_format(quantisation, matrix) for layer in spec.layers for matrix in layer.matrices}
+    formats = {name: format for name, format in found.items() if format is not None and name not in own}
+    return spec.map_tensors(lambda tensor: replace(tensor, format=formats.get(tensor.name, tensor.format)))
 
 
 def _method(config: Config) -> str:
@@ -134,8 +133,8 @@ def _refuse_tables(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Refuses tables of tokens in formats that do not store rows separately."""
     for layer in spec.layers:
         table = layer.packed_tensor(layer.token_table)
-        if table is not None and not can_be_parted(table.codec):
-            problem = f"the table of tokens {table.name} in {checkpoint.place} is quantised ({table.codec})"
+        if table is not None and not can_be_parted(table.format):
+            problem = f"the table of tokens {table.name} in {checkpoint.place} is quantised ({table.format})"
             raise ValueError(f"{problem}, and this format stores no separate rows; give a checkpoint with an unpacked table")
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.hints import did_you_mean, shown
-from h2o_flexgen.sampling.foreign_options import refuse_unknown
+from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
 from h2o_flexgen.text.tokenizer import Message
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"

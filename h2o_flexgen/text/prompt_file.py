@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.files import read_text
+from h2o_flexgen.core.files import parse_json, read_text
 
 
 def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None = None) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_flexgen.apps import made_up_tables
 from h2o_flexgen.apps.data_wrangling.__main__ import main
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
-from h2o_flexgen.apps.data_wrangling.made_up_data import MadeUpDataSet
+from h2o_flexgen.apps.made_up_tables import MadeUpDataSet
 from h2o_flexgen.jobs.output import JobOutput
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.text.tokenizer import ByteTokenizer

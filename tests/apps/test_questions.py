@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DETECT, IMPUTE, MATCH, SPLITS, TASKS
-from h2o_flexgen.apps.data_wrangling.folder import Folder
-from h2o_flexgen.apps.data_wrangling.made_up_data import MadeUpDataSet
+from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DETECT, IMPUTE, MATCH, SPLITS, TASKS, Folder
 from h2o_flexgen.apps.data_wrangling.questions import Question, Questions, Serialising
+from h2o_flexgen.apps.made_up_tables import MadeUpDataSet
 
 GOODS = "id,title,manufacturer,price\n"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.peaks import LOOPS, SOURCE, Peaks
-from h2o_flexgen.kernels.table import EXACT, PRODUCTS, rounds
+from h2o_flexgen.formats.kernel_table import EXACT, PRODUCTS, rounds
 from tests.scripts.loading import load_script
 
 products = load_script("products.py", "benchmarks")

@@ -8,15 +8,14 @@ import pytest
 
 from benchmarks import stated
 from benchmarks.gpu_kernels import ATTENTION_SHARES, DECODING_SHARE, PRODUCT_SHARES
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.machine import EVICTION, Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
 from tests.scripts.loading import PROJECT
@@ -72,11 +71,11 @@ def test_more_rows_pay_for_decoding_and_for_plain_products() -> None:
     assert packed["decoding"] == pytest.approx(2 * 4096 * 16384 * 2.5625 / (DECODING_SHARE * READ_PER_S), rel=0.01)
 
 
-@pytest.mark.parametrize(("codec", "bytes_of_value"), [(PLAIN, 2.0), ("group8", 1.0625), ("group4", 0.5625)])
-def test_attention_reads_kv_at_the_share_of_its_codec(codec: str, bytes_of_value: float) -> None:
+@pytest.mark.parametrize(("format", "bytes_of_value"), [(PLAIN, 2.0), ("group8", 1.0625), ("group4", 0.5625)])
+def test_attention_reads_kv_at_the_share_of_its_codec(format: str, bytes_of_value: float) -> None:
     nbytes = 2 * 2 * 4096 * SLOTS * bytes_of_value  # keys and values of two rows
-    assert parts(2, kv_codec=codec)[ATTENTION]["attention"] == pytest.approx(
-        nbytes / (ATTENTION_SHARES[codec] * READ_PER_S), rel=0.03
+    assert parts(2, kv_codec=format)[ATTENTION]["attention"] == pytest.approx(
+        nbytes / (ATTENTION_SHARES[format] * READ_PER_S), rel=0.03
     )
 
 

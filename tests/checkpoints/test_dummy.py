@@ -94,7 +94,7 @@ def test_packed_weights_are_what_the_codec_makes_of_the_plain_ones(
     """In however many parts they are encoded, in memory as on disk."""
     monkeypatch.setattr(dummy_module, "PART_VALUES", part_values)
     weights, plain = source(tmp_path, dtype=dtype), spec(MATRIX, 300, 101)
-    packed = replace(plain, codec="tiles4")
+    packed = replace(plain, format="tiles4")
     expected, out = (torch.empty(packed.nbytes, dtype=torch.uint8) for _ in range(2))
     encode("tiles4", filled(weights, plain, dtype), expected)
     assert weights.fill(packed, out) and torch.equal(out, expected)

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
-from h2o_flexgen.evaluation.model_identity import folder_digest
+from h2o_flexgen.evaluation.answer_settings import folder_digest
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece
 from h2o_flexgen.models import create_model, load_config
@@ -93,9 +93,9 @@ def _experts(tensor: gguf.ReaderTensor) -> int:
     return int(tensor.shape[2]) if len(tensor.shape) > 2 else 1
 
 
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("buffers", [2, 3])
 def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
-    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    buffers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever place that is; what small tensors share pages for goes through a buffer."""
     model = save_gguf("qwen3-moe", file := tmp_path / "tiny.gguf", "q4_0", decoder_sparse_step=1)
@@ -109,7 +109,7 @@ def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
         return whole(self, wanted, pages)
 
     monkeypatch.setattr(DiskFiles, "_read_checked", watched)
-    made = generated(file, ON_DISK, tmp_path / "offload", slots=slots)
+    made = generated(file, ON_DISK, tmp_path / "offload", buffers=buffers)
     matrices = [one for one in GGUFReader(file).tensors if one.tensor_type == gguf.GGMLQuantizationType.Q4_0]
     places = {
         one.data_offset + number * one.n_bytes // count
@@ -182,7 +182,7 @@ def _saved(folder: Path, **options: Any) -> Path:
 def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
     file = _saved(tmp_path, form="q5_0", table_form="q8_0")
     checkpoint, data = opened(file), file.read_bytes()
-    assert {matrix.codec for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
+    assert {matrix.format for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
     assert checkpoint.stored_as("model.norm.weight").itemsize == 4 and checkpoint.files == (file,)
     rows = {one.name: one for one in GGUFReader(file).tensors}
     for name, theirs in (
@@ -191,7 +191,7 @@ def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
     ):
         matrix = checkpoint.matrices[name]
         ((start, stored),) = matrix.segments
-        assert isinstance(matrix, StoredMatrix) and start == 0 and checkpoint.stored_as(name).codec == matrix.codec
+        assert isinstance(matrix, StoredMatrix) and start == 0 and checkpoint.stored_as(name).format == matrix.format
         assert data[stored.offset :][: stored.nbytes] == rows[theirs].data.tobytes()
 
 

@@ -22,7 +22,7 @@ from h2o_flexgen.checkpoints.stale_files import (
     remove_leftovers,
     writer,
 )
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder
 
 
 @contextmanager

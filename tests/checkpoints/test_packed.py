@@ -25,15 +25,15 @@ from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import nbytes_in, remove_leftovers
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.checkpoints.sums import STRETCH_BYTES
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.formats.grouped import TILE
+from h2o_flexgen.formats.table import PLAIN, matrix_format
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
-from h2o_flexgen.quant.codec import PLAIN, matrix_form
-from h2o_flexgen.quant.tiled import TILE
 from tests.helpers.contract import Checkpoints
 from tests.helpers.tiny import save_tiny
 
@@ -47,31 +47,31 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def spec_of(folder: Path, codec: str = CODEC) -> ModelSpec:
-    return create_model(load_config(str(folder)), "float32").spec.packed(codec)
+def spec_of(folder: Path, format: str = CODEC) -> ModelSpec:
+    return create_model(load_config(str(folder)), "float32").spec.packed(format)
 
 
-def opened(folder: Path, cache: Path, codec: str = CODEC) -> PackedCheckpoint:
-    return PackedCheckpoint(open_checkpoint(folder), spec_of(folder, codec), cache)
+def opened(folder: Path, cache: Path, format: str = CODEC) -> PackedCheckpoint:
+    return PackedCheckpoint(open_checkpoint(folder), spec_of(folder, format), cache)
 
 
-def locate_all(source: PackedCheckpoint, folder: Path, codec: str = CODEC) -> dict[str, object]:
-    return dict(source.locate(spec_of(folder, codec).tensors.values()))
+def locate_all(source: PackedCheckpoint, folder: Path, format: str = CODEC) -> dict[str, object]:
+    return dict(source.locate(spec_of(folder, format).tensors.values()))
 
 
 def values_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("codec", ["group4", "group8"])
-def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str, model: Path, tmp_path: Path) -> None:
-    values, spec = values_in(model), spec_of(model, codec)
-    located = opened(model, tmp_path / "cache", codec).locate(spec.tensors.values())
-    packed = [tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN]
+@pytest.mark.parametrize("format", ["group4", "group8"])
+def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(format: str, model: Path, tmp_path: Path) -> None:
+    values, spec = values_in(model), spec_of(model, format)
+    located = opened(model, tmp_path / "cache", format).locate(spec.tensors.values())
+    packed = [tensor for tensor in spec.tensors.values() if tensor.format != PLAIN]
     assert len(packed) >= 10
     for tensor in packed:
         expected = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        encode(matrix_form(codec), values[tensor.name], expected)
+        encode(matrix_format(format), values[tensor.name], expected)
         stored = located[tensor.name]
         assert stored.offset % 4096 == 0, "direct reads start at pages"
         assert stored.file.read_bytes()[stored.offset :][: tensor.nbytes] == expected.numpy().tobytes()
@@ -79,7 +79,7 @@ def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str,
 
 def test_small_tensors_stay_as_they_are_stored(model: Path, tmp_path: Path) -> None:
     spec = spec_of(model)
-    plain = [tensor.name for tensor in spec.tensors.values() if tensor.codec == PLAIN]
+    plain = [tensor.name for tensor in spec.tensors.values() if tensor.format == PLAIN]
     assert plain and all("norm" in name or name.endswith("bias") for name in plain)
     located = opened(model, tmp_path / "cache").locate(spec.tensors.values())
     assert all(located[name].file.parent == model for name in plain)
@@ -95,7 +95,7 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
     """But for a table of positions."""
     spec, folder = spec_of(checkpoints.folder(kind)), checkpoints.folder(kind)
     two_sided = {tensor.name: tensor for tensor in spec.tensors.values() if len(tensor.shape) == 2}
-    assert {name for name, tensor in two_sided.items() if tensor.codec == PLAIN} == {
+    assert {name for name, tensor in two_sided.items() if tensor.format == PLAIN} == {
         name for name in two_sided if "embed_positions" in name
     }
     tables = [
@@ -107,7 +107,7 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
     source, values = opened(folder, tmp_path / "cache"), values_in(folder)
     for table in filter(None, tables):
         expected = torch.empty(table.nbytes, dtype=torch.uint8)
-        encode(matrix_form(CODEC), values[table.name], expected)
+        encode(matrix_format(CODEC), values[table.name], expected)
         stored = source.locate([table])[table.name]
         assert stored.file.read_bytes()[stored.offset :][: table.nbytes] == expected.numpy().tobytes()
 
@@ -116,7 +116,7 @@ def test_a_folder_without_tables_is_not_taken_for_one_with_them(model: Path, tmp
     """As one was written before tables were packed."""
     spec = spec_of(model)
     tables = {layer.packed_tensor(name) for layer in spec.layers for name in layer.in_pieces}
-    matrices = spec.map_tensors(lambda tensor: replace(tensor, codec=PLAIN) if tensor in tables else tensor)
+    matrices = spec.map_tensors(lambda tensor: replace(tensor, format=PLAIN) if tensor in tables else tensor)
     before = PackedCheckpoint(open_checkpoint(model), matrices, tmp_path / "cache")
     before.locate(matrices.tensors.values())
     after = opened(model, tmp_path / "cache")
@@ -191,7 +191,7 @@ def test_rows_are_put_together_from_parts(
 
 
 def contents(source: PackedCheckpoint, folder: Path) -> dict[str, bytes]:
-    tensors = {tensor.name: tensor for tensor in spec_of(folder).tensors.values() if tensor.codec != PLAIN}
+    tensors = {tensor.name: tensor for tensor in spec_of(folder).tensors.values() if tensor.format != PLAIN}
     located = source.locate(tensors.values())
     return {name: stored.file.read_bytes()[stored.offset :][: tensors[name].nbytes] for name, stored in located.items()}
 
@@ -255,14 +255,14 @@ def test_what_packing_will_write_is_no_room_for_the_run(model: Path, tmp_path: P
 # -- copies of an older layout -------------------------------------------------------------------------------------------
 
 
-def made_older(model: Path, cache: Path, codec: str = CODEC) -> Path:
+def made_older(model: Path, cache: Path, format: str = CODEC) -> Path:
     """A copy as it was made before matrices lay in tiles: in the same place, row by row."""
-    spec = spec_of(model, codec)
-    rows = [tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN]
-    asked = json.dumps([1, *((tensor.name, tensor.shape, codec) for tensor in rows)])
+    spec = spec_of(model, format)
+    rows = [tensor for tensor in spec.tensors.values() if tensor.format != PLAIN]
+    asked = json.dumps([1, *((tensor.name, tensor.shape, format) for tensor in rows)])
     checkpoint = open_checkpoint(model)
     older = replace(DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, "pack", asked, cache), format=2)
-    of_rows = spec.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor in rows else tensor)
+    of_rows = spec.map_tensors(lambda tensor: replace(tensor, format=format) if tensor in rows else tensor)
     older.made(PackedCheckpoint(checkpoint, of_rows, cache)._build)
     return older.path
 
@@ -272,8 +272,8 @@ class Told(list[str]):
         self.append("renewed")
 
 
-def told_opening(model: Path, cache: Path, told: Told, codec: str = CODEC) -> PackedCheckpoint:
-    return PackedCheckpoint(open_checkpoint(model), spec_of(model, codec), cache, renewing=told)
+def told_opening(model: Path, cache: Path, told: Told, format: str = CODEC) -> PackedCheckpoint:
+    return PackedCheckpoint(open_checkpoint(model), spec_of(model, format), cache, renewing=told)
 
 
 def test_a_copy_of_an_older_layout_is_made_again_in_its_place_and_said_once(model: Path, tmp_path: Path) -> None:
@@ -290,11 +290,11 @@ def test_a_copy_of_an_older_layout_is_made_again_in_its_place_and_said_once(mode
 def test_a_copy_in_another_codec_is_not_taken_for_an_older_one(model: Path, tmp_path: Path) -> None:
     cache, told = tmp_path / "cache", Told()
     older = made_older(model, cache, "group8")
-    for codec in ("group4", "group4", "group8", "group4"):
-        locate_all(told_opening(model, cache, told, codec), model, codec)
-        assert len(told) == (codec == "group8" or told == ["renewed"])
+    for format in ("group4", "group4", "group8", "group4"):
+        locate_all(told_opening(model, cache, told, format), model, format)
+        assert len(told) == (format == "group8" or told == ["renewed"])
     assert len(list(cache.iterdir())) == 2 and nbytes_in(older) > 0
-    assert [opened(model, cache, codec).bytes_to_write for codec in ("group4", "group8")] == [0, 0]
+    assert [opened(model, cache, format).bytes_to_write for format in ("group4", "group8")] == [0, 0]
 
 
 def test_a_disk_that_cannot_hold_both_holds_the_new_copy(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import torch
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.checkpoints.quantisation import KEYS, Quantisation, quantisation_of
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.quantised import FORMS, WIDE, awq_config, compressed_config, gptq_config, int4_config, save_quantised
 from tests.helpers.tiny import save_tiny
@@ -142,13 +142,13 @@ def test_random_weights_take_the_form_of_mxfp4(tmp_path: Path) -> None:
             spec = llm.spec
             said.append(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, ignore_eos=True)))
     assert [one.token_ids for one in said[0]] == [one.token_ids for one in said[1]]
-    assert {name: tensor.codec for name, tensor in spec.tensors.items()} == {
-        name: stored.stored_as(name).codec for name in spec.tensors
+    assert {name: tensor.format for name, tensor in spec.tensors.items()} == {
+        name: stored.stored_as(name).format for name in spec.tensors
     }
-    expert = next(tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN)
+    expert = next(tensor for tensor in spec.tensors.values() if tensor.format != PLAIN)
     data, values = torch.empty(expert.nbytes, dtype=torch.uint8), torch.empty(expert.shape)
     DummySource(0, "float32", tmp_path).fill(expert, data)
-    decode(expert.codec, data, values)
+    decode(expert.format, data, values)
     assert 0.015 < values.std() < 0.03 and abs(values.mean()) < 0.002
 
 

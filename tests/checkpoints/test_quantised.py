@@ -30,9 +30,9 @@ from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import BITS, FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_tensors import Located
 from h2o_flexgen.core.model_spec import MOST_WIDTH, ModelSpec
+from h2o_flexgen.formats.table import PLAIN, matrix_format
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.models import create_model, load_config
-from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from tests.helpers.quantised import FORMS, WIDE, Form, Quantised, awq, awq_config, fp8, fp8_config, mxfp4, save_quantised
 
 KIND = "llama-gqa"
@@ -67,10 +67,10 @@ def saved(form: str, folder: Path, **options: Any) -> Quantised:
     return save_quantised(KIND, folder, FORMS[form], **{**WIDE, "head_dim": 16, **options})
 
 
-def spec_of(folder: Path, checkpoint: Checkpoint, codec: str = PLAIN) -> ModelSpec:
+def spec_of(folder: Path, checkpoint: Checkpoint, format: str = PLAIN) -> ModelSpec:
     spec = create_model(load_config(str(folder)), "float32").spec
-    spec = spec.map_tensors(lambda one: replace(one, codec=checkpoint.stored_as(one.name).codec))
-    return spec.written_as(codec, PLAIN, "exact")
+    spec = spec.map_tensors(lambda one: replace(one, format=checkpoint.stored_as(one.name).format))
+    return spec.written_as(format, PLAIN, "exact")
 
 
 def bytes_at(located: Located, nbytes: int) -> Tensor:
@@ -83,14 +83,14 @@ def bytes_at(located: Located, nbytes: int) -> Tensor:
     return data
 
 
-def everything(folder: Path, cache: Path, codec: str = PLAIN) -> tuple[ModelSpec, dict[str, Tensor]]:
+def everything(folder: Path, cache: Path, format: str = PLAIN) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The bytes of every tensor, as a run would have them."""
     checkpoint = open_checkpoint(folder)
-    spec = spec_of(folder, checkpoint, codec)
+    spec = spec_of(folder, checkpoint, format)
     source = PackedCheckpoint(checkpoint, spec, cache) if checkpoint.to_write(spec) else checkpoint
     located = source.locate(spec.tensors.values())
     return spec, {
-        name: bytes_at(located[name], tensor.nbytes) for name, tensor in spec.tensors.items() if tensor.codec != PLAIN
+        name: bytes_at(located[name], tensor.nbytes) for name, tensor in spec.tensors.items() if tensor.format != PLAIN
     }
 
 
@@ -100,12 +100,12 @@ def test_matrices_mean_what_their_form_says(form: str, tmp_path: Path) -> None:
     made = saved(form, tmp_path / "model", files=3)
     spec, data = everything(tmp_path / "model", tmp_path / "cache")
     assert set(data) == set(made.values) and len(data) >= BLOCKS * (PROJECTIONS - 1)
-    codec, in_place = EXPECTED[form]
-    assert spec.tensors["model.layers.0.self_attn.q_proj.weight"].codec == codec
+    format, in_place = EXPECTED[form]
+    assert spec.tensors["model.layers.0.self_attn.q_proj.weight"].format == format
     assert (tmp_path / "cache").exists() is not in_place or form == "compressed-columns", "some of its groups are cut"
     for name, expected in made.values.items():
         values = torch.empty(expected.shape)
-        decode(spec.tensors[name].codec, data[name], values)
+        decode(spec.tensors[name].format, data[name], values)
         assert torch.equal(values, expected), name
 
 
@@ -148,24 +148,24 @@ def test_a_model_computes_with_what_its_checkpoint_means(
 
 
 @pytest.mark.parametrize(
-    ("form", "codec"), [("fp8", "group8"), ("fp8", "group4"), ("mxfp8", "group4"), ("gptq-ordered", "group4")]
+    ("form", "format"), [("fp8", "group8"), ("fp8", "group4"), ("mxfp8", "group4"), ("gptq-ordered", "group4")]
 )
 def test_what_takes_fewer_bytes_in_groups_is_packed_from_its_values(
-    form: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some outputs at a time; and what would not is left in its form."""
     made = saved(form, tmp_path / "model", intermediate_size=256)
     monkeypatch.setattr(stored_values_module, "PART_BYTES", 1)
-    spec, data = everything(tmp_path / "model", tmp_path / "cache", codec)
-    changed = {name for name in made.values if spec.tensors[name].codec == matrix_form(codec)}
-    assert bool(changed) == (codec == "group4")
+    spec, data = everything(tmp_path / "model", tmp_path / "cache", format)
+    changed = {name for name in made.values if spec.tensors[name].format == matrix_format(format)}
+    assert bool(changed) == (format == "group4")
     for name, values in made.values.items():
         expected, decoded = torch.empty(spec.tensors[name].nbytes, dtype=torch.uint8), torch.empty(values.shape)
         if name in changed:
-            encode(matrix_form(codec), values, expected)
+            encode(matrix_format(format), values, expected)
             assert torch.equal(data[name], expected), name
         else:
-            decode(spec.tensors[name].codec, data[name], decoded)
+            decode(spec.tensors[name].format, data[name], decoded)
             assert torch.equal(decoded, values), name
 
 
@@ -289,8 +289,8 @@ def test_layers_that_are_not_quantised_are_plain(form: str, tmp_path: Path) -> N
 
     rewritten(tmp_path / "model", plain)
     checkpoint = open_checkpoint(tmp_path / "model")
-    assert checkpoint.stored_as(f"{LAYER}.weight").codec == PLAIN
-    assert checkpoint.stored_as(f"{LAYER.replace('.1.', '.0.')}.weight").codec != PLAIN
+    assert checkpoint.stored_as(f"{LAYER}.weight").format == PLAIN
+    assert checkpoint.stored_as(f"{LAYER.replace('.1.', '.0.')}.weight").format != PLAIN
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------------

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 
-from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels import table as kernels_table
-from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Kernel, Processor
+from h2o_flexgen.formats import kernel_table
+from h2o_flexgen.formats.kernel_table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Kernel, Processor
+from h2o_flexgen.formats.table import PLAIN, matrix_format
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from tests.helpers.inverted import rows_of
 from tests.planning.worlds import tiny_spec
 
@@ -36,12 +36,12 @@ KEPT = "activations and KV in bfloat16"
 
 @pytest.fixture(autouse=True)
 def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_table, "kernels_of", partial(rows_of, TABLE))
+    monkeypatch.setattr(kernel_table, "kernels_of", partial(rows_of, TABLE))
 
 
 def arithmetic(processor: Processor | None = OLD, dtype: str = "bfloat16", **options: object) -> Arithmetic:
     plan = Plan.create(**options)
-    return Arithmetic(plan, dtype, processor, forms=(matrix_form(plan.weight_codec),))
+    return Arithmetic(plan, dtype, processor, formats=(matrix_format(plan.weight_codec),))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_its_document_has_the_same_facts() -> None:
 
 def test_prompts_may_be_multiplied_otherwise() -> None:
     """Packed weights may be decoded first where there are many rows."""
-    own = Arithmetic(Plan(weight_codec="group4"), BF16, NEW, decode_rows=4, prompt_rows=90, forms=("tiles4",))
+    own = Arithmetic(Plan(weight_codec="group4"), BF16, NEW, decode_rows=4, prompt_rows=90, formats=("tiles4",))
     assert own.products == ("float32", BF16)
     assert own.line() == f"weights in 4 bits, products exact in float32 (of prompts in bfloat16); {KEPT}"
     assert replace(own, processor=OLD).products == ("float32",)
@@ -81,18 +81,18 @@ def test_prompts_may_be_multiplied_otherwise() -> None:
 def test_rows_are_those_of_the_largest_block() -> None:
     planned = WorkloadPlan(tiny_spec(), Plan(gpu_batch_size=3, prefill_tokens=20), Workload((7, 9, 2, 9), 4), Site())
     own = Arithmetic.of(planned, OLD)
-    assert (own.dtype, own.decode_rows, own.prompt_rows, own.forms) == ("float32", 3, 18, (PLAIN,))
+    assert (own.dtype, own.decode_rows, own.prompt_rows, own.formats) == ("float32", 3, 18, (PLAIN,))
 
 
 def test_forms_of_a_checkpoint_are_named_and_those_that_stay_exact() -> None:
-    exact = Arithmetic(Plan(), BF16, OLD, forms=("q4_K", "q6_K"))
+    exact = Arithmetic(Plan(), BF16, OLD, formats=("q4_K", "q6_K"))
     assert exact.line() == f"weights in q4_K and q6_K, products exact in float32; {KEPT}"
-    mixed = replace(exact, plan=Plan(compute="int8"), forms=("tiles4", "fp8-128x128-float32", PLAIN))
+    mixed = replace(exact, plan=Plan(compute="int8"), formats=("tiles4", "fp8-128x128-float32", PLAIN))
     assert mixed.line() == (
         "weights in 4 bits and fp8-128x128-float32 and bfloat16, products in int8, of activations rounded to 8 bits "
         f"(exact with fp8-128x128-float32 and bfloat16); {KEPT}"
     )
-    assert mixed.products == ("int8",) and replace(mixed, forms=("fp8-128x128-float32",)).products == ("float32",)
+    assert mixed.products == ("int8",) and replace(mixed, formats=("fp8-128x128-float32",)).products == ("float32",)
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_kernels_in_c_share_work_out_and_torch_does_not() -> None:
     assert [arithmetic(own).shares_work for own in (OLD, NEW, GPU, BARE, None)] == [True, False, False, False, False]
     assert arithmetic(NEW, **packed, compute="int8").shares_work and arithmetic(NEW, **packed).shares_work
     assert not replace(arithmetic(NEW, **packed), decode_rows=17).shares_work, "so many rows meet decoded weights"
-    assert not replace(arithmetic(NEW, **packed), forms=("tiles4", PLAIN)).shares_work
+    assert not replace(arithmetic(NEW, **packed), formats=("tiles4", PLAIN)).shares_work

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from h2o_flexgen.cli import crowd
-from h2o_flexgen.cli.crowd import Crowd
+from h2o_flexgen.cli import watch
+from h2o_flexgen.cli.watch import Crowd
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Planted:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "cores", lambda: 4)
-    monkeypatch.setattr(crowd, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(watch, "cores", lambda: 4)
+    monkeypatch.setattr(watch, "get_num_threads", lambda: 4)
 
 
 def told(windows: Sequence[Planted]) -> list[str]:

@@ -6,13 +6,27 @@ import argparse
 
 import pytest
 
-from h2o_flexgen.cli import calibrate_request, chat_request, evaluate_request, plan_request, profile_request, run_request
-from h2o_flexgen.cli.flags import memory_size, number, whole
+from h2o_flexgen.cli import (
+    batch_request,
+    calibrate_request,
+    chat_request,
+    evaluate_request,
+    plan_request,
+    profile_request,
+    run_request,
+)
+from h2o_flexgen.cli.flags import KV, PLAN
 from h2o_flexgen.cli.run_request import parse, request_of
-from h2o_flexgen.sampling.params import BOUNDS
+from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
+from h2o_flexgen.core.option import Option, flags_written, options_of
+from h2o_flexgen.core.units import SIZE
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.sampling.params import SAMPLING
 
 REQUESTS = (run_request, plan_request, chat_request, calibrate_request, evaluate_request, profile_request)
 PARSERS = {one.PROGRAM: one.make_parser() for one in REQUESTS}
+OF_BATCHES = batch_request.make_parser()
 TYPED = [
     pytest.param(action, id=f"{program.rpartition('.')[2]} {action.option_strings[0]}")
     for program, parser in PARSERS.items()
@@ -32,18 +46,58 @@ def test_no_flag_takes_what_only_python_takes_for_a_number(action: argparse.Acti
         assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("option", BOUNDS)
-def test_a_flag_of_sampling_has_the_bounds_that_the_option_has_in_python(option: str) -> None:
-    flag = {"stop_token_ids": "--stop-token-id"}.get(option, f"--{option.replace('_', '-')}")
-    bounds = BOUNDS[option]
+OPTIONS = (*SAMPLING.values(), *PLAN.values(), *KV.values())
+OF_NUMBERS = [one for one in OPTIONS if isinstance(one.allowed, Bounds)]
+
+
+@pytest.mark.parametrize("option", OF_NUMBERS, ids=lambda option: option.name)
+def test_a_flag_of_an_option_has_the_bounds_that_the_option_has_in_python(option: Option) -> None:
+    bounds = option.allowed
+    assert isinstance(bounds, Bounds)
     for parser in PARSERS.values():
-        action = parser._option_string_actions.get(flag)
-        if action is None or action.type is None:
+        action = parser._option_string_actions.get(option.flag)
+        if action is None or action.type is None or action.dest != option.name:
             continue
-        assert callable(action.type) and action.type(str(bounds.most)) == bounds.most
+        assert callable(action.type) and action.type(str(bounds.most)) == option.value(bounds.most) == bounds.most
         for beyond in (bounds.least - 1, bounds.most + 1):
             with pytest.raises(argparse.ArgumentTypeError):
                 action.type(str(beyond))
+            with pytest.raises(ValueError, match=f"^{option.name} is "):
+                option.value(beyond)
+
+
+def test_every_option_with_a_help_is_a_flag_and_no_flag_of_that_name_is_anything_else() -> None:
+    flags = {
+        flag: action for parser in (*PARSERS.values(), OF_BATCHES) for flag, action in parser._option_string_actions.items()
+    }
+    for option in OPTIONS:
+        assert not option.text or flags[option.flag].dest == option.name, option.name
+        assert option.flag not in flags or option.text or option.name == "max_tokens", option.name
+
+
+def another(option: Option) -> object:
+    """A value of the option that is not its default."""
+    allowed = option.allowed
+    if isinstance(allowed, Truth):
+        return not option.default
+    if isinstance(allowed, Choice):
+        return next(name for name in reversed([*allowed.names]) if name != option.default)
+    assert isinstance(allowed, Bounds)
+    return allowed.most
+
+
+@pytest.mark.parametrize("table", [Plan, KVOptions])
+def test_a_written_option_is_read_as_it_was(table: type) -> None:
+    assert list(flags_written(table(), table)) == []
+    for option in options_of(table).values():
+        if option.flag in OF_BATCHES.flags and option.name not in ("head_budgets", "probe"):
+            words = option.written(another(option))
+            assert getattr(OF_BATCHES.parse(["-i", "a", "-o", "b", *words]), option.name) == another(option), words
+
+
+def test_per_cent_may_be_parts_of_one_as_in_python_and_whole_ones_stay_whole() -> None:
+    found = parse(["--model", "m", "--percent", *["12.5", "87.5", "0", "100", "0", "1e2"]]).percent
+    assert found == [12.5, 87.5, 0, 100, 0, 100] and [type(one) for one in found[2:]] == [int] * 4
 
 
 def test_a_stop_of_nothing_is_refused_as_in_python() -> None:
@@ -58,11 +112,11 @@ def test_every_flag_that_has_a_number_for_a_default_reads_it_with_a_type() -> No
             assert not is_number or action.type is not None, action.option_strings
 
 
-@pytest.mark.parametrize("percent", ["\u0665 0 0 0 0 0", "1_0 0 0 0 0 0", "5.5 0 0 0 0 0"])
+@pytest.mark.parametrize("percent", ["\u0665 0 0 0 0 0", "1_0 0 0 0 0 0", "nan 0 0 0 0 0", "0 0 0 0 0"])
 def test_percent_takes_plain_digits(percent: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--model", "m", "--percent", *percent.split()])
-    assert "takes six whole numbers, or auto; got" in capsys.readouterr().err
+    assert "takes six numbers, or auto; got" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -99,8 +153,9 @@ def test_a_long_value_is_shortened_in_the_message(flag: str, value: str, capsys:
 
 
 def test_types_read_what_people_write() -> None:
-    assert (whole(1, 10)("7"), whole(-5, 5)("-3"), number(0)("1e-3"), number(0, 1)(".5")) == (7, -3, 0.001, 0.5)
-    assert memory_size("14.9GiB") == "14.9GiB"
+    assert (Bounds(1, 10).typed("7"), Bounds(-5, 5).typed("-3")) == (7, -3)
+    share = Bounds(0, 1, is_whole=False)
+    assert (share.typed("1e-3"), share.typed(".5"), SIZE.typed("14.9GiB")) == (0.001, 0.5, "14.9GiB")
 
 
 def test_a_million_prompts_are_allowed_and_twenty_digits_are_not(capsys: pytest.CaptureFixture[str]) -> None:

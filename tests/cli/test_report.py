@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.plan_report import PlanReport
-from h2o_flexgen.cli.summary import FIRST, INDENT, completion_lines, log_name
+from h2o_flexgen.cli.report.plan_report import PlanReport
+from h2o_flexgen.cli.report.summary import FIRST, INDENT, completion_lines, log_name
 from h2o_flexgen.cli.terminal import table
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site

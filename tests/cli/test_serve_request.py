@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from h2o_flexgen.cli import serve_request
-from h2o_flexgen.cli.serve_request import KeepRequest, ServeRequest, parse, request_of, seconds
+from h2o_flexgen.cli.serve_request import KeepRequest, ServeRequest, Time, parse, request_of
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
@@ -59,13 +58,13 @@ def test_a_plan_of_ones_own_is_taken_as_it_is() -> None:
     ("text", "found"), [("2s", 2.0), ("100ms", 0.1), ("0", 0.0), ("0.5", 0.5), ("1m", 60.0), ("1.5s", 1.5)]
 )
 def test_times_have_units(text: str, found: float) -> None:
-    assert seconds(text) == pytest.approx(found)
+    assert Time().typed(text) == pytest.approx(found)
 
 
 @pytest.mark.parametrize("text", ["", "s", "2h", "-1s", "1e9s", "ms", "2 s x", "nan"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="give a time like 2s, 100ms or 0"):
-        seconds(text)
+    with pytest.raises(ValueError, match="give a time like 2s, 100ms or 0"):
+        Time().typed(text)
 
 
 def test_who_lacks_the_extra_is_told_how_to_get_it(monkeypatch: Any) -> None:

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from h2o_flexgen.cli import slow
-from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import NO_KERNELS, NO_TRITON, experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.kernels import table as kernels_table
-from h2o_flexgen.kernels.table import Processor
+from h2o_flexgen.formats import kernel_table
+from h2o_flexgen.formats.kernel_table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -26,7 +26,7 @@ BUILT = ("avx512vnni", "avx512", "avx2", "baseline")
 
 @pytest.fixture(autouse=True)
 def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_table, "kernels_of", partial(rows_of, TABLE))
+    monkeypatch.setattr(kernel_table, "kernels_of", partial(rows_of, TABLE))
 
 
 def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:
@@ -62,7 +62,7 @@ def test_without_kernels_it_says_how_to_get_a_compiler() -> None:
 
 def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None:
     plan = Plan(weight_codec="group4", compute="int8")
-    each = [Arithmetic(plan, "float32", Processor("cpu", build), forms=("tiles4",)) for build in ("torch", BUILT[0])]
+    each = [Arithmetic(plan, "float32", Processor("cpu", build), formats=("tiles4",)) for build in ("torch", BUILT[0])]
     found = [list(kernel_reasons(arithmetic, lambda _: BUILT, lambda: None)) for arithmetic in each]
     assert found[0][1:] == ["--compute int8 is slower than exact products where there are no kernels in C; leave it out"]
     assert found[1] == []
@@ -94,9 +94,9 @@ def machine(rate: float) -> Machine:
     return replace(own, task_seconds=0.0, head_seconds=0.0, **free, **curves)
 
 
-def block(codec: str = "group4", compute: str = "exact") -> BlockPlan:
-    plan = Plan(weight_codec=codec, compute=compute).at(Site())
-    return BlockPlan.of(tiny_spec().written_as(codec, "plain", compute), plan, block_of([[4] * 4]), Site())
+def block(format: str = "group4", compute: str = "exact") -> BlockPlan:
+    plan = Plan(weight_codec=format, compute=compute).at(Site())
+    return BlockPlan.of(tiny_spec().written_as(format, "plain", compute), plan, block_of([[4] * 4]), Site())
 
 
 def test_exact_products_are_named_where_rounded_ones_are_much_faster() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.cli.stored_weights import StoredWeights
+from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers.contract import Checkpoints
@@ -29,7 +29,7 @@ def found(checkpoints: Checkpoints, stored: str, kind: str = "llama-gqa") -> Sto
 
 @pytest.mark.parametrize("stored", LINES)
 def test_a_line_names_method_forms_bits_and_groups(stored: str, checkpoints: Checkpoints) -> None:
-    assert found(checkpoints, stored).line() == LINES[stored]
+    assert found(checkpoints, stored).entry().words == (LINES[stored],)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_a_line_names_method_forms_bits_and_groups(stored: str, checkpoints: Che
     ],
 )
 def test_blocks_of_floats_are_named(stored: str, group: str, checkpoints: Checkpoints) -> None:
-    assert found(checkpoints, stored).forms[0].group == group
+    assert found(checkpoints, stored).formats[0].group == group
 
 
 def test_json_has_the_same(checkpoints: Checkpoints) -> None:
-    assert found(checkpoints, "gguf-q8_0").as_json() == {
+    assert found(checkpoints, "gguf-q8_0").entry().values["stored"] == {
         "files": "gguf",
         "method": None,
         "forms": [{"form": "q8_0", "bits": 8.5, "group": "blocks of 32", "share": 1.0}],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.cli.summary import Timing, after_first_layers, extended_seconds, step_seconds_of
+from h2o_flexgen.cli.report.summary import Timing, after_first_layers, extended_seconds, step_seconds_of
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Task
 

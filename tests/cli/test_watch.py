@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from h2o_flexgen.cli import watch as watch_module
-from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.cli.crowd import Crowd
-from h2o_flexgen.cli.watch import RunWatch, clock, say_threads
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
+from h2o_flexgen.cli.watch import Crowd, RunWatch, clock, say_threads
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload

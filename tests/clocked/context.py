@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 
 from h2o_flexgen.engine.executor import Executor, _Pending
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels import raw_memory
-from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.disk import DiskFiles
 from h2o_flexgen.schedule.task import Task

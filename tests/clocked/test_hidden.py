@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.stores.hidden import HiddenStore
@@ -29,7 +29,7 @@ LAYERS, ROWS = 3, 2
 def carry(schedule_name: str, hidden: tuple[str, ...], checkpoints: Checkpoints, offload: Path) -> None:
     """Adds one in each layer to what two batches begin with, three steps long."""
     spec = create_model(load_config(str(checkpoints.folder("opt"))), "float32").spec
-    traffic = Traffic(steps=3, layers=LAYERS, batches=len(hidden), slots=2, accelerator=True, hidden=hidden)
+    traffic = Traffic(steps=3, layers=LAYERS, batches=len(hidden), buffers=2, accelerator=True, hidden=hidden)
     schedule = SCHEDULES[schedule_name](traffic)
     block = Block(tuple(Batch((2 * place, 2 * place + 1), (1, 1)) for place in range(len(hidden))), 3)
     device = ClockedDevice()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.core.site import DEVICE, HOST
+from h2o_flexgen.formats.kernel_table import EXACT
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import JUDGED, PINNED
-from h2o_flexgen.quant.codec import PLAIN
 from tests import test_arriving_prefixes as arriving
 from tests import test_conversation as talks
 from tests import test_shared_prefixes as prefixes
@@ -31,7 +31,7 @@ PLANS = {
     "percent": (MIXES[3], *MIXES[1:3], *MIXES[4:]),
     "gpu_batch_size": (1, 2),
     "num_gpu_batches": (2, 1),
-    "slots": (2, 1, 3),
+    "buffers": (2, 1, 3),
     "sep_layer": (True, False),
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
@@ -60,7 +60,7 @@ RUNNING = {
     "kind": ("opt", "llama-gqa"),
     "percent": (MIXES[3], *MIXES[1:3]),
     "num_gpu_batches": (2, 1),
-    "slots": (2, 1, 3),
+    "buffers": (2, 1, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
     "policy": (POLICIES[0], POLICIES[1], POLICIES[6], BY_HEAD[0]),
     "prefill_tokens": (1024, 12),
@@ -78,7 +78,7 @@ def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, of
 SHARING = {
     **RUNNING,
     "percent": MIXES[2:4],
-    "slots": (1, 2),
+    "buffers": (1, 2),
     "policy": (POLICIES[0], POLICIES[1]),
     "prefix_policy": (PINNED, JUDGED),
 }
@@ -108,7 +108,7 @@ def test_prefixes_that_arrive(values: dict[str, Any], by_twins: Checkpoints, off
 TALKS = {
     "kind": ("opt", "llama-gqa"),
     "percent": (MIXES[1], MIXES[2], MIXES[3]),
-    "slots": (1, 2),
+    "buffers": (1, 2),
     "policy": (POLICIES[0], POLICIES[1], talks.ROLLING),
     "prefill_tokens": (1024, 4),
     ("weight_codec", "compute"): ((PLAIN, EXACT), WEIGHTS[1]),
@@ -127,7 +127,7 @@ PIPELINES = {
     "kind": ("opt", "llama-gqa"),
     "percent": MIXES,
     "num_gpu_batches": (1, 2, 3),
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     "policy": (POLICIES[0], POLICIES[2]),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),

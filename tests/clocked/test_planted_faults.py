@@ -16,7 +16,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.stores import kv
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
-from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
@@ -34,7 +34,7 @@ HOST = replace(DISK, percent=(0, 100, 0, 100, 0, 100))
 KV_ON_DISK = replace(DISK, percent=(100, 0, 0, 0, 100, 0))
 KV_ON_HOST = replace(DISK, percent=(100, 0, 0, 100, 100, 0))
 HIDDEN_ON_DISK = replace(DISK, percent=(100, 0, 100, 0, 0, 0))
-THREE_BUFFERS = replace(KV_ON_DISK, slots=3)
+THREE_BUFFERS = replace(KV_ON_DISK, buffers=3)
 Fault = Callable[[], AbstractContextManager[object]]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.core.documents import parse_json, parse_yaml
+from h2o_flexgen.core.files import parse_json, parse_yaml
 from h2o_flexgen.core.hints import shortened, shown
 from h2o_flexgen.planning.machine import Machine
 

@@ -14,7 +14,7 @@ from h2o_flexgen.core import files
 from h2o_flexgen.core.files import read_text, write_text
 from h2o_flexgen.jobs.manifest import Manifest
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.policies.head_budgets_file import read_head_budgets
+from h2o_flexgen.policies.head_budgets import read_head_budgets
 from tests.helpers.refusals import one_line
 
 READERS = (read_head_budgets, read_probe, Machine.load, Manifest.read, lambda path: read_object(path, "mend it"))

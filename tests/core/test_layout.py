@@ -17,7 +17,7 @@ from h2o_flexgen.core.buffer_layout import (
     read_arena,
 )
 from h2o_flexgen.core.model_spec import TensorSpec
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 
 BLOCK_BYTES, BLOCK_VALUES = 18, 32  # of Q4_0
 MATRICES = st.tuples(st.sampled_from([PLAIN, "q4_0"]), st.integers(1, 3 * PAGE_ALIGNED_FROM // BLOCK_BYTES))
@@ -27,14 +27,14 @@ PLACES = st.integers(0, ALIGNMENT - 1)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(MATRICES, PLACES), min_size=1, max_size=9))
 def test_what_keeps_its_place_has_its_pages_for_itself_wherever_that_is(drawn: list[tuple[tuple[str, int], int]]) -> None:
-    tensors = [TensorSpec(f"{at}", (count, BLOCK_VALUES), 2, 2, codec) for at, ((codec, count), _) in enumerate(drawn)]
+    tensors = [TensorSpec(f"{at}", (count, BLOCK_VALUES), 2, 2, format) for at, ((format, count), _) in enumerate(drawn)]
     places = {tensor.name: place for tensor, (_, place) in zip(tensors, drawn)}
     found = read_arena(tensors, False, places)
     assert found.nbytes == read_arena(tensors, False).nbytes, "what a plan promises knows no file"
     ranges = []
     for tensor, start in zip(tensors, found.starts, strict=True):
         if keeps_its_place(tensor):
-            assert tensor.codec != PLAIN and start % ALIGNMENT == places[tensor.name]
+            assert tensor.format != PLAIN and start % ALIGNMENT == places[tensor.name]
             ranges.append((start - start % ALIGNMENT, aligned(start + tensor.nbytes)))
         else:
             assert start % (ALIGNMENT if tensor.nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT) == 0

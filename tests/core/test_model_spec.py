@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.formats.table import PLAIN
 from tests.planning.worlds import tiny_spec
 
 

@@ -7,8 +7,8 @@ from math import inf
 import pytest
 
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.kernels.table import (
+from h2o_flexgen.formats.kernel_sizes import twin_values
+from h2o_flexgen.formats.kernel_table import (
     CPU,
     CUDA,
     INT8_PRODUCT,
@@ -19,13 +19,13 @@ from h2o_flexgen.kernels.table import (
     TRITON,
     Processor,
 )
+from h2o_flexgen.formats.table import MATRIX_FORMATS
 from h2o_flexgen.planning.working_space import _values_at_once
-from h2o_flexgen.quant.codec import MATRIX_FORMS
 
 KERNELS, TWINS = (Site(accelerator=True, processor=Processor(CUDA, build), threads=3) for build in (TRITON, TORCH))
 
 
-@pytest.mark.parametrize("form", MATRIX_FORMS)
+@pytest.mark.parametrize("form", MATRIX_FORMATS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_on_a_gpu_few_rows_meet_packed_bytes_and_many_meet_decoded_values(form: str, dtype: str) -> None:
     assert KERNELS.reads(PRODUCT, form, dtype, ROWS_OF_TILES) and not TWINS.reads(PRODUCT, form, dtype)

@@ -10,8 +10,8 @@ import torch
 from h2o_flexgen.cli.asked_problem import opened_for, problem_of
 from h2o_flexgen.cli.plan_request import parse, request_of
 from h2o_flexgen.core.site import Site
+from h2o_flexgen.formats.kernel_table import CUDA, Processor
 from h2o_flexgen.kernels import native
-from h2o_flexgen.kernels.table import CUDA, Processor
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.profiling.measured_machine import measured_dtypes
 

@@ -34,7 +34,7 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
 ) -> None:
     """Policies begin to evict while steps are replayed, which takes new graphs. Where weights come through buffers, a layer has
     a graph for each of them."""
-    codec, product = WEIGHTS[place % len(WEIGHTS)]
+    format, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
         ("opt", "llama-gqa", "neox-parallel")[place % 3],
         (RESIDENT, WEIGHTS_MOVE)[place % 2],
@@ -43,7 +43,7 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
         device=any_device,
         schedule=("zigzag", "flexgen_barrier", "row_by_row")[place % 3],
         policy=POLICIES[place],
-        weight_codec=codec,
+        weight_codec=format,
         compute=product,
         kv_codec=("plain", "group4")[place % 2],
     )

@@ -162,7 +162,7 @@ def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     assert [BlockSize.of(one.block) for one in shrink.rest] == [BlockSize.of(run.block) for run in stats.blocks]
 
 
-@pytest.mark.parametrize("changes", [{"kv_codec": "group4"}, {"percent": ALL_ON_DISK, "slots": 1}, {"sep_layer": False}])
+@pytest.mark.parametrize("changes", [{"kv_codec": "group4"}, {"percent": ALL_ON_DISK, "buffers": 1}, {"sep_layer": False}])
 def test_under_other_plans_too_and_on_an_accelerator(
     changes: dict[str, Any], any_device: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.core.openmp import SPINS
+from h2o_flexgen.core.environment import SPINS
 from h2o_flexgen.engine import thread_options
 from h2o_flexgen.engine.thread_options import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
 from h2o_flexgen.memory.host import KEPT_PRODUCTS

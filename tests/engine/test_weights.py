@@ -14,18 +14,17 @@ import torch
 
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DISK
+from h2o_flexgen.core.site import DISK, Site
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.stores.weights import WeightStore
+from h2o_flexgen.formats.kernel_table import TORCH
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import PackedMatrix
-from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.planning.placement import place, place_weights, traffic
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
@@ -52,16 +51,19 @@ def opened_store(
     stored: str = "float32",
     dtype: str = "float32",
     schedule: str = "zigzag",
-    slots: int = 2,
+    buffers: int = 2,
     batches: int = 3,
-    codec: str = PLAIN,
+    format: str = PLAIN,
 ) -> Iterator[tuple[WeightStore, Schedule, ModelSpec]]:
     folder = checkpoints.folder(kind, stored)
     checkpoint = opened(folder)
-    spec = create_model(load_config(str(folder)), dtype).spec.packed(codec)
+    spec = create_model(load_config(str(folder)), dtype).spec.packed(format)
     spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_as(tensor.name).itemsize))
-    source = checkpoint if codec == PLAIN else PackedCheckpoint(checkpoint, spec)
-    plan, block = Plan(num_gpu_batches=batches, slots=slots, schedule=schedule).with_percent(percent), block_of_batches(batches)
+    source = checkpoint if format == PLAIN else PackedCheckpoint(checkpoint, spec)
+    plan, block = (
+        Plan(num_gpu_batches=batches, buffers=buffers, schedule=schedule).with_percent(percent),
+        block_of_batches(batches),
+    )
     with opened_memories(device, offload) as memories:
         site = Site(memories.device.accelerator)
         plan = plan.at(site)
@@ -72,10 +74,10 @@ def opened_store(
 
 
 def run_and_compare(
-    store: WeightStore, schedule: Schedule, checkpoints: Checkpoints, kind: str, stored: str, dtype: str, codec: str = PLAIN
+    store: WeightStore, schedule: Schedule, checkpoints: Checkpoints, kind: str, stored: str, dtype: str, format: str = PLAIN
 ) -> Counter[Op]:
     """Does the transfers in order of issue and looks at every COMPUTE's weights."""
-    model, expected = checkpoints.model(kind, stored, dtype, codec=codec)
+    model, expected = checkpoints.model(kind, stored, dtype, format=format)
     moved: Counter[Op] = Counter()
     for task in schedule.tasks():
         if task.op is Op.READ_W:
@@ -111,7 +113,7 @@ def values_of(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 PACKED = {
-    "codec": ["group4", "group8"],
+    "format": ["group4", "group8"],
     "schedule": list(SCHEDULES),
     "percent": [ALL_ON_DISK, MIXED, IN_MEMORY],
     "kind": ["opt-350m", "qwen2-wordy", "neox-parallel"],
@@ -123,15 +125,15 @@ def test_packed_weights_and_every_row_of_tables_are_what_decoding_all_gives(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
     kind, percent, device, schedule = (values[name] for name in ("kind", "percent", "device", "schedule"))
-    opened = opened_store(kind, percent, device, checkpoints, offload, schedule=schedule, codec=values["codec"])
+    opened = opened_store(kind, percent, device, checkpoints, offload, schedule=schedule, format=values["format"])
     with used(TORCH), opened as (store, made, _):  # without kernels matrices are decoded before they are multiplied
-        run_and_compare(store, made, checkpoints, kind, "float32", "float32", values["codec"])
+        run_and_compare(store, made, checkpoints, kind, "float32", "float32", values["format"])
 
 
 def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
-    _, expected = checkpoints.model("qwen2-wordy", "float32", "bfloat16", codec="group4")
+    _, expected = checkpoints.model("qwen2-wordy", "float32", "bfloat16", format="group4")
     resident, tokens = (100, 0, 100, 0, 100, 0), torch.tensor([[7, 1099, 0], [7, 7, 512]])
-    opened = opened_store("qwen2-wordy", resident, any_device, checkpoints, offload, dtype="bfloat16", codec="group4")
+    opened = opened_store("qwen2-wordy", resident, any_device, checkpoints, offload, dtype="bfloat16", format="group4")
     with opened as (store, _, spec):
         places, weights = store.look_up(Visit(0, 0, 0), tokens.to(store._memories.device.torch_device))
         table = values_of(weights)["embed_tokens.weight"]
@@ -141,11 +143,11 @@ def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, c
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_every_visit_sees_the_values_of_the_checkpoint(
-    schedule: str, percent: tuple[float, ...], slots: int, any_device: str, checkpoints: Checkpoints, offload: Path
+    schedule: str, percent: tuple[float, ...], buffers: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    with opened_store("opt", percent, any_device, checkpoints, offload, schedule=schedule, slots=slots) as (store, made, _):
+    with opened_store("opt", percent, any_device, checkpoints, offload, schedule=schedule, buffers=buffers) as (store, made, _):
         run_and_compare(store, made, checkpoints, "opt", "float32", "float32")
 
 

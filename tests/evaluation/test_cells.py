@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from h2o_flexgen.evaluation.cells import FILE, Cell, Cells
-from h2o_flexgen.evaluation.figures import Figure
+from h2o_flexgen.evaluation.cells import FILE, Cell, Cells, Figure
 
 FIGURES = (
     Figure("accuracy", 0.75, 0.1, 4, "hidden questions", examples=(1.0, 1.0, 0.0, 1.0)),

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from h2o_flexgen.evaluation.figures import Figure, mean, of_exponents, of_means, ratio_of_sums
+from h2o_flexgen.evaluation.cells import Figure, mean, of_exponents, of_means, ratio_of_sums
 
 FULL, OWN = [1.0, 0.5, 0.75, 1.0, 0.25], [0.5, 0.5, 0.75, 0.75, 0.0]
 

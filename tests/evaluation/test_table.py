@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.evaluation.cells import Cell
-from h2o_flexgen.evaluation.figures import Figure, mean
+from h2o_flexgen.evaluation.cells import Cell, Figure, mean
 from h2o_flexgen.evaluation.grid import BudgetShare, Grid
 from h2o_flexgen.evaluation.grid_picture import _scale, draw_quality, panel_title, panels_of, style
 from h2o_flexgen.evaluation.result_table import Results, details, tables

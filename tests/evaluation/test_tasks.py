@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from h2o_flexgen.evaluation.cells import Cells
-from h2o_flexgen.evaluation.figures import Figure
+from h2o_flexgen.evaluation.cells import Cells, Figure
 from h2o_flexgen.evaluation.grid import BudgetShare, Setting
 from h2o_flexgen.evaluation.grid_run import Evaluation
 from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS

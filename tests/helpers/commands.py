@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.cli.report.summary import INDENT
 from h2o_flexgen.cli.slow import SLOW
-from h2o_flexgen.cli.summary import INDENT
 
 PROGRESS = ("opening ", "run: ", "evaluate: ", "batch: ", "planning for ", "calibrating ")
 OF_MACHINE = f"{SLOW}: "  # what a command says of the machine that the tests run on

@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix
 from h2o_flexgen.kernels.operations import decode, encode
-from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import load_config, tensor_names
 from h2o_flexgen.models.base import Model, Weights
@@ -35,7 +35,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
@@ -139,7 +138,7 @@ class Case:
     gen_len: int = 4
     gpu_batch_size: int = 2
     num_gpu_batches: int = 2
-    slots: int = 2
+    buffers: int = 2
     sep_layer: bool = True
     overlap: bool = True
     schedule: str = "zigzag"
@@ -155,7 +154,7 @@ class Case:
 
     @property
     def plan_options(self) -> dict[str, Any]:
-        names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
+        names = ("gpu_batch_size", "num_gpu_batches", "buffers", "sep_layer", "schedule", "prefill_tokens")
         names += ("weight_codec", "kv_codec", "compute", "attend_on")
         return {name: getattr(self, name) for name in names} | {"graphs": "auto", **self.policy_options}
 
@@ -244,11 +243,11 @@ class Read:
         packed: dict[str, Tensor] = {}
         for name, tensor in model.spec.tensors.items():
             data, tensors[name] = as_stored(opened.checkpoint, tensor)
-            if tensor.codec != PLAIN:
-                is_kept = tensor.codec == opened.checkpoint.stored_as(name).codec
-                kept = data if is_kept else encoded_with(tensor.codec, tensors[name])
-                tensors[name] = decoded_with(tensor.codec, kept, tensor.shape, getattr(torch, model.spec.dtype))
-                units = -(-tensor.shape[0] // CODECS[tensor.codec].rows_together)
+            if tensor.format != PLAIN:
+                is_kept = tensor.format == opened.checkpoint.stored_as(name).format
+                kept = data if is_kept else encoded_with(tensor.format, tensors[name])
+                tensors[name] = decoded_with(tensor.format, kept, tensor.shape, getattr(torch, model.spec.dtype))
+                units = -(-tensor.shape[0] // FORMATS[tensor.format].rows_together)
                 packed[name] = kept.view(units, -1).to(device)
         weights = [{name: one.to(device) for name, one in layer.items()} for layer in weights_by_layer(model, tensors)]
         return cls(model, weights, packed)
@@ -314,23 +313,23 @@ class Checkpoints:
         return generated.sequences[0, prompt.shape[1] :].tolist(), torch.cat(generated.logits)
 
     def model(
-        self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN, compute: str | None = None
+        self, kind: str, stored: str, dtype: str, device: str = "cpu", format: str = PLAIN, compute: str | None = None
     ) -> tuple[Model, list[Weights]]:
         """The model's weights. A codec's weights are computed with as decoded; where it is said how to `compute`, they are
         matrices in its bytes, except a table that rows are looked up in; and plain ones beside rounded products are steady."""
-        key = kind, stored, dtype, device, codec, compute or EXACT
+        key = kind, stored, dtype, device, format, compute or EXACT
         if key not in self.read:
-            plan = Plan(weight_codec=codec, compute=compute or EXACT)
+            plan = Plan(weight_codec=format, compute=compute or EXACT)
             self.read[key] = Read.of(self.opened(kind, stored, dtype), plan, device)
         read = self.read[key]
         weights = [dict(own) for own in read.weights]
         if compute is not None:
             for layer, own in zip(read.model.spec.layers, weights):
                 for name, tensor in layer.tensors:
-                    if tensor.codec != PLAIN and name != layer.token_table:
+                    if tensor.format != PLAIN and name != layer.token_table:
                         room = DecodeBuffer(torch.empty_like(own[name]))
                         own[name] = PackedMatrix(
-                            read.packed[tensor.name], tensor.codec, tensor.shape[0], room, PRODUCTS[compute]
+                            read.packed[tensor.name], tensor.format, tensor.shape[0], room, PRODUCTS[compute]
                         )
                     elif compute == INT8 and name in dict(layer.products):
                         own[name] = SteadyMatrix(own[name])
@@ -376,7 +375,7 @@ class Checkpoints:
 def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tensor]:
     """The bytes of a tensor in the form of its checkpoint, and its values."""
     found, stored = checkpoint.located(tensor), checkpoint.stored_as(tensor.name)
-    own = replace(tensor, codec=stored.codec, itemsize=stored.itemsize)
+    own = replace(tensor, format=stored.format, itemsize=stored.itemsize)
     data = torch.zeros(own.nbytes, dtype=torch.uint8)
     if isinstance(found, StoredMatrix) and found.make is not None:
         found.make(data)
@@ -388,18 +387,18 @@ def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tenso
     if isinstance(found, StoredTensor):
         values = data.view(getattr(torch, found.dtype))
         return data, values.view(tensor.shape[::-1]).T.contiguous() if found.is_turned else values.view(tensor.shape)
-    return data, decoded_with(stored.codec, data, tensor.shape, torch.float32)
+    return data, decoded_with(stored.format, data, tensor.shape, torch.float32)
 
 
-def encoded_with(codec: str, values: Tensor) -> Tensor:
-    data = torch.empty(CODECS[codec].nbytes(tuple(values.shape), values.itemsize), dtype=torch.uint8)
-    encode(codec, values, data)
+def encoded_with(format: str, values: Tensor) -> Tensor:
+    data = torch.empty(FORMATS[format].nbytes(tuple(values.shape), values.itemsize), dtype=torch.uint8)
+    encode(format, values, data)
     return data
 
 
-def decoded_with(codec: str, data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def decoded_with(format: str, data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     out = torch.empty(shape, dtype=dtype)
-    decode(codec, data, out)
+    decode(format, data, out)
     return out
 
 

@@ -18,13 +18,14 @@ from torch.nn import functional
 
 from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredTensor
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.kernels import operations, table
+from h2o_flexgen.formats import kernel_table
+from h2o_flexgen.formats.kernel_table import DECODE, ENCODE, PRODUCT, Kernel
+from h2o_flexgen.formats.table import FORMATS, PLAIN
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.helpers.contract import Case, Checkpoints, opened
 
 TRAILER = torch.tensor([0x5A] * 7, dtype=torch.uint8)
@@ -75,15 +76,15 @@ KERNELS_OF_IT = {"inverted_encode": Inverted.encode, "inverted_decode": Inverted
 
 def rows_of(kernels: Iterable[Kernel], op: str, form: str) -> tuple[Kernel, ...]:
     """The rows of another table, in place of kernels_of."""
-    return tuple(kernel for kernel in kernels if kernel.op == op and kernel.form == form)
+    return tuple(kernel for kernel in kernels if kernel.op == op and kernel.format == form)
 
 
 @contextmanager
-def registered(codec: Inverted) -> Iterator[Inverted]:
-    rows = patch.object(table, "kernels_of", partial(rows_of, (*codec.kernels, *table.kernels())))
-    with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
+def registered(format: Inverted) -> Iterator[Inverted]:
+    rows = patch.object(kernel_table, "kernels_of", partial(rows_of, (*format.kernels, *kernel_table.kernels())))
+    with patch.dict(FORMATS, {format.name: format}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
         operations._kernel.cache_clear()
-        yield codec
+        yield format
     operations._kernel.cache_clear()
 
 
@@ -98,9 +99,9 @@ class InvertedCheckpoint:
         self._packed: dict[str, StoredTensor] = {}
         content = bytearray(ODD_OFFSET)
         for tensor in spec.tensors.values():
-            if tensor.codec != PLAIN:
+            if tensor.format != PLAIN:
                 data = torch.empty(tensor.nbytes, dtype=torch.uint8)
-                encode(tensor.codec, values[tensor.name], data)
+                encode(tensor.format, values[tensor.name], data)
                 at = len(content)
                 self._packed[tensor.name] = StoredTensor(tensor.name, file, at, data.nbytes, "U8", tensor.shape)
                 content += data.numpy().tobytes()
@@ -111,8 +112,8 @@ class InvertedCheckpoint:
 
     def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
         wanted = list(tensors)
-        plain = self._plain.locate(tensor for tensor in wanted if tensor.codec == PLAIN)
-        return {**plain, **{tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.codec != PLAIN}}
+        plain = self._plain.locate(tensor for tensor in wanted if tensor.format == PLAIN)
+        return {**plain, **{tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.format != PLAIN}}
 
     def fill(self, tensor: TensorSpec, out: Tensor) -> bool:
         return False
@@ -122,9 +123,9 @@ class InvertedCheckpoint:
 
 
 @contextmanager
-def opened_inverted(case: Case, checkpoints: Checkpoints, offload: Path, codec: Inverted | None = None) -> Iterator[LLM]:
+def opened_inverted(case: Case, checkpoints: Checkpoints, offload: Path, format: Inverted | None = None) -> Iterator[LLM]:
     """The case with its matrices inverted, in a packed file. Bytes are looked at as they are decoded, which no graph can do."""
-    with registered(codec or Inverted()) as chosen, case.open(checkpoints, offload, graphs="off") as llm:
+    with registered(format or Inverted()) as chosen, case.open(checkpoints, offload, graphs="off") as llm:
         llm.model.spec = llm.spec.packed(chosen.name)
         llm.source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
         yield llm

@@ -18,12 +18,12 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.judges import linear_judges
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.judge import Judge
-from h2o_flexgen.kv.judges.table import judge_of
+from h2o_flexgen.kv.judges import Judge, judge_of
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits
@@ -33,7 +33,6 @@ from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
-from h2o_flexgen.quant.codec import PLAIN
 from tests.helpers.probes import probe_for
 
 

@@ -41,7 +41,7 @@ def test_logprobs_are_a_number_for_prompts_and_a_truth_for_chats() -> None:
     assert options(True, logprobs=True).params.logprobs == 0
     assert options(True, logprobs=True, top_logprobs=3).params.logprobs == 3
     assert options(True, logprobs=False).params.logprobs is None
-    assert refused(logprobs=True) == "logprobs is True; allowed is a whole number, 0 to 2147483647"
+    assert refused(logprobs=True) == "logprobs is True; allowed is a whole number from 0 to 2147483647"
     assert refused(True, logprobs=2) == "logprobs is 2; allowed is true or false"
     assert refused(True, top_logprobs=2) == "top_logprobs is 2, and logprobs is not true; add it"
 
@@ -104,13 +104,13 @@ def test_the_best_of_as_many_as_are_returned_is_let_pass_and_of_greedy_ones(give
         ({"max_new_tokens": 1}, "unknown field 'max_new_tokens': it is called max_tokens"),
         ({"id": "a"}, "unknown field 'id': it is called custom_id"),
         ({"wibble": 1, "wobble": 2}, "unknown field 'wibble', and 'wobble'"),
-        ({"temperature": "hot"}, "temperature is 'hot'; allowed is 0 to 100; 0 is greedy"),
+        ({"temperature": "hot"}, "temperature is 'hot'; allowed is a number from 0 to 100; 0 is greedy"),
         ({"stop": ""}, "stop is ''; allowed is a text that is not empty, or a list of such; [] is none"),
         ({"stop": ["a", ""]}, "stop is ['a', '']; allowed is a text that is not empty"),
         ({"best_of": 1, "n": 2, "temperature": 0}, "best_of is 1; make n completions"),
         ({"max_completion_tokens": 0}, "max_completion_tokens is 0, which is for prompts that are only scored"),
         ({"max_completion_tokens": "5"}, "max_completion_tokens is '5'; allowed is a whole number"),
-        ({"temperature": 101}, "temperature is 101; allowed is 0 to 100"),
+        ({"temperature": 101}, "temperature is 101; allowed is a number from 0 to 100"),
         ({"echo": 1}, "echo is 1; allowed is true or false"),
         ({"return_token_ids": "yes"}, "return_token_ids is 'yes'; allowed is true or false"),
         ({"max_tokens": 0}, "max_tokens is 0, which is for prompts that are only scored; add echo and logprobs"),

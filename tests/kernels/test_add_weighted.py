@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.add_weighted import add_weighted, add_weighted_twin
+from h2o_flexgen.kernels.row_functions import add_weighted, add_weighted_twin
 from tests.kernels.variants import VARIANTS, used
 
 SUMS, WIDTH, COUNTS = 7, 1037, (3, 7, 1, 5)

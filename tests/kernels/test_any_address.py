@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import BLOCKED, LARGE, Blocked
+from h2o_flexgen.formats.kernel_table import INT8_PRODUCT, PRODUCT, TORCH
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import decode, packed_product
-from h2o_flexgen.kernels.table import INT8_PRODUCT, PRODUCT, TORCH
-from h2o_flexgen.quant.blocked import BLOCKED, LARGE, Blocked
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
@@ -21,22 +21,22 @@ ROWS = 1, 4, 20  # dot products, few rows and many
 
 
 @pytest.mark.parametrize("variant", [TORCH, *VARIANTS])
-@all_of({"codec": BLOCKED})
-def test_blocks_say_the_same_from_any_address(variant: str, codec: Blocked) -> None:
-    aligned = random_matrix(codec, OUTPUTS, INPUTS)
+@all_of({"format": BLOCKED})
+def test_blocks_say_the_same_from_any_address(variant: str, format: Blocked) -> None:
+    aligned = random_matrix(format, OUTPUTS, INPUTS)
     with used(variant):
-        expected = all_made_of(codec, aligned)
+        expected = all_made_of(format, aligned)
         for shift in SHIFTS:
             room = torch.empty(aligned.numel() + shift, dtype=torch.uint8)
             moved = room[shift:].copy_(aligned.flatten()).view(aligned.shape)
-            assert all(torch.equal(*pair) for pair in zip(all_made_of(codec, moved), expected, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(all_made_of(format, moved), expected, strict=True))
 
 
-def all_made_of(codec: Blocked, data: Tensor) -> list[Tensor]:
+def all_made_of(format: Blocked, data: Tensor) -> list[Tensor]:
     """Its values, and the products that there are of them here."""
     values = torch.empty(OUTPUTS, INPUTS)
-    decode(codec.name, data, values)
+    decode(format.name, data, values)
     draw = torch.Generator().manual_seed(1)
     factors = [Factor(torch.randn(rows, INPUTS, generator=draw)) for rows in ROWS]
-    products = (packed_product(op, codec.name, x, data, OUTPUTS, None) for op in (PRODUCT, INT8_PRODUCT) for x in factors)
+    products = (packed_product(op, format.name, x, data, OUTPUTS, None) for op in (PRODUCT, INT8_PRODUCT) for x in factors)
     return [values, *(product for product in products if product is not None)]

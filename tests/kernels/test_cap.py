@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention
 from tests.kernels.variants import VARIANTS, used
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels.changed_slots import NUMBER, ChangedSlots, gather_slots_twin
+from h2o_flexgen.kernels.evict import NUMBER, ChangedSlots, gather_slots_twin
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])

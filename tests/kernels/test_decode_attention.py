@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.helpers.all_of import all_of
@@ -125,7 +125,7 @@ def test_packed_slots_are_attended_as_what_they_decode_to(
     """Also where keys were unpacked before, to be rotated, and values were not."""
     q, keys, values, held, mask = drawn(shape, dtype)
     coding = Coding(f"group{bits}", dtype, shape[4])
-    kept = [KVSlots(coding.encode(tensor), coding.codec) for tensor in (keys, values)]
+    kept = [KVSlots(coding.encode(tensor), coding.format) for tensor in (keys, values)]
     unpacked = [coding.decode(one.data) for one in kept]
     with used(variant):
         for gathers in (SUM, MAX):
@@ -150,7 +150,7 @@ def test_every_value_of_float16_is_read_as_what_it_is(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @all_of(
     {
-        "codec": ["plain", "group4", "group8"],
+        "format": ["plain", "group4", "group8"],
         "dtype": list(TOLERANCES),
         "where": ["q", "keys", "values"],
         "what": [torch.nan, torch.inf],
@@ -158,17 +158,17 @@ def test_every_value_of_float16_is_read_as_what_it_is(variant: str) -> None:
     }
 )
 def test_what_is_no_number_stays_none_and_harms_no_other_head(
-    variant: str, codec: str, dtype: torch.dtype, where: str, what: float, group: int
+    variant: str, format: str, dtype: torch.dtype, where: str, what: float, group: int
 ) -> None:
     q, keys, values, held, mask = drawn((2, 2, group, 37, 64), dtype)
     given = {"q": q, "keys": keys, "values": values}
-    coding, held, mask = Coding(codec, dtype, 64), torch.full_like(held, 37), torch.zeros_like(mask)
+    coding, held, mask = Coding(format, dtype, 64), torch.full_like(held, 37), torch.zeros_like(mask)
 
     def attended() -> tuple[Tensor, Tensor]:
         kept = [coding.encode(given[name]) for name in ("keys", "values")]
         twin = decode_attention_twin(given["q"].float(), *(KVSlots(coding.decode(one).float()) for one in kept), held, mask)
-        with_highest = decode_attention(given["q"], *(KVSlots(one, codec) for one in kept), held, mask, gathers=MAX)
-        out, got = decode_attention(given["q"], *(KVSlots(one, codec) for one in kept), held, mask)
+        with_highest = decode_attention(given["q"], *(KVSlots(one, format) for one in kept), held, mask, gathers=MAX)
+        out, got = decode_attention(given["q"], *(KVSlots(one, format) for one in kept), held, mask)
         assert torch.equal(with_highest[0].isnan(), out.isnan()) and torch.equal(with_highest[1].isnan(), got.isnan())
         return out, twin[0]
 
@@ -187,11 +187,11 @@ def test_packed_slots_give_the_same_bits_in_any_company(variant: str, bits: int,
     coding = Coding(f"group{bits}", torch.bfloat16, 64)
     kept = [coding.encode(tensor) for tensor in (keys, values)]
     with used(variant):
-        together = decode_attention(q, *(KVSlots(one, coding.codec) for one in kept), held, mask)
+        together = decode_attention(q, *(KVSlots(one, coding.format) for one in kept), held, mask)
         for row in range(5):
             one = slice(row, row + 1)
             apart = [tensor[one].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in kept]
-            alone = decode_attention(q[one], *(KVSlots(each, coding.codec) for each in apart), held[one], mask[one])
+            alone = decode_attention(q[one], *(KVSlots(each, coding.format) for each in apart), held[one], mask[one])
             assert torch.equal(alone[0], together[0][one]) and torch.equal(alone[1], together[1][one])
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.append import append_twin
-from h2o_flexgen.kernels.evict import LEAST_SCORE, chances, evict_twin
-from h2o_flexgen.kernels.gathers import MAX, SUM
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, chances, evict_twin
 from h2o_flexgen.kernels.operations import evict
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used

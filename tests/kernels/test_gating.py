@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gating import gated_gelu_tanh_twin, gated_gelu_twin, gated_silu_twin
 from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_silu
+from h2o_flexgen.kernels.row_functions import gated_gelu_tanh_twin, gated_gelu_twin, gated_silu_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels.group_decode import group_decode_twin
+from h2o_flexgen.formats.grouped import Grouped
+from h2o_flexgen.kernels.group_codes import group_decode_twin
 from h2o_flexgen.kernels.operations import decode, encode
-from h2o_flexgen.quant.grouped import Grouped
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels import group_encode as module
-from h2o_flexgen.kernels.group_encode import group_encode_twin
+from h2o_flexgen.formats.grouped import Grouped
+from h2o_flexgen.kernels import group_codes as module
+from h2o_flexgen.kernels.group_codes import group_encode_twin
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.quant.grouped import Grouped
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.append import append_twin
-from h2o_flexgen.kernels.halves_apart import halves_apart_twin
-from h2o_flexgen.kernels.newest import Newest, Notes
+from h2o_flexgen.kernels.append import RotationAngles, append_twin, rotate_twin
+from h2o_flexgen.kernels.evict import Newest, Notes
 from h2o_flexgen.kernels.operations import append, halves_apart, rotate
-from h2o_flexgen.kernels.rotate import RotationAngles, rotate_twin
+from h2o_flexgen.kernels.row_functions import halves_apart_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 

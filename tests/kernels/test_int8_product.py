@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.group_codes import tile_decode_twin, tile_encode_twin
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
-from h2o_flexgen.kernels.tile_rows import tile_decode_twin, tile_encode_twin
-from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
@@ -71,17 +71,17 @@ def test_threads_change_nothing(variant: str, bits: int, rows: int) -> None:
 @all_of({"bits": [4, 8]})
 def test_extreme_codes_do_not_saturate(variant: str, bits: int) -> None:
     """All codes are the largest and x has the largest magnitude: sums reach their limits."""
-    codec = Tiled(bits)
-    blocks = torch.zeros(1, 2, codec.block_bytes, dtype=torch.uint8)
-    blocks[..., : TILE * codec.as_rows.code_bytes] = 255
-    blocks[..., TILE * codec.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
+    format = Tiled(bits)
+    blocks = torch.zeros(1, 2, format.block_bytes, dtype=torch.uint8)
+    blocks[..., : TILE * format.as_rows.code_bytes] = 255
+    blocks[..., TILE * format.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
     for sign in (1.0, -1.0):
         x = torch.full((9, 128), sign)
         with used(variant):
-            found = int8_product(codec, Factor(x), blocks.flatten(1), 16, None)
+            found = int8_product(format, Factor(x), blocks.flatten(1), 16, None)
         dot = 128 * 127 * (2**bits - 1)
         assert torch.allclose(found, torch.full((9, 16), sign * (dot + 128 * 127) * 0.5 / 127), rtol=1e-6)
-        assert torch.equal(found, int8_product_twin(codec, Factor(x), blocks.flatten(1), 16, None))
+        assert torch.equal(found, int8_product_twin(format, Factor(x), blocks.flatten(1), 16, None))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

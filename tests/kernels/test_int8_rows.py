@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows, int8_rows_twin
+from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows, int8_rows_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
+from h2o_flexgen.kernels.evict import lowest_slot, lowest_slot_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 

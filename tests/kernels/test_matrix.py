@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from h2o_flexgen.formats.grouped import TILE
+from h2o_flexgen.formats.kernel_table import INT8_PRODUCT
+from h2o_flexgen.formats.table import FORMATS, PLAIN, STORED, TILED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix, linear_of_each
 from h2o_flexgen.kernels.operations import decode, encode, plain_product
-from h2o_flexgen.kernels.table import INT8_PRODUCT
-from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED, TILED
-from h2o_flexgen.quant.tiled import TILE
 from tests.helpers.inverted import Inverted, registered
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
@@ -24,19 +24,19 @@ INPUTS, FEW = 128, 2
 @pytest.fixture
 def inverted() -> Iterator[Inverted]:
     """A codec whose few rows are multiplied with its bytes."""
-    with registered(Inverted(few_rows=FEW)) as codec:
-        yield codec
+    with registered(Inverted(few_rows=FEW)) as format:
+        yield format
 
 
 def room(outputs: int) -> DecodeBuffer:
     return DecodeBuffer(torch.empty(outputs, INPUTS))
 
 
-def matrix(codec: str, outputs: int, room: DecodeBuffer | None) -> PackedMatrix:
-    units = -(-outputs // CODECS[codec].rows_together)
-    data = torch.empty(CODECS[codec].nbytes((outputs, INPUTS), 4), dtype=torch.uint8).view(units, -1)
-    encode(codec, torch.randn(outputs, INPUTS), data)
-    return PackedMatrix(data, codec, outputs, room)
+def matrix(format: str, outputs: int, room: DecodeBuffer | None) -> PackedMatrix:
+    units = -(-outputs // FORMATS[format].rows_together)
+    data = torch.empty(FORMATS[format].nbytes((outputs, INPUTS), 4), dtype=torch.uint8).view(units, -1)
+    encode(format, torch.randn(outputs, INPUTS), data)
+    return PackedMatrix(data, format, outputs, room)
 
 
 def test_it_is_decoded_once_until_its_room_is_taken_or_its_bytes_are_others(inverted: Inverted) -> None:
@@ -66,10 +66,10 @@ def test_no_rows_are_multiplied_as_one_is(inverted: Inverted, rows: int) -> None
     assert matrix(inverted.name, 9, None).linear(Factor(torch.empty(rows, INPUTS)), None).shape == (rows, 9)
 
 
-@pytest.mark.parametrize("codec", [codec.name for codec in TILED])
+@pytest.mark.parametrize("format", [format.name for format in TILED])
 @pytest.mark.parametrize(("start", "stop"), [(0, TILE), (TILE, 2 * TILE), (2 * TILE, 39), (0, 39)])
-def test_a_part_of_whole_units_has_its_rows(codec: str, start: int, stop: int) -> None:
-    whole = matrix(codec, 39, room(39))
+def test_a_part_of_whole_units_has_its_rows(format: str, start: int, stop: int) -> None:
+    whole = matrix(format, 39, room(39))
     part = whole.part(slice(start, stop), room(stop - start))
     assert part.outputs == stop - start and torch.equal(part.values(), whole.values()[start:stop])
     with pytest.raises(AssertionError):
@@ -93,14 +93,14 @@ BESIDE_ROUNDED = PLAIN, "tiles4", "tiles8", "q4_0", "q6_K", "fp8-128x128-float32
 
 def beside_rounded(form: str, outputs: int, inputs: int, dtype: torch.dtype) -> PackedMatrix | SteadyMatrix:
     """A matrix of a model whose products are rounded where they can be."""
-    codec, values = CODECS[form], torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1))
+    format, values = FORMATS[form], torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1))
     if form == PLAIN:
         return SteadyMatrix(values.to(dtype))
-    if codec in STORED:
-        data = random_matrix(codec, outputs, inputs)
+    if format in STORED:
+        data = random_matrix(format, outputs, inputs)
     else:
-        units = -(-outputs // codec.rows_together)
-        data = torch.empty(codec.nbytes((outputs, inputs), 4), dtype=torch.uint8).view(units, -1)
+        units = -(-outputs // format.rows_together)
+        data = torch.empty(format.nbytes((outputs, inputs), 4), dtype=torch.uint8).view(units, -1)
         encode(form, values, data)
     return PackedMatrix(data, form, outputs, None, INT8_PRODUCT)
 

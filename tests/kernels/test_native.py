@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels import native as kernels
-from h2o_flexgen.kernels.table import CPU, TORCH
 from tests.kernels.variants import VARIANTS, used
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.functions import FUNCTIONS
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
 from tests.helpers.all_of import all_of

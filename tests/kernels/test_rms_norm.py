@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels.operations import rms_norm
-from h2o_flexgen.kernels.rms_norm import rms_norm_twin
+from h2o_flexgen.kernels.row_functions import rms_norm_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import CPU, INT8_PRODUCT, PRODUCT, PRODUCT_OPS, TORCH, kernels
+from h2o_flexgen.formats.table import FORMATS, STORED
 from h2o_flexgen.kernels import matrix as matrices
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import SEVERAL
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, linear_of_each
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, PRODUCT, PRODUCT_OPS, TORCH, kernels
-from h2o_flexgen.quant.codec import CODECS, STORED
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 
@@ -29,11 +29,11 @@ def matrix_of(form: str, number: int, product: str, dtype: torch.dtype) -> Packe
     values = torch.randn(OUTPUTS, INPUTS, generator=made).to(dtype)
     if form == "plain":
         return values
-    codec = CODECS[form]
-    if codec in STORED:
-        data = random_matrix(codec, OUTPUTS, INPUTS, seed=number)
+    format = FORMATS[form]
+    if format in STORED:
+        data = random_matrix(format, OUTPUTS, INPUTS, seed=number)
     else:
-        data = torch.empty(codec.nbytes((OUTPUTS, INPUTS), 0), dtype=torch.uint8).view(-(-OUTPUTS // codec.rows_together), -1)
+        data = torch.empty(format.nbytes((OUTPUTS, INPUTS), 0), dtype=torch.uint8).view(-(-OUTPUTS // format.rows_together), -1)
         encode(form, values, data)
     return PackedMatrix(data, form, OUTPUTS, DecodeBuffer(torch.empty(OUTPUTS, INPUTS, dtype=dtype)), product)
 
@@ -71,7 +71,7 @@ def test_who_does_several_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch)
 
     def counted(function: object) -> object:
         several = SEVERAL[function]  # type: ignore[index]
-        return lambda codec, x, meetings, out: (asked.append(len(meetings)), several(codec, x, meetings, out))
+        return lambda format, x, meetings, out: (asked.append(len(meetings)), several(format, x, meetings, out))
 
     for function in list(SEVERAL):
         monkeypatch.setitem(SEVERAL, function, counted(function))

@@ -41,18 +41,18 @@ def exact(q: Tensor, keys: Tensor, values: Tensor, cap: float | None = None) -> 
 
 
 @pytest.mark.parametrize("variant", LINKS)
-@pytest.mark.parametrize("codec", ["plain", "group4", "group8"])
+@pytest.mark.parametrize("format", ["plain", "group4", "group8"])
 @all_of({"dtype": DTYPES, "shape": SHAPES, "scale": [0.01, 30.0]})
 def test_it_is_as_near_to_float64_as_float32_is(
-    variant: str, codec: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float, monkeypatch: pytest.MonkeyPatch
+    variant: str, format: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, *text = drawn(shape, dtype, scale)
-    coding = Coding(codec, dtype, shape[4])
+    coding = Coding(format, dtype, shape[4])
     kept = [coding.encode(half) for half in text]
     if variant != "torch":
         monkeypatch.setitem(FUNCTIONS, "shared_attention_twin", never)
     with used(variant):
-        found = shared_attention(q, *(KVSlots(half, codec) for half in kept))
+        found = shared_attention(q, *(KVSlots(half, format) for half in kept))
     # where torch attends packed text, that has been decoded to the type of queries
     expected = exact(q, *(coding.decode(half) if variant == "torch" else decoded_exactly(half, coding) for half in kept))
     for ours, wanted in zip(found, expected):
@@ -61,17 +61,17 @@ def test_it_is_as_near_to_float64_as_float32_is(
 
 
 def decoded_exactly(kept: Tensor, coding: Coding) -> Tensor:
-    return kept if coding.is_plain else Coding(coding.codec, torch.float32, coding.head_dim).decode(kept)
+    return kept if coding.is_plain else Coding(coding.format, torch.float32, coding.head_dim).decode(kept)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("codec", ["plain", "group4"])
+@pytest.mark.parametrize("format", ["plain", "group4"])
 @all_of({"dtype": DTYPES})
-def test_neither_strides_nor_company_nor_threads_change_a_bit(variant: str, codec: str, dtype: torch.dtype) -> None:
+def test_neither_strides_nor_company_nor_threads_change_a_bit(variant: str, format: str, dtype: torch.dtype) -> None:
     q, *text = drawn((60, 3, 2, 300, 64), dtype)
-    coding = Coding(codec, dtype, 64)
-    kept = [KVSlots(coding.encode(half), codec) for half in text]
-    by_token = [KVSlots(half.data.transpose(0, 1).contiguous().transpose(0, 1), codec) for half in kept]
+    coding = Coding(format, dtype, 64)
+    kept = [KVSlots(coding.encode(half), format) for half in text]
+    by_token = [KVSlots(half.data.transpose(0, 1).contiguous().transpose(0, 1), format) for half in kept]
     before = torch.get_num_threads()
     with used(variant):
         expected = shared_attention(q, *kept)
@@ -146,19 +146,19 @@ def mask_behind(held: Tensor, slots: int) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", LINKS)
-@pytest.mark.parametrize("codec", ["group4", "group8"])
+@pytest.mark.parametrize("format", ["group4", "group8"])
 @all_of({"group": [1, 4]})
-def test_a_step_over_packed_parts_is_one_over_what_they_decode_to(variant: str, codec: str, group: int) -> None:
-    draw, coding = torch.Generator().manual_seed(group), Coding(codec, torch.bfloat16, 64)
+def test_a_step_over_packed_parts_is_one_over_what_they_decode_to(variant: str, format: str, group: int) -> None:
+    draw, coding = torch.Generator().manual_seed(group), Coding(format, torch.bfloat16, 64)
     q = torch.randn(3, 2, group, 64, generator=draw).bfloat16()
     own = [coding.encode(torch.randn(3, 2, 20, 64, generator=draw).bfloat16()) for _ in range(2)]
     shared = [coding.encode(torch.randn(2, 70, 64, generator=draw).bfloat16()) for _ in range(2)]
     whole = [coding.decode(torch.cat((of_all.expand(3, -1, -1, -1), of_row), 2)) for of_all, of_row in zip(shared, own)]
     held = torch.tensor([20, 7, 1])
     with used(variant):
-        more = shared_attention(q.view(3, -1, 64), *(KVSlots(half, codec) for half in shared))
+        more = shared_attention(q.view(3, -1, 64), *(KVSlots(half, format) for half in shared))
         more = More(more.scores.view(3, 1, -1), more.values.view(3, 1, -1, 64))
-        out, sums = decode_attention(q, *(KVSlots(half, codec) for half in own), held, mask_behind(held, 20), more)
+        out, sums = decode_attention(q, *(KVSlots(half, format) for half in own), held, mask_behind(held, 20), more)
         wanted, shares = decode_attention(q, *map(KVSlots, whole), 70 + held, mask_behind(70 + held, 90))
     assert (out - wanted).abs().max() <= 2e-2 * wanted.abs().max()
     assert (sums - shares[..., 70:]).abs().max() <= 2e-2 * shares.max()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.sectioned import Int4
+from h2o_flexgen.formats.table import FP4, INT4
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.stored_int8_product import Whole, part_of, stored_int8_product, stored_int8_product_twin
-from h2o_flexgen.kernels.stored_parts import blocked_parts, sectioned_parts
-from h2o_flexgen.quant.blocked import BLOCKED, Blocked
-from h2o_flexgen.quant.codec import FP4, INT4
-from h2o_flexgen.quant.sectioned import Int4
+from h2o_flexgen.kernels.stored_values import blocked_parts, sectioned_parts
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
@@ -25,10 +25,10 @@ KINDS = [Int4(64, "float16", False, False), Int4(128, "bfloat16", True, True), *
 ROWS = (*range(1, 8), 13, 64, 258)
 
 
-def values_of(codec: Whole, data: Tensor, outputs: int, inputs: int) -> Tensor:
-    if isinstance(codec, Blocked):
-        return blocked_parts(codec, data).values
-    return sectioned_parts(codec, data, outputs, inputs).values
+def values_of(format: Whole, data: Tensor, outputs: int, inputs: int) -> Tensor:
+    if isinstance(format, Blocked):
+        return blocked_parts(format, data).values
+    return sectioned_parts(format, data, outputs, inputs).values
 
 
 def x_of(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,68 +39,68 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=-1e30), other.nan_to_num(nan=-1e30))
 
 
-def least_inputs(codec: Whole) -> int:
+def least_inputs(format: Whole) -> int:
     """Inputs that are no whole number of groups of x, if there can be such."""
-    return codec.values * 3 if isinstance(codec, Blocked) else codec.group * 3
+    return format.values * 3 if isinstance(format, Blocked) else format.group * 3
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@all_of({"codec": KINDS})
-def test_c_and_torch_agree_for_any_number_of_rows(variant: str, codec: Whole) -> None:
-    least = least_inputs(codec)
+@all_of({"format": KINDS})
+def test_c_and_torch_agree_for_any_number_of_rows(variant: str, format: Whole) -> None:
+    least = least_inputs(format)
     for outputs, inputs in ((1, least // 3), (1, least), (35, 512), (66, 768 + least % 256)):
-        data, x = random_matrix(codec, outputs, inputs), x_of(max(ROWS), inputs)
-        expected = stored_int8_product_twin(codec, Factor(x), data, outputs, None)
+        data, x = random_matrix(format, outputs, inputs), x_of(max(ROWS), inputs)
+        expected = stored_int8_product_twin(format, Factor(x), data, outputs, None)
         with used(variant):
             for rows in ROWS:
-                assert same(stored_int8_product(codec, Factor(x[:rows]), data, outputs, None), expected[:rows])
+                assert same(stored_int8_product(format, Factor(x[:rows]), data, outputs, None), expected[:rows])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_form_is_multiplied_as_torch_does(variant: str) -> None:
-    for codec in FORMS:
-        inputs = least_inputs(codec)
-        data, x, bias = random_matrix(codec, 20, inputs), x_of(3, inputs, torch.bfloat16).view(3, 1, -1), x_of(1, 20)[0]
-        expected = stored_int8_product_twin(codec, Factor(x), data, 20, bias)
+    for format in FORMS:
+        inputs = least_inputs(format)
+        data, x, bias = random_matrix(format, 20, inputs), x_of(3, inputs, torch.bfloat16).view(3, 1, -1), x_of(1, 20)[0]
+        expected = stored_int8_product_twin(format, Factor(x), data, 20, bias)
         with used(variant):
-            found = stored_int8_product(codec, Factor(x), data, 20, bias)
-        assert found.shape == (3, 1, 20) and found.dtype == torch.bfloat16 and same(found, expected), codec
+            found = stored_int8_product(format, Factor(x), data, 20, bias)
+        assert found.shape == (3, 1, 20) and found.dtype == torch.bfloat16 and same(found, expected), format
 
 
-@all_of({"codec": FORMS})
-def test_the_product_is_near_that_of_the_values(codec: Whole) -> None:
-    inputs = least_inputs(codec)
-    data, x = random_matrix(codec, 40, inputs), x_of(20, inputs)
-    exact = x @ values_of(codec, data, 40, inputs).T
-    found = stored_int8_product_twin(codec, Factor(x), data, 40, None)
-    assert (found - exact).norm() < 0.01 * exact.norm() and part_of(codec) in (16, 32, 64)
+@all_of({"format": FORMS})
+def test_the_product_is_near_that_of_the_values(format: Whole) -> None:
+    inputs = least_inputs(format)
+    data, x = random_matrix(format, 40, inputs), x_of(20, inputs)
+    exact = x @ values_of(format, data, 40, inputs).T
+    found = stored_int8_product_twin(format, Factor(x), data, 40, None)
+    assert (found - exact).norm() < 0.01 * exact.norm() and part_of(format) in (16, 32, 64)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_extreme_codes_do_not_saturate(variant: str) -> None:
     """All codes are the largest or the least and x has the largest magnitude: sums reach their limits."""
-    for codec in KINDS:
+    for format in KINDS:
         for byte, sign in itertools.product((0, 255), (1.0, -1.0)):
-            data, x = random_matrix(codec, 17, 256), torch.full((7, 256), sign)
-            codes = data.view(17, -1, codec.block_bytes)[..., -16:] if isinstance(codec, Blocked) else data[:, : 17 * 128]
+            data, x = random_matrix(format, 17, 256), torch.full((7, 256), sign)
+            codes = data.view(17, -1, format.block_bytes)[..., -16:] if isinstance(format, Blocked) else data[:, : 17 * 128]
             codes.fill_(byte)
-            if codec.name == "q6_K":
-                data[:, :192], data[:, 208:] = byte, random_matrix(codec, 17, 256)[:, 208:]
+            if format.name == "q6_K":
+                data[:, :192], data[:, 208:] = byte, random_matrix(format, 17, 256)[:, 208:]
             with used(variant):
-                found = stored_int8_product(codec, Factor(x), data, 17, None)
-            assert same(found, stored_int8_product_twin(codec, Factor(x), data, 17, None)), codec
+                found = stored_int8_product(format, Factor(x), data, 17, None)
+            assert same(found, stored_int8_product_twin(format, Factor(x), data, 17, None)), format
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @all_of({"wrong": [float("nan"), float("inf")]})
 def test_what_is_not_finite_stays_so(variant: str, wrong: float) -> None:
-    codec = KINDS[2]
-    data, x = random_matrix(codec, 20, 160), x_of(3, 160)
+    format = KINDS[2]
+    data, x = random_matrix(format, 20, 160), x_of(3, 160)
     x[1, 159] = wrong
     data[5, :2] = torch.tensor([wrong], dtype=torch.float16).view(torch.uint8)
     with used(variant):
-        found = stored_int8_product(codec, Factor(x), data, 20, None)
-    assert same(found, stored_int8_product_twin(codec, Factor(x), data, 20, None))
+        found = stored_int8_product(format, Factor(x), data, 20, None)
+    assert same(found, stored_int8_product_twin(format, Factor(x), data, 20, None))
     assert not found[1].isfinite().any() and not found[:, 5].isfinite().any()
     assert found[0, :5].isfinite().all() and found[2, 6:].isfinite().all()
 

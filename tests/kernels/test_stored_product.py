@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.kernel_table import FUSED, PAIRS
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.stored_dots import stored_dots
-from h2o_flexgen.kernels.stored_matrix import Stored
-from h2o_flexgen.kernels.stored_pairs import stored_pairs, stored_pairs_twin
-from h2o_flexgen.kernels.stored_product import stored_product, stored_product_twin
-from h2o_flexgen.kernels.table import FUSED, PAIRS
-from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.kernels.stored_product import stored_dots, stored_pairs, stored_pairs_twin, stored_product, stored_product_twin
+from h2o_flexgen.kernels.stored_values import Stored
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, used
@@ -28,7 +26,7 @@ PRODUCTS = [stored_dots, stored_product]
 NO_PAIRS = pytest.param(PAIRS, marks=pytest.mark.skip("this processor has no instructions for pairs of bfloat16"))
 WITH_PAIRS = [variant for variant in VARIANTS if variant == PAIRS] or [NO_PAIRS]
 Product = Callable[[Stored, Factor, Tensor, int, Tensor | None], Tensor]
-forms = all_of({"codec": SOME})
+forms = all_of({"format": SOME})
 products = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.__name__)
 
 
@@ -36,9 +34,9 @@ def x_of(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows + inputs)).to(dtype)
 
 
-def near(found: Tensor, expected: Tensor, codec: Stored, x: Tensor, data: Tensor, outputs: int) -> bool:
+def near(found: Tensor, expected: Tensor, format: Stored, x: Tensor, data: Tensor, outputs: int) -> bool:
     eye = torch.eye(x.shape[-1])
-    values = stored_product_twin(codec, Factor(eye), data, outputs, None).T
+    values = stored_product_twin(format, Factor(eye), data, outputs, None).T
     summed = functional.linear(x.double().abs(), values.double().abs()) + 4
     close = (found.double() - expected.double()).abs() <= TOLERANCES[x.dtype] * summed
     return found.shape == expected.shape and found.dtype == expected.dtype == x.dtype and bool(close.all())
@@ -47,43 +45,43 @@ def near(found: Tensor, expected: Tensor, codec: Stored, x: Tensor, data: Tensor
 @pytest.mark.parametrize("variant", VARIANTS)
 @products
 @forms
-def test_c_and_torch_agree(variant: str, product: Product, codec: Stored) -> None:
+def test_c_and_torch_agree(variant: str, product: Product, format: Stored) -> None:
     for (outputs, least), dtype, rows in zip(SHAPES, (*TOLERANCES, torch.float32), (1, 7, 30, 5)):
-        inputs = inputs_of(codec, least)
-        data, x = random_matrix(codec, outputs, inputs), x_of(rows, inputs, dtype).view(rows, 1, inputs)
+        inputs = inputs_of(format, least)
+        data, x = random_matrix(format, outputs, inputs), x_of(rows, inputs, dtype).view(rows, 1, inputs)
         bias = x_of(1, outputs, dtype)[0] if rows % 2 else None
         with used(variant):
-            found = product(codec, Factor(x), data, outputs, bias)
-        expected = stored_product_twin(codec, Factor(x), data, outputs, bias)
-        assert near(found, expected, codec, x, data, outputs), (outputs, inputs)
+            found = product(format, Factor(x), data, outputs, bias)
+        expected = stored_product_twin(format, Factor(x), data, outputs, bias)
+        assert near(found, expected, format, x, data, outputs), (outputs, inputs)
 
 
 @pytest.mark.parametrize("variant", WITH_PAIRS)
 @forms
-def test_pairs_and_torch_agree(variant: str, codec: Stored) -> None:
+def test_pairs_and_torch_agree(variant: str, format: Stored) -> None:
     for (outputs, least), rows in zip(SHAPES, (1, 7, 30, 5)):
-        inputs = inputs_of(codec, least)
+        inputs = inputs_of(format, least)
         x, bias = x_of(rows, inputs, torch.bfloat16), x_of(1, outputs, torch.bfloat16)[0]
-        data = random_matrix(codec, outputs, inputs)
+        data = random_matrix(format, outputs, inputs)
         with used(variant):
-            found = stored_pairs(codec, Factor(x), data, outputs, bias)
-            in_company = [stored_pairs(codec, Factor(x[-some:]), data, outputs, bias) for some in range(1, rows)]
-        expected = stored_pairs_twin(codec, Factor(x), data, outputs, bias)
-        assert near(found, expected, codec, x, data, outputs), (outputs, inputs)
+            found = stored_pairs(format, Factor(x), data, outputs, bias)
+            in_company = [stored_pairs(format, Factor(x[-some:]), data, outputs, bias) for some in range(1, rows)]
+        expected = stored_pairs_twin(format, Factor(x), data, outputs, bias)
+        assert near(found, expected, format, x, data, outputs), (outputs, inputs)
         assert all(torch.equal(part, found[-len(part) :]) for part in in_company)
 
 
 @products
 @forms
-def test_a_row_comes_out_the_same_in_any_company_and_library(product: Product, codec: Stored) -> None:
-    outputs, inputs = 37, inputs_of(codec, 300)
-    data, x = random_matrix(codec, outputs, inputs), x_of(max(ROWS), inputs)
+def test_a_row_comes_out_the_same_in_any_company_and_library(product: Product, format: Stored) -> None:
+    outputs, inputs = 37, inputs_of(format, 300)
+    data, x = random_matrix(format, outputs, inputs), x_of(max(ROWS), inputs)
     found = {}
     for variant in VARIANTS:
         with used(variant):
-            found[variant] = product(codec, Factor(x), data, outputs, None)
+            found[variant] = product(format, Factor(x), data, outputs, None)
             for rows in ROWS:
-                part = product(codec, Factor(x[-rows:]), data, outputs, None)
+                part = product(format, Factor(x[-rows:]), data, outputs, None)
                 assert torch.equal(part, found[variant][-rows:]), (variant, rows)
     fused = [found[variant] for variant in VARIANTS if variant in FUSED]
     assert all(torch.equal(one, fused[0]) for one in fused)
@@ -107,22 +105,22 @@ def test_threads_change_nothing(variant: str, product: Product) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @products
 @forms
-def test_what_is_no_number_stays_none(variant: str, product: Product, codec: Stored) -> None:
+def test_what_is_no_number_stays_none(variant: str, product: Product, format: Stored) -> None:
     """In rows, and in the scale of an output."""
-    inputs = inputs_of(codec, 130)
-    data = random_matrix(codec, 20, inputs)
+    inputs = inputs_of(format, 130)
+    data = random_matrix(format, 20, inputs)
     for value in (nan, inf, -inf):
         x = x_of(9, inputs)
         x[1, inputs - 1] = value
         with used(variant):
-            found = product(codec, Factor(x), data, 20, None)
+            found = product(format, Factor(x), data, 20, None)
         assert not found[1].isfinite().any() and found[0].isfinite().all() and found[2:].isfinite().all()
-    if isinstance(codec, Blocked) and codec.name != "mxfp4":
-        scale = data[3, 208:210] if codec.name == "q6_K" else data[3, :2]
+    if isinstance(format, Blocked) and format.name != "mxfp4":
+        scale = data[3, 208:210] if format.name == "q6_K" else data[3, :2]
         for broken in (nan, inf):
             scale.copy_(torch.tensor([broken], dtype=torch.float16).view(torch.uint8))
             with used(variant):
-                found = product(codec, Factor(x_of(9, inputs)), data, 20, None)
+                found = product(format, Factor(x_of(9, inputs)), data, 20, None)
             assert not found[:, 3].isfinite().any() and found[:, :3].isfinite().all() and found[:, 4:].isfinite().all()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from h2o_flexgen.kernels.evict import take_slots_twin
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import take_slots
-from h2o_flexgen.kernels.take_slots import take_slots_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, never, used
 

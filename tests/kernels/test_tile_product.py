@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import TILE, Tiled
+from h2o_flexgen.formats.kernel_table import FUSED
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.table import FUSED
-from h2o_flexgen.kernels.tile_product import tile_product, tile_product_twin
-from h2o_flexgen.kernels.tile_rows import tile_encode_twin
-from h2o_flexgen.quant.tiled import TILE, Tiled
+from h2o_flexgen.kernels.group_codes import tile_encode_twin
+from h2o_flexgen.kernels.products import tile_product, tile_product_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 

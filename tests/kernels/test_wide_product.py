@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.formats.kernel_table import FUSED
+from h2o_flexgen.formats.plain import PlainFormat
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.table import FUSED
-from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin
-from h2o_flexgen.quant.plain import PlainForm
+from h2o_flexgen.kernels.products import wide_product, wide_product_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
@@ -32,9 +32,9 @@ def test_c_and_torch_agree(variant: str, of_x: torch.dtype, of_matrix: torch.dty
     for rows, added in ((1, bias), (7, None), (100, bias)):
         x = values(rows, inputs, of_x).view(rows, 1, inputs)
         with used(variant):
-            found = wide_product(PlainForm(), Factor(x), matrix, outputs, added)
+            found = wide_product(PlainFormat(), Factor(x), matrix, outputs, added)
         expected = functional.linear(x.double(), matrix.double(), None if added is None else added.double())
-        twin = wide_product_twin(PlainForm(), Factor(x), matrix, outputs, added)
+        twin = wide_product_twin(PlainFormat(), Factor(x), matrix, outputs, added)
         assert found.shape == twin.shape == (rows, 1, outputs) and found.dtype == twin.dtype == of_x
         summed = functional.linear(x.double().abs(), matrix.double().abs()) + 4
         for one in (found, twin):
@@ -48,9 +48,9 @@ def test_a_row_comes_out_the_same_in_any_company_and_library(dtype: torch.dtype,
     found = {}
     for variant in VARIANTS:
         with used(variant):
-            found[variant] = wide_product(PlainForm(), Factor(x), matrix, outputs, None)
+            found[variant] = wide_product(PlainFormat(), Factor(x), matrix, outputs, None)
             for rows in ROWS:
-                part = wide_product(PlainForm(), Factor(x[-rows:]), matrix, outputs, None)
+                part = wide_product(PlainFormat(), Factor(x[-rows:]), matrix, outputs, None)
                 assert torch.equal(part, found[variant][-rows:]), (variant, rows)
     fused = [found[variant] for variant in VARIANTS if variant in FUSED]
     assert all(torch.equal(one, fused[0]) for one in fused)
@@ -61,10 +61,10 @@ def test_a_row_comes_out_the_same_in_any_company_and_library(dtype: torch.dtype,
 def test_the_place_of_the_matrix_changes_nothing(variant: str, dtype: torch.dtype, rows: int) -> None:
     matrix, x = values(50, 300, dtype), Factor(values(rows, 300))
     with used(variant):
-        expected = wide_product(PlainForm(), x, matrix, 50, None)
+        expected = wide_product(PlainFormat(), x, matrix, 50, None)
         for shift in range(1, 40, 3):
             moved = torch.full((50 * 300 + shift,), nan, dtype=dtype)[shift:].view(50, 300).copy_(matrix)
-            assert torch.equal(wide_product(PlainForm(), x, moved, 50, None), expected)
+            assert torch.equal(wide_product(PlainFormat(), x, moved, 50, None), expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,7 +76,7 @@ def test_threads_change_nothing(variant: str, rows: int) -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             with used(variant):
-                found.append(wide_product(PlainForm(), Factor(values(rows, 320)), matrix, 130, None))
+                found.append(wide_product(PlainFormat(), Factor(values(rows, 320)), matrix, 130, None))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -89,7 +89,7 @@ def test_what_is_no_number_stays_none(variant: str, dtype: torch.dtype, value: f
     x[1, 129] = value
     matrix[3, 5] = value
     with used(variant):
-        found = wide_product(PlainForm(), Factor(x), matrix, 20, None)
+        found = wide_product(PlainFormat(), Factor(x), matrix, 20, None)
     assert not found[1].isfinite().any() and not found[:, 3].isfinite().any()
     assert found[:, [0, 1, 2, *range(4, 20)]][[0, *range(2, rows)]].isfinite().all()
 
@@ -99,12 +99,12 @@ def test_what_is_no_number_stays_none(variant: str, dtype: torch.dtype, value: f
 def test_a_nan_of_any_bits_is_stored_as_one(variant: str, dtype: torch.dtype) -> None:
     bias = torch.tensor([-1, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
     with used(variant):
-        found = wide_product(PlainForm(), Factor(values(2, 64, dtype)), values(3, 64, dtype), 3, bias)
+        found = wide_product(PlainFormat(), Factor(values(2, 64, dtype)), values(3, 64, dtype), 3, bias)
     assert bias.isnan().all() and found.isnan().all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_rows_come_to_nothing(variant: str) -> None:
     with used(variant):
-        assert wide_product(PlainForm(), Factor(torch.empty(0, 64)), values(20, 64), 20, None).shape == (0, 20)
-    assert wide_product_twin(PlainForm(), Factor(torch.empty(0, 64)), values(20, 64), 20, None).shape == (0, 20)
+        assert wide_product(PlainFormat(), Factor(torch.empty(0, 64)), values(20, 64), 20, None).shape == (0, 20)
+    assert wide_product_twin(PlainFormat(), Factor(torch.empty(0, 64)), values(20, 64), 20, None).shape == (0, 20)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.operations import rotate
-from h2o_flexgen.kernels.rotate import RotationAngles
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens

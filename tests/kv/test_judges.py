@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.judges.key_difference import KeyDifference
-from h2o_flexgen.kv.judges.lag import UNMEASURED, Lag
-from h2o_flexgen.kv.judges.together import JudgeOfRows
+from h2o_flexgen.kv.judges import UNMEASURED, JudgeOfRows, KeyDifference, Lag
 from tests.policies.oracle import Head
 
 SINKS, DIM = 3, 6

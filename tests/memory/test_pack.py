@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, PAGE_ALIGNED_FROM
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry, Range, copies_between, slices
-from h2o_flexgen.quant.codec import PLAIN
 from tests.helpers.inverted import Inverted, registered
 
 SHAPES = draw.lists(draw.lists(draw.integers(1, 60), min_size=1, max_size=3).map(tuple), max_size=8)
@@ -50,8 +50,8 @@ def test_what_is_encoded_into_its_bytes_is_decoded_beside_them(
 ) -> None:
     """Tensors of both kinds lie in one buffer, and none reaches into its neighbour's bytes."""
     shapes = [(shape, inverted) for shapes, inverted in groups for shape in shapes]
-    with registered(Inverted()) as codec:
-        names = [codec.name if inverted else PLAIN for _, inverted in shapes]
+    with registered(Inverted()) as format:
+        names = [format.name if inverted else PLAIN for _, inverted in shapes]
         layout = Layout.pack({str(at): PackEntry(0, shape, dtype, names[at]) for at, (shape, _) in enumerate(shapes)})
         pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
         values = [torch.randn(shape).to(dtype) for shape, _ in shapes]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.models import create_model, mixture
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.mixture import MixtureOfExperts, Routed

@@ -22,8 +22,7 @@ from h2o_flexgen.core.buffer_layout import aligned, decoded_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
@@ -31,16 +30,20 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.engine.stream import Stream, job_of
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.grouped import Tiled
+from h2o_flexgen.formats.kernel_table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
+from h2o_flexgen.formats.sectioned import Fp4
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
-from h2o_flexgen.kernels.table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.table import judge_of
+from h2o_flexgen.kv.judges import judge_of
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
-from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
@@ -53,10 +56,6 @@ from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, 
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.sectioned import Fp4
-from h2o_flexgen.quant.tiled import Tiled
 from h2o_flexgen.sampling.adjusting import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
@@ -89,7 +88,7 @@ def random_case(random: Random) -> Case:
         gen_len=random.randint(1, 5),
         gpu_batch_size=random.randint(1, 5),
         num_gpu_batches=random.randint(1, 4),
-        slots=random.randint(1, 3),
+        buffers=random.randint(1, 3),
         sep_layer=random.random() < 0.7,
         schedule=random.choice(list(SCHEDULES)),
         dtype=random.choice(["float32", "bfloat16"]),
@@ -135,9 +134,9 @@ def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
     device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("h2o_flexgen.core.buffer_layout.PAGE_ALIGNED_FROM", 256)  # else tensors of a tiny model are too small
-    case = Case("olmoe", (0, 0, 0, 100, 0, 100), stored="gguf-q4_0", slots=3, device=device)
+    case = Case("olmoe", (0, 0, 0, 100, 0, 100), stored="gguf-q4_0", buffers=3, device=device)
     with case.open(checkpoints, offload) as llm:
-        predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight slots"]
+        predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight buffers"]
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         assert llm._engine is not None
         (weights,) = llm._engine._weights
@@ -399,12 +398,12 @@ def in_form(form: str, tensor: TensorSpec, dtype: torch.dtype) -> Tensor | Packe
     values = torch.randn(tensor.shape, dtype=dtype)
     if form == PLAIN or len(tensor.shape) == 1:
         return values
-    codec = CODECS[form]
-    if isinstance(codec, Tiled):
-        data = encoded_with(form, values).view(-1, codec.tile_bytes(values.shape[1]))
+    format = FORMATS[form]
+    if isinstance(format, Tiled):
+        data = encoded_with(form, values).view(-1, format.tile_bytes(values.shape[1]))
     else:
-        assert isinstance(codec, (Blocked, Fp4))
-        data = random_matrix(codec, *tensor.shape)
+        assert isinstance(format, (Blocked, Fp4))
+        data = random_matrix(format, *tensor.shape)
     return PackedMatrix(data, form, len(values), DecodeBuffer(values))
 
 
@@ -527,26 +526,26 @@ def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[SeatNeed], c
 def weight_of(spec: ModelSpec, layer: LayerSpec, name: str) -> Tensor | PackedMatrix:
     tensor = dict(layer.tensors)[name]
     values = torch.randn(tensor.shape, dtype=getattr(torch, spec.dtype))
-    if tensor.codec == PLAIN or name == layer.token_table:
+    if tensor.format == PLAIN or name == layer.token_table:
         return values
-    data = encoded_with(tensor.codec, values).view(-(-len(values) // CODECS[tensor.codec].rows_together), -1)
-    return PackedMatrix(data, tensor.codec, len(values), DecodeBuffer(values), spec.product)
+    data = encoded_with(tensor.format, values).view(-(-len(values) // FORMATS[tensor.format].rows_together), -1)
+    return PackedMatrix(data, tensor.format, len(values), DecodeBuffer(values), spec.product)
 
 
-@pytest.mark.parametrize("codec", ["group4", "group8"])
+@pytest.mark.parametrize("format", ["group4", "group8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "tokens"), [(8, 64), (64, 1)])
 @pytest.mark.parametrize("kind", ["opt", "opt-350m", "llama-gqa"])
 def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
-    kind: str, rows: int, tokens: int, dtype: str, codec: str
+    kind: str, rows: int, tokens: int, dtype: str, format: str
 ) -> None:
     config: Any = tiny_config(kind, **LARGER, **WIDER.get(kind, {"word_embed_proj_dim": 256}), vocab_size=4000)
     model, value_type = create_model(config, dtype), getattr(torch, dtype)
-    spec = model.spec.packed(codec)
+    spec = model.spec.packed(format)
     embed, *_, head = spec.layers
     batch, table = Batch(tuple(range(rows)), (tokens,) * rows), embed.packed_tensor(embed.token_table)
     assert table is not None and embed.token_table is not None and head.logit_matrix is not None
-    layout = Layout.pack({table.name: PackEntry(0, table.shape, value_type, table.codec)})
+    layout = Layout.pack({table.name: PackEntry(0, table.shape, value_type, table.format)})
     pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
     ids, positions = torch.zeros(rows * tokens, dtype=torch.long), torch.arange(tokens).repeat(rows, 1)
     first, last = (
@@ -653,9 +652,9 @@ def test_a_packed_table_makes_slots_and_room_small(tied: bool) -> None:
     """By hand: 64 values in 36 bytes, and a page for the head's norm; of the head a sixteenth is held as values, so that the
     mlp has more of them."""
     spec = tiny_spec(blocks=2, width=512, vocab=20_480, tied=tied).packed("group4")
-    plan = Plan(slots=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
+    plan = Plan(buffers=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
     held = WorkloadPlan(spec, plan, Workload.uniform(4, 8, 4), Site()).footprint.parts[HOST]
-    assert held["weight slots"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
+    assert held["weight buffers"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
     assert held["decoded weights"] == max(2 * 4 * 512 * 512 * 4, 20_480 // 16 * 512 * 4)
 
 

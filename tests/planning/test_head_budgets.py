@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.cli.plan_report import KeptByPolicy
+from h2o_flexgen.cli.report.entry import document_of, lines_of
+from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.stream import Stream, job_of
@@ -82,9 +82,9 @@ def test_what_all_heads_keep_is_the_budget() -> None:
     spec = with_many_heads()
     kept = KeptByPolicy(WorkloadPlan(spec, planned(spec).plan, Workload((400,) * 2, 100), Site()))
     assert kept.share == pytest.approx(sum(SHARES[head % 10] for head in range(24)) / 24, abs=0.01)
-    (line,) = kept.by_head()
+    line = next(line for line in lines_of(kept.entries()) if line.startswith("heads"))
     assert line.startswith("heads     budgets by head: 7 of 24 KV heads keep 100 %, 5 55 %, 12 30 %; measured on made-up text")
-    assert [one["heads"] for one in kept.as_json()["heads"]] == [7, 5, 12]  # type: ignore[attr-defined]
+    assert [one["heads"] for one in document_of(kept.entries())["kept"]["heads"]] == [7, 5, 12]  # type: ignore[index]
     assert 1.6 < kept.rows_in_same_memory < 1 / kept.share
 
 

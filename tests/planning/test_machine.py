@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, measured_as, measured_forms
+from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, measured_as, measured_formats
+from h2o_flexgen.formats.table import FORMATS, PLAIN, ROW_FORMATS
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.quant.codec import CODECS, PLAIN, ROW_FORMS
 from tests.helpers.inverted import Inverted, registered
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "machines"
@@ -89,7 +89,7 @@ def test_forms_of_checkpoints_are_priced_as_the_one_of_their_family_that_was_mea
 
 def test_a_profile_does_not_grow_with_the_number_of_forms() -> None:
     """Machines are asked for the rates of those that stand for others, and know no others."""
-    assert set(measured_forms()) == {measured_as(form) for form in CODECS} - {PLAIN, *ROW_FORMS}
+    assert set(measured_formats()) == {measured_as(form) for form in FORMATS} - {PLAIN, *ROW_FORMATS}
     with pytest.raises(ValueError, match="unknown key in packed_flops_per_s 'q4_0'"):
         Machine.create({**SMALL.as_plain(), "packed_flops_per_s": {"q4_0": [[1, 1e12]]}})
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.site import DISK, HOST, Site
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import READ, Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key
@@ -38,10 +37,10 @@ MACHINE = replace(
 PERCENT = (30, 20, 30, 40, 50, 50)
 
 
-def planned(block: Block, accelerator: bool = True, codec: str = PLAIN, **options: object) -> BlockPlan:
+def planned(block: Block, accelerator: bool = True, format: str = PLAIN, **options: object) -> BlockPlan:
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent(PERCENT)
     plan = plan.at(Site(accelerator))
-    spec = tiny_spec() if codec == PLAIN else tiny_spec().packed(codec)
+    spec = tiny_spec() if format == PLAIN else tiny_spec().packed(format)
     return BlockPlan.of(replace(spec, kv_codec=plan.kv_codec), plan, block, Site(accelerator))
 
 
@@ -68,10 +67,10 @@ def test_the_seconds_of_a_step_are_those_of_its_tasks(
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("codec", [PLAIN, "group4"])
-def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, codec: str) -> None:
+@pytest.mark.parametrize("format", [PLAIN, "group4"])
+def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, format: str) -> None:
     """`seconds` keeps what it found of a kind of task: of each alone it must find the same."""
-    of = planned(block_of([[4, 2], [3, 3], [5]]), accelerator, codec, kv_codec=codec)
+    of = planned(block_of([[4, 2], [3, 3], [5]]), accelerator, format, kv_codec=format)
     pricing = Pricing(of, on(MACHINE, accelerator))
     for task in pricing.schedule.tasks():
         assert Pricing(of, on(MACHINE, accelerator)).seconds(task) == pricing.seconds(task), task
@@ -166,9 +165,9 @@ def test_a_visit_that_evicts_costs_more_than_one_that_does_not() -> None:
 def test_packed_weights_are_multiplied_as_they_are_by_few_rows_and_decoded_once_for_more() -> None:
     rows, rates = 17, {"decoded_values_per_s": {"inverted": 5e8}, "packed_flops_per_s": {"inverted": ((1, 2e9), (2, 4e9))}}
     machine = replace(MACHINE, **rates)
-    with registered(Inverted(few_rows=rows - 1)) as codec:
-        few = parts_of(planned(block_of([[4, 2]]), False, codec.name), 1, "mlp", machine=machine)
-        of = planned(block_of([[4] * rows, [3] * rows]), False, codec.name)
+    with registered(Inverted(few_rows=rows - 1)) as format:
+        few = parts_of(planned(block_of([[4, 2]]), False, format.name), 1, "mlp", machine=machine)
+        of = planned(block_of([[4] * rows, [3] * rows]), False, format.name)
         first, second = (parts_of(of, 1, "mlp", batch, machine) for batch in (0, 1))
     assert few["decoding"] == 0.0 and few["products"] == pytest.approx(2 * 2 * 8 * 32 * 2 / 4e9)
     assert first["decoding"] == pytest.approx(2 * 8 * 32 / 5e8) and second["decoding"] == 0.0

@@ -11,8 +11,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.demo.fetched import SMOLLM2
 from h2o_flexgen.demo.places import folders_beside
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.head_budgets_file import FILE, read_head_budgets, write_head_budgets, written
+from h2o_flexgen.policies.head_budgets import FILE, HeadBudgets, read_head_budgets, write_head_budgets, written
 from h2o_flexgen.policies.levels import levels_of
 from h2o_flexgen.session.options import head_budgets_of
 from tests.planning.worlds import tiny_spec

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.column_sums import column_sums
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.kernels.prompt_attention import column_sums
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.judges.judge import Judge
-from h2o_flexgen.kv.judges.linear_judge import Linear
-from h2o_flexgen.kv.judges.table import judge_of as judge_that_needs_no_file
+from h2o_flexgen.kv.judges import Judge, Linear
+from h2o_flexgen.kv.judges import judge_of as judge_that_needs_no_file
 from h2o_flexgen.kv.slot_scores import NO_TOKEN, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens

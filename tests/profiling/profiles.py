@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.profiling.profile_sizes import ProfileSizes
+from h2o_flexgen.profiling.bench import ProfileSizes
 
 TINY = ProfileSizes(
     budget_seconds=1e6,

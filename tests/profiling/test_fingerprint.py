@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.profiling import fingerprint
-from h2o_flexgen.profiling.fingerprint import Fingerprint, file_system
+from h2o_flexgen.profiling import profile_cache
+from h2o_flexgen.profiling.profile_cache import Fingerprint, file_system
 
 
 def test_it_is_the_same_in_another_process(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path; torch.set_num_threads(1)\n"
-        "from h2o_flexgen.memory.device import Device; from h2o_flexgen.profiling.fingerprint import Fingerprint\n"
+        "from h2o_flexgen.memory.device import Device; from h2o_flexgen.profiling.profile_cache import Fingerprint\n"
         "for folder in sys.argv[1:]: print(Fingerprint.of(Device(), Path(folder), 'bfloat16').name)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "not" / "there")]
@@ -43,9 +43,9 @@ def test_the_disk_is_that_of_the_nearest_folder(monkeypatch: pytest.MonkeyPatch,
         return SimpleNamespace(mountpoint=str(where), device=device, fstype="ext4")
 
     mounts = [mounted("/", "root"), mounted(tmp_path / "data", "first"), mounted(tmp_path / "data", "second")]
-    monkeypatch.setattr(fingerprint.psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.setattr(profile_cache.psutil, "disk_partitions", lambda all: mounts)
     (tmp_path / "data").mkdir()
     assert file_system(tmp_path / "data" / "not" / "there") == f"second (ext4) at {tmp_path / 'data'}"
     assert file_system(tmp_path / "database") == "root (ext4) at /"
-    monkeypatch.setattr(fingerprint.psutil, "disk_partitions", lambda all: [])
+    monkeypatch.setattr(profile_cache.psutil, "disk_partitions", lambda all: [])
     assert file_system(tmp_path) == "unknown"

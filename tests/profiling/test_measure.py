@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.kernels.table import INT8_PRODUCT
+from h2o_flexgen.formats.kernel_table import INT8_PRODUCT
+from h2o_flexgen.formats.table import MATRIX_FORMATS
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.disk import DiskFiles
 from h2o_flexgen.profiling import measure
 from h2o_flexgen.profiling.measure import Needs, Products, cpu_name, disk_read_rate, host_copy_rate, offload_rates
-from h2o_flexgen.quant.codec import MATRIX_FORMS
 from tests.helpers.inverted import Inverted, registered
 
 SMALL = Needs("float32", (96, 64), rows=(5, 3, 5))
@@ -74,17 +74,17 @@ def test_prompts_of_many_lengths_do_not_make_it_long() -> None:
 
 def test_products_with_packed_matrices_are_those_of_a_run() -> None:
     """Few rows are multiplied with the bytes; for more they are decoded, and what is measured is a product with the values."""
-    with registered(Inverted(few_rows=4)) as codec:
-        needs = Needs("float32", (96, 64), rows=(2, 3, 4, 9), form=codec.name)
+    with registered(Inverted(few_rows=4)) as format:
+        needs = Needs("float32", (96, 64), rows=(2, 3, 4, 9), format=format.name)
         plain, packed = Products(Device(), needs, seconds=0.001).rates()
-        before = codec.multiplied
-        assert before and [rows for rows, _ in packed[codec.name]] == [2, 4] and [rows for rows, _ in plain["float32"]] == [9]
-        assert set(packed) == {codec.name} and set(plain) == {"float32"} and not codec.decoded
+        before = format.multiplied
+        assert before and [rows for rows, _ in packed[format.name]] == [2, 4] and [rows for rows, _ in plain["float32"]] == [9]
+        assert set(packed) == {format.name} and set(plain) == {"float32"} and not format.decoded
         plain, packed = Products(Device(), replace(needs, rows=(9, 70)), seconds=0.001).rates()
-        assert codec.multiplied == before and packed == {} and [rows for rows, _ in plain["float32"]] == [9, 70]
+        assert format.multiplied == before and packed == {} and [rows for rows, _ in plain["float32"]] == [9, 70]
 
 
-@pytest.mark.parametrize("form", MATRIX_FORMS)
+@pytest.mark.parametrize("form", MATRIX_FORMATS)
 def test_products_of_8_bits_have_rates_of_their_own(form: str) -> None:
     plain, packed = Products(Device(), Needs("bfloat16", (96, 64), (1, 9), form, INT8_PRODUCT), seconds=0.001).rates()
     assert plain == {} and {price: [rows for rows, _ in curve] for price, curve in packed.items()} == {f"int8 {form}": [1, 9]}

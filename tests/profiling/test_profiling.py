@@ -21,9 +21,20 @@ import torch
 
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.kernel_table import (
+    CPU,
+    PRODUCT,
+    PRODUCT_OPS,
+    TORCH,
+    Kernel,
+    Processor,
+    choose,
+    measured_formats,
+    rounds,
+)
+from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import CPU, PRODUCT, PRODUCT_OPS, TORCH, Kernel, Processor, choose, measured_forms, rounds
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -34,16 +45,12 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import apart, attention_rates, busy_cores, moving, products, profile_cache
 from h2o_flexgen.profiling.apart import profile_apart
+from h2o_flexgen.profiling.bench import FULL, QUICK, Bench, BytePool, Clock, ProfileWatch, Stopwatch, Subject, TimeLimit
 from h2o_flexgen.profiling.measured_machine import profile
-from h2o_flexgen.profiling.pool import BytePool
+from h2o_flexgen.profiling.products import small_llama, small_opt
 from h2o_flexgen.profiling.profile_cache import profiled
-from h2o_flexgen.profiling.profile_sizes import FULL, QUICK
 from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
-from h2o_flexgen.profiling.small_models import small_llama, small_opt
-from h2o_flexgen.profiling.subject import Bench, Clock, ProfileWatch, Subject
-from h2o_flexgen.profiling.time_limit import Stopwatch, TimeLimit
 from h2o_flexgen.profiling.visits import Between, visits
-from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.task import Task
 from tests.helpers.inverted import Inverted, registered
 from tests.helpers.pretended import PretendedDevice
@@ -118,7 +125,7 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
     }
     assert set(machine.attention_flops_per_s) == {"bfloat16", "group4", "group8"}
     assert (set(machine.prompt_flops_per_s), set(machine.attention_bytes_per_s)) == ({"plain", "scored"}, {"host"})
-    assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, set(measured_forms()))
+    assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, set(measured_formats()))
     packed = {price: [rows for rows, _ in curve] for price, curve in machine.packed_flops_per_s.items()}
     assert packed == multiplied_here(Site().usual_dtype(), TINY.rows)
 
@@ -126,7 +133,7 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
 def multiplied_here(dtype: str, rows: tuple[int, ...]) -> dict[str, list[int]]:
     """The rows of packed products, by the price of the kernel that there is for them."""
     found = dict[str, list[int]]()
-    known = itertools.product(PRODUCT_OPS, measured_forms())
+    known = itertools.product(PRODUCT_OPS, measured_formats())
     for op, form in (pair for pair in known if pair[0] == PRODUCT or rounds(pair[1])):
         for count in products.Curve(op, form, dtype).rows(BENCH, products.wanted_rows(form, TINY)):
             if kernel := choose(op, form, dtype, processor(CPU).runs, count):
@@ -207,7 +214,7 @@ def test_products_are_of_so_many_flops() -> None:
 
 
 def test_weights_take_turns_over_more_than_a_cache_holds() -> None:
-    nbytes = CODECS[PLAIN].nbytes((64, 64), 2)
+    nbytes = FORMATS[PLAIN].nbytes((64, 64), 2)
     turns = BENCH.pool.in_turn(nbytes)
     places = [next(turns).data_ptr() for _ in range(2 * TINY.pool_bytes // nbytes)]
     assert len(set(places)) == TINY.pool_bytes // nbytes == 16 and places[:16] == places[16:]
@@ -227,10 +234,10 @@ def test_a_pool_has_what_could_be_filled_in_time() -> None:
 
 
 def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    with registered(Inverted(few_rows=8)) as codec:
-        monkeypatch.setattr(products, "measured_forms", lambda: (codec.name,))
-        encoded = torch.empty(codec.nbytes((64, 64), 4), dtype=torch.uint8)
-        encode(codec.name, torch.rand(64, 64), encoded)
+    with registered(Inverted(few_rows=8)) as format:
+        monkeypatch.setattr(products, "measured_formats", lambda: (format.name,))
+        encoded = torch.empty(format.nbytes((64, 64), 4), dtype=torch.uint8)
+        encode(format.name, torch.rand(64, 64), encoded)
         bench = replace(BENCH, pool=BytePool(encoded))
         points = products.curves(bench, (), "float32", TINY)
         found = figures(*points, *products.decoding(bench, "float32", TINY))
@@ -247,14 +254,14 @@ def test_without_kernels_only_packed_products_with_a_twin_are_measured(monkeypat
     monkeypatch.setattr(products, "processor", lambda device: here)
     known = (
         (op, form, rows)
-        for op, form in itertools.product(PRODUCT_OPS, measured_forms())
+        for op, form in itertools.product(PRODUCT_OPS, measured_formats())
         for rows in products.wanted_rows(form, TINY)
         if op == PRODUCT or rounds(form)
     )
     twins = [kernel.price for op, form, rows in known if (kernel := choose(op, form, "bfloat16", here.runs, rows))]
     found = [one.figure.split()[2:-1] for one in products.curves(BENCH, (), "bfloat16", TINY)]
     assert sorted(" ".join(words) for words in found) == sorted(twins)
-    assert set(figures(*products.decoding(BENCH, "bfloat16", TINY))) == {f"decoding {form}" for form in measured_forms()}
+    assert set(figures(*products.decoding(BENCH, "bfloat16", TINY))) == {f"decoding {form}" for form in measured_formats()}
 
 
 def test_where_another_kernel_takes_over_both_sides_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +323,9 @@ class Counting(Clock):
 
 def test_unpacking_is_told_from_computing() -> None:
     found = figures(*attention_rates.decode_computing(replace(BENCH, clock=Counting(Device(), 0.0)), (), "bfloat16", TINY))
-    for codec in ("group4", "group8"):
-        assert found[f"attention_flops {codec}"] == pytest.approx(1000.0)
-        assert found[f"unpacked_values {codec}"] == pytest.approx(300.0)
+    for format in ("group4", "group8"):
+        assert found[f"attention_flops {format}"] == pytest.approx(1000.0)
+        assert found[f"unpacked_values {format}"] == pytest.approx(300.0)
 
 
 def test_a_step_attends_all_slots_and_goes_on_for_ever() -> None:

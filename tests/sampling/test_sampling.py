@@ -22,8 +22,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from h2o_flexgen.core.allowed_values import Bounds, Several
+from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.sampling.adjusting import History, adjusted
-from h2o_flexgen.sampling.params import BOUNDS, RULES, SamplingParams
+from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler, resolve_seed, uniform
 from tests.helpers.adjusted_by_hand import adjusted_by_hand
 
@@ -299,10 +301,13 @@ def test_no_stop_has_three_ways_to_be_written() -> None:
     assert [SamplingParams(stop=none).stop_strings for none in (None, [], ())] == [()] * 3
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", [name for name, one in SAMPLING.items() if isinstance(one.allowed, (Bounds, Several))])
 def test_the_bounds_of_an_option_are_allowed_and_what_is_beyond_is_not(name: str) -> None:
-    bounds, step = BOUNDS[name], 1 if BOUNDS[name].is_whole else 0.001
-    most = {"max_tokens": BOUNDS["max_tokens"].most, "temperature": 1.0}
+    allowed = SAMPLING[name].allowed
+    bounds = allowed.each if isinstance(allowed, Several) else allowed
+    assert isinstance(bounds, Bounds)
+    step = 1 if bounds.is_whole else 0.001
+    most = {"max_tokens": MOST_TOKENS, "temperature": 1.0}
     ends = (bounds.most,) if bounds.without_least or name == "max_tokens" else (bounds.least, bounds.most)
     for end in ends:
         SamplingParams(**{**most, name: [end] if name == "stop_token_ids" else end})  # type: ignore[arg-type]
@@ -312,7 +317,7 @@ def test_the_bounds_of_an_option_are_allowed_and_what_is_beyond_is_not(name: str
 
 
 def test_every_option_has_its_rule() -> None:
-    assert [name for name, _ in BAD] == [*RULES] == [each.name for each in fields(SamplingParams)]
+    assert [name for name, _ in BAD] == [*SAMPLING] == [each.name for each in fields(SamplingParams)]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.core.layer_name import LayerName
-from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.model_spec import LayerName
+from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
 from h2o_flexgen.schedule.ops import Op
@@ -24,7 +24,7 @@ EVERYTHING_ON_DISK = Traffic(
     steps=3,
     layers=3,
     batches=2,
-    slots=2,
+    buffers=2,
     accelerator=True,
     weights_on_disk=frozenset(range(3)),
     kv={(1, 0): DISK, (1, 1): HOST},

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.site import DEVICE
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.pipeline import Pipeline

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.checkpoints.hub import resolve_model
-from h2o_flexgen.core.folders import cache_folder
+from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS, KIND, SMOLLM2
 from tests.scripts.loading import load_script
 

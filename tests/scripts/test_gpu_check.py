@@ -15,8 +15,7 @@ import torch
 
 from h2o_flexgen import run
 from h2o_flexgen.cli.run_request import parse
-from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config

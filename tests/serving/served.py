@@ -15,7 +15,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 
 from h2o_flexgen.cli.common_requests import ModelRequest
-from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.cli.serve_work import facts_of, usual_options
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.tick import Tick

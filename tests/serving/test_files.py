@@ -92,7 +92,7 @@ def test_files_are_listed_by_pages(client: OpenAI, http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"limit": "0"}, "limit is '0'; allowed is a whole number, 1 to 10000"),
+        ({"limit": "0"}, "limit is '0'; allowed is a whole number from 1 to 10000"),
         ({"order": "up"}, "order is 'up'; allowed are asc and desc"),
         ({"after": "x"}, "after is 'x', which is not among these"),
         ({"befor": "x"}, "unknown parameter 'befor'"),

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from h2o_flexgen.cli.common_requests import ModelRequest
-from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.cli.serve_work import facts_of
 from h2o_flexgen.engine.arrivals import GIVEN_UP
 from h2o_flexgen.llm import LLM

@@ -46,7 +46,7 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"temperature": "hot"}, "temperature", "temperature is 'hot'; allowed is 0 to 100; 0 is greedy"),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot'; allowed is a number from 0 to 100; 0 is greedy"),
         ({"temprature": 1}, "temprature", "unknown field 'temprature'; did you mean temperature?"),
         ({"prompt": None}, "prompt", 'prompt is missing; a request has a "prompt"'),
         ({"prompt": [[1], []]}, "prompt", "prompt is empty; it needs at least one token"),
@@ -78,7 +78,7 @@ def test_a_wrong_field_is_named(http: httpx.Client, fields: dict[str, Any], para
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "message 0 of messages has the role 'wizard'"),
         ({"messages": [{"role": "user", "contnt": "x"}]}, "messages", "unknown field of message 0 of messages (role user)"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; allowed is 20 at most"),
-        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1; allowed is a whole number, 0 to"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1; allowed is a whole number from 0 to"),
         ({"logprobs": 2}, "logprobs", "logprobs is 2; allowed is true or false"),
         ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; allowed is a whole number"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, which is for prompts"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OPTIONS, refuse_unknown
+from h2o_flexgen.core.hints import refuse_unknown
+from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OPTIONS
 from h2o_flexgen.text.dialogue import PlainStyle, Script
 from h2o_flexgen.text.prompts import read_chats, read_pair, read_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
@@ -135,7 +136,11 @@ def test_a_script_of_a_whole_chat_is_what_its_turns_make() -> None:
 @pytest.mark.parametrize(
     ("given", "table", "message"),
     [
-        ("tensor_parallel_size", OPTIONS, "unknown option 'tensor_parallel_size': an LLM computes on one device"),
+        (
+            "tensor_parallel_size",
+            OPTIONS,
+            "unknown option 'tensor_parallel_size': no layer is divided among GPUs; write pipeline=",
+        ),
         ("quantization", OPTIONS, 'write weight_codec="group4"'),
         ("max_new_tokens", ARGUMENTS, "in SamplingParams: it is called max_tokens"),
         ("temperature", ARGUMENTS, r"write SamplingParams\(temperature=\.\.\.\)"),

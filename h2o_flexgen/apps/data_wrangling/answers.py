@@ -10,7 +10,7 @@ from pathlib import Path
 
 from h2o_flexgen.apps.data_wrangling.data_sets import EXACT
 from h2o_flexgen.apps.data_wrangling.question_prompts import PromptedQuestion
-from h2o_flexgen.apps.data_wrangling.wording import NO, YES
+from h2o_flexgen.apps.data_wrangling.questions import NO, YES
 
 
 class Verdict(Enum):

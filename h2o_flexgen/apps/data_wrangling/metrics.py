@@ -1,15 +1,11 @@
-"""Precision, recall, F1 and accuracy from counts, and beside them what the original makes of the same answers.
-
-An answer that is neither Yes nor No is not a false Yes: it is missed where Yes would be right, and wrong for the accuracy. The
-original counts it as a false Yes where No would be right, and divides by at least 1, which makes its F1 too small where
-precision and recall add up to less than 1. What has no value here, because it would be 0 / 0, is None.
-"""
+"""Figures of a run: precision, recall, F1 and accuracy from counts, beside what the original makes of the same answers; rows
+and tokens per second."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from h2o_flexgen.apps.data_wrangling.answers import JudgedAnswer, Verdict
 
@@ -69,3 +65,43 @@ def number_of(answers: Sequence[JudgedAnswer], said: Verdict) -> int:
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+@dataclass(frozen=True)
+class Speed:
+    rows: int
+    prompt_tokens: int
+    longest_prompt: int
+    gen_len: int
+    generated_tokens: int
+    computed_tokens: int  # what layers were run for: less than there is, where beginnings are shared
+    seconds: float  # since weights were loaded
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / max(self.seconds, 1e-9)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.prompt_tokens + self.generated_tokens) / max(self.seconds, 1e-9)
+
+    @property
+    def flexgen_tokens_per_second(self) -> float:
+        return self.rows * (self.longest_prompt + self.gen_len) / max(self.seconds, 1e-9)
+
+    @property
+    def generated_tokens_per_second(self) -> float:
+        return self.generated_tokens / max(self.seconds, 1e-9)
+
+    def lines(self) -> Iterator[str]:
+        whole = self.prompt_tokens + self.generated_tokens
+        yield f"speed     {self.rows_per_second:.2f} rows/s: {self.rows} in {self.seconds:.1f} s"
+        computed = f"{self.computed_tokens} of {whole} computed"
+        generated = f"{self.generated_tokens_per_second:.1f} of them generated"
+        yield f"          {self.tokens_per_second:.1f} tokens/s of input and output ({computed}), {generated}"
+        padded = f"every row counts as {self.longest_prompt} + {self.gen_len} tokens"
+        yield f"          {self.flexgen_tokens_per_second:.1f} tokens/s as FlexGen's table has it: {padded}"
+
+    def as_json(self) -> dict[str, object]:
+        names = ("rows_per_second", "tokens_per_second", "generated_tokens_per_second", "flexgen_tokens_per_second")
+        return {**asdict(self), **{name: round(getattr(self, name), 3) for name in names}}

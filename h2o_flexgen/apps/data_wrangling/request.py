@@ -10,29 +10,41 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.apps.data_wrangling.data_sets import (
+    DATA_DIR,
+    DATA_SET,
     DATA_SETS,
     DOWNLOAD,
     MATCHES,
     SPLITS,
     TASKS,
     DataSet,
+    Folder,
     QuestionKind,
     names_of,
 )
-from h2o_flexgen.apps.data_wrangling.examples import COUNT, FILE, Examples, by_hand, drawn
-from h2o_flexgen.apps.data_wrangling.folder import DATA_DIR, DATA_SET, Folder
-from h2o_flexgen.apps.data_wrangling.question_prompts import BEGINNING, STOP, PromptedQuestion, asked, requests_of
-from h2o_flexgen.apps.data_wrangling.questions import Questions, Serialising
-from h2o_flexgen.apps.data_wrangling.wording import FULL_STOP
+from h2o_flexgen.apps.data_wrangling.question_prompts import (
+    BEGINNING,
+    COUNT,
+    FILE,
+    STOP,
+    Examples,
+    PromptedQuestion,
+    asked,
+    by_hand,
+    drawn,
+    requests_of,
+)
+from h2o_flexgen.apps.data_wrangling.questions import FULL_STOP, Questions, Serialising
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchOptions, BatchRequest, add_engine, add_job
-from h2o_flexgen.cli.flags import NOISE, SEED, TOKENS, Group, Parser, whole
+from h2o_flexgen.cli.flags import NOISE, Group, Parser, typed
+from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.files import write_durably
-from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.core.workload import MOST_PROMPTS, PROMPTS, TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.jobs.input_file import JSON_LINES, InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Manifest
-from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.params import SEED, SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.apps.data_wrangling"
 USUAL_EXAMPLES = 10
@@ -225,12 +237,12 @@ def _add_data(group: Group) -> None:
     group.add(DATA_DIR, required=True, metavar="FOLDER", help=unpacked)
     group.value(DATA_SET, "NAME", f"{sets} (default: the name of the folder)")
     group.choice("--split", [name for name in SPLITS if name != "train"], "the split to ask about", "test")
-    group.value("--num-run", "ROWS", "only the first of them (default: all)", whole(1, MOST_PROMPTS))
+    group.value("--num-run", "ROWS", "only the first of them (default: all)", PROMPTS)
 
 
 def _add_prompts(group: Group) -> None:
     drawn_rows = f"drawn from train.csv, the same before every question (default: {USUAL_EXAMPLES})"
-    group.add("-k", COUNT, type=whole(0, MOST_PROMPTS), metavar="N", help=drawn_rows)
+    group.add("-k", COUNT, type=typed(Bounds(0, MOST_PROMPTS)), metavar="N", help=drawn_rows)
     group.value(FILE, "FILE", "examples by hand: a text, or in a .json file one for each value that the data set's depend on")
     group.value("--seed", "N", "draws other examples", SEED, 0)
     group.truth("--balanced", text="draw from as many rows that are answered Yes as No")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import aligned, hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.tiers import DISK
+from h2o_flexgen.core.site import DISK
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.memory.disk import DiskRegion

@@ -10,9 +10,7 @@ from torch import Tensor
 from h2o_flexgen.core.buffer_layout import probe_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.kv.judges.judge import Judge
-from h2o_flexgen.kv.judges.linear_judge import Linear
-from h2o_flexgen.kv.judges.table import judge_of
+from h2o_flexgen.kv.judges import Judge, Linear, judge_of
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.plan import Plan

@@ -21,7 +21,7 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix, bytes_of
 from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.judge import Judge
+from h2o_flexgen.kv.judges import Judge
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.memory.memories import Memories

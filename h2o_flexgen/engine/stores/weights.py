@@ -1,9 +1,9 @@
 """The weights of a run: those that stay in the memory that computes with them, those in host memory that a device fetches, and
 those that are read from their files. Reads and loads go into rings of buffers, in the slices of the schedule.
 
-The bytes of a tensor's codec are what is moved. A layer with few rows computes with the bytes; otherwise they are decoded, once
-for all its batches, into a buffer that all layers share. Packed tables of the vocabulary are decoded in pieces: for lookups,
-the rows of these tokens; for logits, one part after the other.
+What is moved are stored bytes. A layer with few rows computes with them; otherwise they are decoded, once for all its batches,
+into a buffer that all layers share. Packed tables of the vocabulary are decoded in pieces: for lookups, the rows of these
+tokens; for logits, one part after the other.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.checkpoints.stored_tensors import Located, Segment
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, decoded_bytes, keeps_its_place, part_starts, read_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
-from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.engine.stores.needed_experts import NOTHING, Wanted
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
+from h2o_flexgen.formats.kernel_table import PRODUCT
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, SteadyMatrix
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES
-from h2o_flexgen.kernels.table import PRODUCT
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.memories import Memories, Ring
+from h2o_flexgen.memory.memories import Memories, Ring, site_of
 from h2o_flexgen.memory.pack import DTYPES, Layout, Pack, PackEntry, Range, copies_between, slices
-from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
 
@@ -77,7 +76,7 @@ class WeightStore:
         return Layout.pack(self._entries(tensors))
 
     def _entries(self, tensors: Iterable[TensorSpec]) -> dict[str, PackEntry]:
-        return {tensor.name: PackEntry(0, tensor.shape, self._type_of(tensor), tensor.codec) for tensor in tensors}
+        return {tensor.name: PackEntry(0, tensor.shape, self._type_of(tensor), tensor.format) for tensor in tensors}
 
     def _check_stored(self) -> None:
         """Checks what every step reads, once and before anything is computed. Steps read parts of tensors, and would find
@@ -108,8 +107,8 @@ class WeightStore:
             give(self._resident.bytes(tensor.name))
 
     def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Places) -> None:
-        """Makes or reads the codec's bytes of one tensor in host memory."""
-        values = out.view(self._type_of(tensor)).view(tensor.shape) if tensor.codec == PLAIN else out
+        """Makes or reads the format's bytes of one tensor in host memory."""
+        values = out.view(self._type_of(tensor)).view(tensor.shape) if tensor.format == PLAIN else out
         is_there = source.fill(tensor, values)
         if not is_there:
             segments = located()[tensor.name].segments
@@ -120,7 +119,7 @@ class WeightStore:
         """The bytes of a tensor from `start` on that belong to the segment, and their place in its file. Plain values may have
         another type there."""
         stored = segment.stored
-        if tensor.codec == PLAIN:
+        if tensor.format == PLAIN:
             dtype, own = DTYPES[stored.dtype], self._type_of(tensor)
             before = start // own.itemsize * dtype.itemsize
             return FilePiece(stored.file, stored.offset + before, out.view(own), dtype)
@@ -253,7 +252,7 @@ class WeightStore:
     def _weight(self, tensor: TensorSpec, layer: int, slot: int, is_steady: bool) -> Matrix:
         """`is_steady`: products with this matrix must not depend on the rows beside a row."""
         pack = self._pack_of(tensor, layer, slot)
-        if tensor.codec == PLAIN:
+        if tensor.format == PLAIN:
             return SteadyMatrix(pack.view(tensor.name)) if is_steady else pack.view(tensor.name)
         return pack.matrix(tensor.name, self._room(tensor, layer), self._spec.product)
 

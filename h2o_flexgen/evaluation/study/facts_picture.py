@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.evaluation.study.facts import FactsStudy
+from h2o_flexgen.evaluation.study.facts_study import FactsStudy
 from h2o_flexgen.evaluation.study.pictures import check_can_draw
 
 if TYPE_CHECKING:

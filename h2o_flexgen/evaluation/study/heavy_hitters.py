@@ -1,105 +1,24 @@
-"""HeavyHitterStudy: attention statistics of one text under one model, and the tokens that the policies keep at one budget."""
+"""Studies one text under one model: attention statistics, and the tokens that the policies keep at one budget."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
 
 import numpy as np
 import torch
 
-from h2o_flexgen.evaluation.study import study_report
-from h2o_flexgen.evaluation.study.held_tokens import (
-    Gone,
-    Held,
-    heaviest_found,
-    held_after,
-    jaccard,
-    of_layers,
-    still_held,
-    survival,
-)
+from h2o_flexgen.evaluation.study.heavy_hitter_study import HeavyHitterStudy, slots_of
+from h2o_flexgen.evaluation.study.held_tokens import of_layers
 from h2o_flexgen.evaluation.study.kept_tokens import Keeper
 from h2o_flexgen.evaluation.study.onlooker import ORACLE, Onlooker
 from h2o_flexgen.evaluation.study.studied_policies import coding_of, studied_policies
-from h2o_flexgen.evaluation.study.study_scores import Array, PowerLaw, fit_power_law, sorted_scores
+from h2o_flexgen.evaluation.study.study_scores import Array
 from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.positions import of_windows
 
 FEWEST_TOKENS = 16
 PROMPT_PART = 4  # by default a quarter of the text is its prompt
-
-
-@dataclass(frozen=True, eq=False)
-class HeavyHitterStudy:
-    model: str
-    tokens: int
-    prompt_len: int
-    budget: float  # share of the text
-    sparsity: Array  # (layers, heads)
-    scores: Array  # (layers, kv_heads, tokens), accumulated, in text order
-    gone: Mapping[str, Gone]  # by the oracle and every policy
-    captured: Mapping[str, Array]  # shares of the full cache's attention, by the same: (layers, kv_heads)
-
-    @property
-    def slots(self) -> int:
-        return _slots(self.budget, self.tokens)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The oracle, then the policies in the order asked for."""
-        return tuple(self.gone)
-
-    @cached_property
-    def sorted_scores(self) -> Array:
-        """The scores of each head, heaviest first."""
-        return sorted_scores(self.scores)
-
-    @cached_property
-    def laws(self) -> tuple[tuple[PowerLaw, ...], ...]:
-        """The power laws of every layer, head by head."""
-        return tuple(tuple(fit_power_law(head) for head in layer) for layer in self.sorted_scores)
-
-    @cached_property
-    def overlap(self) -> Mapping[tuple[str, str], Array]:
-        """How alike two policies' tokens are at the end of the text, for all pairs of names. (layers,)"""
-        held = self._held_at_end
-        return {(one, other): jaccard(held[one], held[other]) for one, other in product(self.names, self.names)}
-
-    @cached_property
-    def heaviest_found(self) -> Mapping[str, Array]:
-        """The share of the heaviest tokens, half as many as there are slots, that is held at the end. (layers,)"""
-        count = max(1, self.slots // 2)
-        return {name: heaviest_found(held, self.scores, count) for name, held in self._held_at_end.items()}
-
-    @cached_property
-    def survival(self) -> Mapping[str, Array]:
-        """The share of tokens still held at each age. (tokens after the prompt,)"""
-        return {name: survival(gone, self.prompt_len) for name, gone in self.gone.items()}
-
-    @property
-    def later(self) -> int:
-        """Tokens between the two times that `still_held` compares: as many as there are slots, if the text is long enough."""
-        return max(1, min(self.slots, (self.tokens - self.prompt_len) // 2))
-
-    @cached_property
-    def still_held(self) -> Mapping[str, Array]:
-        """The share of tokens held at one time that is held `later` tokens afterwards too. (layers,)"""
-        return {name: still_held(gone, self.prompt_len, self.later) for name, gone in self.gone.items()}
-
-    @cached_property
-    def _held_at_end(self) -> Mapping[str, Held]:
-        return {name: held_after(gone, self.tokens) for name, gone in self.gone.items()}
-
-    def as_json(self) -> dict[str, object]:
-        return study_report.as_json(self)
-
-    def lines(self) -> list[str]:
-        """The tables for a terminal."""
-        return study_report.lines(self)
 
 
 @torch.inference_mode()
@@ -121,7 +40,7 @@ def study(
     prompt_len = max(1, len(ids) // PROMPT_PART) if prompt_len is None else prompt_len
     _check_text(llm, ids, prompt_len)
     keepers = _keepers(llm, policies, budget, len(ids), prompt_len)
-    onlooker = Onlooker(keepers, _slots(budget, len(ids)), prompt_len)
+    onlooker = Onlooker(keepers, slots_of(budget, len(ids)), prompt_len)
     readers = [*(keeper.attend for keeper in keepers.values()), onlooker.attend]
     read_texts(llm, [TextReading(ids, attend) for attend in readers], on_layer)
     seen = onlooker.by_layer
@@ -157,10 +76,6 @@ def _keepers(llm: LLM, names: Sequence[str], budget: float, tokens: int, prompt_
     for keeper in keepers.values():
         _ = keeper.occupancy
     return keepers
-
-
-def _slots(budget: float, tokens: int) -> int:
-    return int(budget * tokens)
 
 
 def _array(by_layer: Sequence[torch.Tensor]) -> Array:

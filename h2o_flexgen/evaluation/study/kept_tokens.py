@@ -13,7 +13,7 @@ from h2o_flexgen.evaluation.study.held_tokens import Gone, of_layers
 from h2o_flexgen.evaluation.study.whole import attend_whole
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.judges.table import judge_of
+from h2o_flexgen.kv.judges import judge_of
 from h2o_flexgen.kv.slot_scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
+from h2o_flexgen.evaluation.study.heavy_hitter_study import HeavyHitterStudy
 from h2o_flexgen.evaluation.study.held_tokens import Gone, held_after
 from h2o_flexgen.evaluation.study.onlooker import ORACLE
 from h2o_flexgen.evaluation.study.study_scores import Array, even_scores, sorted_scores

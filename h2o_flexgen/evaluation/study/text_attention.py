@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.column_sums import probabilities
-from h2o_flexgen.kernels.sizes import SCORED_BYTES
+from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES
+from h2o_flexgen.kernels.prompt_attention import probabilities
 
 THRESHOLD = 0.01  # of negligible entries, relative to the largest share of a query: the paper's
 

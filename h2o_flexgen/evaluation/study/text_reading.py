@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.site import DEVICE
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.memories import Memories

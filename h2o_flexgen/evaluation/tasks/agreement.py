@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from h2o_flexgen.evaluation.figures import Figure, mean
+from h2o_flexgen.evaluation.cells import Figure, mean
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, EvaluationTask, Shown, Size, in_blocks, window_of
 from h2o_flexgen.evaluation.texts import checksum, windows
 from h2o_flexgen.sampling.params import SamplingParams

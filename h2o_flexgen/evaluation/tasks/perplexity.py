@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from h2o_flexgen.evaluation.figures import DIGITS, Figure, of_exponents, ratio_of_sums, standard_error
+from h2o_flexgen.evaluation.cells import DIGITS, Figure, of_exponents, ratio_of_sums, standard_error
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, EvaluationTask, Shown, Size, in_blocks, window_of
 from h2o_flexgen.evaluation.texts import checksum, windows
 from h2o_flexgen.text.tokenizer import Tokenizer

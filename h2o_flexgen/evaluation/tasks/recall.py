@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
-from h2o_flexgen.evaluation.figures import Figure, mean, of_means
+from h2o_flexgen.evaluation.cells import Figure, mean, of_means
 from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS, Recall, RecallExample
 from h2o_flexgen.evaluation.tasks.task import Advance, Bound, EvaluationTask, Shown, Size, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens

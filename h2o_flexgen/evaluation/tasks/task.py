@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from h2o_flexgen.evaluation.figures import Figure, Relation
+from h2o_flexgen.evaluation.cells import Figure, Relation
 from h2o_flexgen.evaluation.texts import Text
 
 if TYPE_CHECKING:

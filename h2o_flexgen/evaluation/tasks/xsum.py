@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.evaluation.figures import Figure, mean, of_means
+from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.evaluation.cells import Figure, mean, of_means
 from h2o_flexgen.evaluation.tasks.task import Advance, Bound, EvaluationTask, Shown, Size, TaskOptions, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.sampling.params import SamplingParams

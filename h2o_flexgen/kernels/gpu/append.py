@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.kernels.gpu.words import as_words
-from h2o_flexgen.kernels.newest import Newest, Notes
-from h2o_flexgen.kernels.rotate import RotationAngles
+from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.evict import Newest, Notes
+from h2o_flexgen.kernels.gpu.codes import as_words
 
 WARPS = 1  # a head has few values
 

@@ -1,15 +1,43 @@
-"""What kernels on packed values share: how codes lie in words of 32 bits, and how numbers of 16 bits become float32 and back.
-
-Scales and minima are read and written as whole numbers of 16 bits, so that GPUs without bfloat16 have the same bits.
-"""
+"""Words: those that values are moved in, and those that codes of packed values lie in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from h2o_flexgen.quant.grouped import GROUP as _GROUP
-from h2o_flexgen.quant.tiled import TILE as _TILE
+from h2o_flexgen.formats.grouped import GROUP as _GROUP
+from h2o_flexgen.formats.grouped import TILE as _TILE
+
+# -- words -----------------------------------------------------------------------------------------------------------------
+# Slots that are only moved, as the widest whole words that they are made of: fewer and wider loads, and no value is read.
+
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first
+
+
+def as_words(*slots: Tensor) -> Iterator[Tensor]:
+    """Views of values of one type (..., width), each side by side in the last dimension, as words of one type."""
+    return (each.view(_widest(slots)) for each in slots)
+
+
+def _widest(slots: tuple[Tensor, ...]) -> torch.dtype:
+    return next(word for word in WORDS if all(_made_of(each, word.itemsize) for each in slots))
+
+
+def _made_of(slots: Tensor, nbytes: int) -> bool:
+    """Whether every slot begins at a whole word of this size and ends with one. A dimension of one place has no stride."""
+    assert slots.stride(-1) == 1
+    steps = [stride for size, stride in zip(slots.shape[:-1], slots.stride()) if size > 1]
+    return all(each * slots.itemsize % nbytes == 0 for each in (slots.shape[-1], slots.storage_offset(), *steps))
+
+
+# -- codes -----------------------------------------------------------------------------------------------------------------
+# What kernels on packed values share: how codes lie in words of 32 bits, and how numbers of 16 bits become float32 and
+# back. Scales and minima are read and written as whole numbers of 16 bits, so that GPUs without bfloat16 have the same
+# bits.
 
 GROUP, TILE = tl.constexpr(_GROUP), tl.constexpr(_TILE)
 UPPER = tl.constexpr(0xFFFF0000)  # the bits of a float32 that bfloat16 keeps

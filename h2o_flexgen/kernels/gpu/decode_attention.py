@@ -1,7 +1,7 @@
 """Attention of one new token per row over the slots it holds, and what each slot got, for GPUs.
 
 A program attends a chunk of the slots of one KV head of one row, and reads keys and values once; chunks behind what the row
-holds do nothing. A second pass puts the chunks together (chunks.py) and gathers what slots got, if it is needed. Chunks have
+holds do nothing. A second pass puts the chunks together (softmax.py) and gathers what slots got, if it is needed. Chunks have
 one size, so a row's outcome depends on nothing but the row. Scores are in float32, and so are the shares of a head with one
 query; where a group of queries shares a head, tensor cores multiply shares that were rounded to the queries' type, as torch
 does.
@@ -16,11 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gathers import MAX, SUM
-from h2o_flexgen.kernels.gpu.chunks import TOGETHER, softmax_of_chunks, values_of_chunks
 from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, values_of_slots
-from h2o_flexgen.kernels.gpu.softmax import exponential_of, gathered, highest, scores_of
+from h2o_flexgen.kernels.gpu.softmax import (
+    TOGETHER,
+    exponential_of,
+    gathered,
+    highest,
+    scores_of,
+    softmax_of_chunks,
+    values_of_chunks,
+)
 from h2o_flexgen.kernels.more_keys import More
 
 CHUNK = 256  # slots of a program

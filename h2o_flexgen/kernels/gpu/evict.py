@@ -1,7 +1,4 @@
-"""Updates scores, chooses the token to evict, and writes the newest token to its slot: one program for each KV head of a row.
-
-Everything is read before anything is written, with a barrier between. The result depends only on whole numbers, and on a
-product and a sum that are each rounded, so it equals that of the twin, bit for bit."""
+"""Eviction, and slots that move."""
 
 from __future__ import annotations
 
@@ -10,11 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.kernels.evict import LEAST_SCORE
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, parts
+from h2o_flexgen.kernels.gpu.codes import as_words
 from h2o_flexgen.kernels.gpu.softmax import highest
-from h2o_flexgen.kernels.gpu.words import as_words
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+
+# -- evict -----------------------------------------------------------------------------------------------------------------
+# Updates scores, chooses the token to evict, and writes the newest token to its slot: one program for each KV head of a
+# row. Everything is read before anything is written, with a barrier between. The result depends only on whole numbers, and
+# on a product and a sum that are each rounded, so it equals that of the twin, bit for bit.
 
 BY_SCORE, BY_AGE, BY_CHANCE, BY_WORTH = (tl.constexpr(number) for number in range(4))
 LEAST = tl.constexpr(LEAST_SCORE)
@@ -141,3 +142,82 @@ def evict_one(
             at = block + lane
             score = scored(scores, got, first + at, own, at < slots, decay, IS_HIGHEST)
             tl.store(scores + first + at, tl.where(at == goes, own_score, score), mask=at < slots)
+
+
+# -- move slots ------------------------------------------------------------------------------------------------------------
+# Slots that go from one place to another: those kept of a prompt, those that a step changed.
+
+SLOTS = 8  # that a program moves
+
+
+def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
+    rows, heads, count, _ = out.shape
+    if not out.numel():
+        return
+    source, out = as_words(source, out)
+    index = index.expand(rows, heads, count)
+    _move(source[None], index, out[None])
+
+
+def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
+    numbers, values = parts(out, slots.shape, image.shape[-1], image.dtype)
+    image, values = as_words(image, values)
+    _move(image, slots.unsqueeze(-1), values.unsqueeze(3), numbers)
+
+
+def _move(source: Tensor, index: Tensor, out: Tensor, numbers: Tensor | None = None) -> None:
+    """source (halves, rows, heads, slots, words), index (rows, heads, count) -> out (halves, rows, heads, count, words), and
+    `numbers` (rows, heads), where the first of the index is wanted as well."""
+    halves, rows, heads, count, words = out.shape
+    move_slots[(triton.cdiv(count, SLOTS), heads, rows)](
+        source,
+        index,
+        out,
+        index if numbers is None else numbers,
+        count,
+        words,
+        *source.stride()[:4],
+        *index.stride(),
+        *out.stride()[:4],
+        NUMBERS=numbers is not None,
+        HALVES=halves,
+        SLOTS=SLOTS,
+        WORDS=triton.next_power_of_2(words),
+    )
+
+
+@triton.jit(do_not_specialize=["count", "index_row", "index_head"])
+def move_slots(
+    source,
+    index,
+    out,
+    numbers,
+    count,
+    words,
+    source_half,
+    source_row,
+    source_head,
+    source_slot,
+    index_row,
+    index_head,
+    index_place,
+    out_half,
+    out_row,
+    out_head,
+    out_slot,
+    NUMBERS: tl.constexpr,
+    HALVES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    word = tl.arange(0, WORDS)
+    slot = tl.load(index + row * index_row + head * index_head + place * index_place, mask=place < count, other=0)
+    if NUMBERS:
+        tl.store(numbers + row * tl.num_programs(1) + head + place, slot, mask=place < 1)
+    there = (place < count)[:, None] & (word < words)[None, :]
+    taken = source + row * source_row + head * source_head + slot[:, None] * source_slot + word[None, :]
+    put = out + row * out_row + head * out_head + place[:, None] * out_slot + word[None, :]
+    for half in tl.static_range(HALVES):
+        tl.store(put + half * out_half, tl.load(taken + half * source_half, mask=there), mask=there)

@@ -1,4 +1,4 @@
-"""Every kernel in Triton under its name in kernels/table.py."""
+"""Every kernel in Triton under its name in formats/kernel_table.py."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 
 from h2o_flexgen.kernels.gpu.append import append, rotate
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
-from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
-from h2o_flexgen.kernels.gpu.evict import evict
-from h2o_flexgen.kernels.gpu.group_decode import group_decode
+from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
+from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
 from h2o_flexgen.kernels.gpu.int8_product import int8_product
-from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.gpu.tile_product import tile_product
-from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
 
 KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),

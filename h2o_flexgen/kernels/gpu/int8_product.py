@@ -1,43 +1,85 @@
-"""The product of rows of int8 and a transposed matrix in tiles of 4 or 8 bits, with the bits that torch and C give.
-
-Dot products of a group are whole numbers below 2 ** 24, of factors that float16 holds: matrix units add them up exactly in any
-order, also those of GPUs that have none for int8. Floats follow group behind group, every operation rounded by itself, so that
-inputs are not shared out among threads: a program has some outputs of some rows.
-"""
+"""Products of rows that are rounded to 8 bits, and tiles of 4 or 8 bits."""
 
 from __future__ import annotations
 
+from math import inf
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP as GROUP_VALUES
+from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
+from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, place_in_word, widened
-from h2o_flexgen.kernels.gpu.int8_rows import int8_rows
-from h2o_flexgen.kernels.int8_rows import Int8Rows
-from h2o_flexgen.quant.tiled import TILE as TILE_OUTPUTS
-from h2o_flexgen.quant.tiled import Tiled
+from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, place_in_word, to_nearest, widened
+from h2o_flexgen.kernels.int8_product import LARGEST_CODE, NOTHING, Int8Rows
+
+# -- int8 rows -------------------------------------------------------------------------------------------------------------
+# Rows of x as int8 in one launch, with the bits that torch and C give.
+
+GROUPS = 8  # of a row, that a program rounds
+LARGEST, LEAST, INFINITE = tl.constexpr(float(LARGEST_CODE)), tl.constexpr(NOTHING), tl.constexpr(inf)
+
+
+def int8_rows(values: Tensor) -> Int8Rows:
+    """values (..., columns)"""
+    x = values.reshape(-1, values.shape[-1]).contiguous()
+    rows, columns = x.shape
+    groups = groups_of(columns)
+    scales, sums = (torch.empty(rows, groups, device=x.device) for _ in range(2))
+    made = Int8Rows(torch.empty(rows, groups * GROUP_VALUES, dtype=torch.int8, device=x.device), scales, sums)
+    if x.numel():
+        int8_rows_kernel[rows, triton.cdiv(groups, GROUPS)](x, *made, columns, GROUPS, enable_fp_fusion=False)
+    return made
+
+
+@triton.jit
+def int8_rows_kernel(values, codes, scales, sums, columns, GROUPS: tl.constexpr):
+    row, groups = tl.program_id(0).to(tl.int64), tl.cdiv(columns, GROUP)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column, there = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], group < groups
+    x = as_float32(values + row * columns + column, column < columns)
+    strange = tl.max((x != x).to(tl.int32), 1) > 0
+    most = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+    limit = tl.full((GROUPS,), LARGEST, tl.float32)
+    is_some = (most >= LEAST) & (most < INFINITE) & ~strange
+    divisor = tl.where(is_some, most, 1.0)
+    inverse = tl.where(is_some, tl.div_rn(limit, divisor), 0.0)
+    scale = tl.where(is_some, tl.div_rn(most, limit), tl.where((most < INFINITE) & ~strange, 0.0, float("nan")))
+    code = to_nearest(tl.where(is_some[:, None], x * inverse[:, None], 0.0))
+    tl.store(codes + row * groups * GROUP + column, code.to(tl.int8), mask=there[:, None])
+    tl.store(scales + row * groups + group, scale, mask=there)
+    tl.store(sums + row * groups + group, scale * tl.sum(code, 1), mask=there)
+
+
+# -- int8 product ----------------------------------------------------------------------------------------------------------
+# The product of rows of int8 and a transposed matrix in tiles of 4 or 8 bits, with the bits that torch and C give. Dot
+# products of a group are whole numbers below 2 ** 24, of factors that float16 holds: matrix units add them up exactly in
+# any order, also those of GPUs that have none for int8. Floats follow group behind group, every operation rounded by
+# itself, so that inputs are not shared out among threads: a program has some outputs of some rows.
 
 FEW, MANY = (16, TILE_OUTPUTS, 1), (32, 64, 8)  # rows, outputs and warps of a program
 
 
-def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def int8_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., columns), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
-    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(x.values.shape[-1])) and data.is_contiguous()
+    assert data.shape == (-(-outputs // TILE_OUTPUTS), format.tile_bytes(x.values.shape[-1])) and data.is_contiguous()
     out = x.values.new_empty(x.rows, outputs)
     if out.numel():
-        _launch(codec, x.made(int8_rows), data, bias, out)
+        _launch(format, x.made(int8_rows), data, bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(codec: Tiled, x: Int8Rows, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _launch(format: Tiled, x: Int8Rows, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
     rows, outputs = out.shape
     rows_at_once, outputs_at_once, warps = FEW if rows <= FEW[0] else MANY
     int8_product_kernel[triton.cdiv(outputs, outputs_at_once), triton.cdiv(rows, rows_at_once)](
         *(data, *x, out if bias is None else bias, out),
         *(rows, outputs, x.scales.shape[1]),
         HAS_BIAS=bias is not None,
-        BITS=codec.bits,
+        BITS=format.bits,
         ROWS=rows_at_once,
         OUTPUTS=outputs_at_once,
         num_warps=warps,

@@ -1,4 +1,4 @@
-"""Keys or values of slots as kernels read them from memory: plain, or in the codes of a group codec.
+"""Keys or values of slots as kernels read them from memory: plain, or in the codes of a group format.
 
 A slot's codes are read in units, each with four of them: 16 bits of a four-bit group or 32 of an eight-bit one, 16 units either
 way. Threads read neighbouring units at once, as many as the slots' alignment allows. What is unpacked lies in an order of its
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import GROUP, groups_of
+from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.quant.codec import GROUPED, PLAIN
-from h2o_flexgen.quant.grouped import GROUP, groups_of
 
-BITS = {PLAIN: 0} | {codec.name: codec.bits for codec in GROUPED}
+BITS = {PLAIN: 0} | {format.name: format.bits for format in GROUPED}
 UNITS = {4: torch.int16, 8: torch.int32}
 WIDEST_LOAD = 16  # bytes that a thread can load at once
 LEAST_DOT = 16  # values that products of tiles are summed over at least
@@ -40,7 +40,7 @@ class SlotPlaces(NamedTuple):
 
     @classmethod
     def of(cls, kept: KVSlots, dim: int) -> SlotPlaces:
-        bits, data = BITS[kept.codec], kept.data
+        bits, data = BITS[kept.format], kept.data
         assert data.stride(3) == 1
         elements = data.view(UNITS[bits]) if bits else data
         row, head, slot = (stride * data.itemsize if size > 1 else 0 for size, stride in zip(data.shape, data.stride()[:3]))

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.gpu.softmax import capped, highest, highest_of_rows
 from h2o_flexgen.kernels.more_keys import More
 

@@ -1,6 +1,6 @@
 """Attention of many queries over one text that they share, and what it weighs beside other keys, for GPUs.
 
-A program attends a chunk of the text with some queries of one KV head; a second pass puts the chunks together (chunks.py). It
+A program attends a chunk of the text with some queries of one KV head; a second pass puts the chunks together (softmax.py). It
 differs from the twin in the last bits, and where queries have 16 bits, shares and decoded values are rounded to these before
 tensor cores multiply them. Queries go in pieces, so that what is left between the passes stays small.
 """
@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, SCORED_BYTES
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gpu.chunks import TOGETHER, softmax_of_chunks, values_of_chunks
 from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, values_of_slots
-from h2o_flexgen.kernels.gpu.softmax import gathered, scores_of
+from h2o_flexgen.kernels.gpu.softmax import TOGETHER, gathered, scores_of, softmax_of_chunks, values_of_chunks
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES
 
 CHUNK = 512  # tokens of a program
 TILE_VALUES, LEAST_TILE, LARGEST_TILE = 4096, 16, 32  # values, and queries or tokens, that a program multiplies at once
@@ -32,7 +31,7 @@ def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | Non
     q, chunks = q.contiguous(), triton.cdiv(length, CHUNK)
     out = torch.empty(1, queries, heads, dim, dtype=torch.float32, device=q.device)
     scores = torch.empty(1, queries, heads, dtype=torch.float32, device=q.device)
-    key, value = (SlotPlaces.of(KVSlots(kept.data[None], kept.codec), dim) for kept in (keys, values))
+    key, value = (SlotPlaces.of(KVSlots(kept.data[None], kept.format), dim) for kept in (keys, values))
     at_once = max(1, SCORED_BYTES // (FLOAT_BYTES * heads * chunks * dim))
     for start in range(0, queries, at_once):
         piece = slice(start, start + at_once)

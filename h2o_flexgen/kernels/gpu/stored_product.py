@@ -1,4 +1,4 @@
-"""The product of few rows and a transposed matrix in a checkpoint's own form, which is read once and never decoded to memory.
+"""The product of few rows and a transposed matrix in a checkpoint's own format, which is read once and never decoded to memory.
 
 A program has some outputs of up to four rows and all inputs. Each thread takes words of all these outputs, and multiplies their
 codes with the rows in float32; the sums are multiplied with what the codes share. Sums are added in an order that depends on
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
-from h2o_flexgen.kernels.gpu.stored_forms import form_of, load_bytes, parts_of
+from h2o_flexgen.kernels.gpu.stored_layout import layout_of, load_bytes, parts_of
 from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
-from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.stored_values import Stored
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 OUTPUTS_AT_ONCE, WITH_HALVES = 8, 4  # outputs that meet what was loaded of the rows
@@ -23,30 +23,30 @@ MOST_WARPS, FEWEST_WARPS = 8, 4
 PROGRAMS_THAT_FILL = 1024  # so many keep any GPU busy with few warps each
 
 
-def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-    """x (..., inputs), data (rows, bytes of a row) or (1, bytes) of a form in sections, bias (outputs,) -> (..., outputs)"""
+def stored_product(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (rows, bytes of a row) or (1, bytes) of a format in sections, bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
     out = rows.new_empty(len(rows), outputs)
     if out.numel():
-        _launch(codec, rows, data, bias, out)
+        _launch(format, rows, data, bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(codec: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    (count, inputs), outputs, form = rows.shape, out.shape[1], form_of(codec)
-    parts, row_bytes = parts_of(codec, data, outputs, inputs), form.row_bytes(inputs)
-    given = rows.index_select(1, parts.order) if form.is_ordered else rows
-    outputs_at_once = WITH_HALVES if form.has_halves else OUTPUTS_AT_ONCE
+def _launch(format: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    (count, inputs), outputs, layout = rows.shape, out.shape[1], layout_of(format)
+    parts, row_bytes = parts_of(format, data, outputs, inputs), layout.row_bytes(inputs)
+    given = rows.index_select(1, parts.order) if layout.is_ordered else rows
+    outputs_at_once = WITH_HALVES if layout.has_halves else OUTPUTS_AT_ONCE
     rows_at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(count))
     programs = triton.cdiv(outputs, outputs_at_once)
-    warps = _warps(programs, triton.cdiv(inputs * form.bits, 32 * 32 * form.words_together))
+    warps = _warps(programs, triton.cdiv(inputs * layout.bits, 32 * 32 * layout.words_together))
     product_kernel[programs, triton.cdiv(count, rows_at_once)](
         *(*parts[:3], given, out if bias is None else bias, out),
         *(count, outputs, inputs, row_bytes),
         HAS_BIAS=bias is not None,
-        FORM=form,
-        AT_ONCE=load_bytes(form, parts, row_bytes),
+        LAYOUT=layout,
+        AT_ONCE=load_bytes(layout, parts, row_bytes),
         ROWS=rows_at_once,
         OUTPUTS=outputs_at_once,
         LANES=warps * 32,
@@ -74,7 +74,7 @@ def product_kernel(
     inputs,
     row_bytes,
     HAS_BIAS: tl.constexpr,
-    FORM: tl.constexpr,
+    LAYOUT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -84,20 +84,20 @@ def product_kernel(
     own = tl.minimum(output, outputs - 1)[:, None]  # behind the last one it is repeated, and nothing of it is stored
     of_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * inputs
     lane = tl.arange(0, LANES)
-    of_lane = lane // FORM.apart * (FORM.apart * FORM.words_together) + lane % FORM.apart
+    of_lane = lane // LAYOUT.apart * (LAYOUT.apart * LAYOUT.words_together) + lane % LAYOUT.apart
     total = tl.zeros([ROWS, OUTPUTS, LANES], tl.float32)
-    for first in range(0, tl.cdiv(inputs * FORM.bits, 32), LANES * FORM.words_together):
+    for first in range(0, tl.cdiv(inputs * LAYOUT.bits, 32), LANES * LAYOUT.words_together):
         word = (first + of_lane)[None, :]
-        block = block_at(data, own, word, row_bytes, FORM)
-        if FORM.has_halves:
+        block = block_at(data, own, word, row_bytes, LAYOUT)
+        if LAYOUT.has_halves:
             for half in tl.static_range(2):
-                shared = shared_by(block, scales, zeros, own, word, inputs, half, FORM, AT_ONCE)
-                dots, of_x = _products(total, block, of_rows, word, inputs, half, half + 1, FORM, AT_ONCE)
-                total = _scaled(total, dots, of_x, shared, FORM)
+                shared = shared_by(block, scales, zeros, own, word, inputs, half, LAYOUT, AT_ONCE)
+                dots, of_x = _products(total, block, of_rows, word, inputs, half, half + 1, LAYOUT, AT_ONCE)
+                total = _scaled(total, dots, of_x, shared, LAYOUT)
         else:
-            shared = shared_by(block, scales, zeros, own, word, inputs, 0, FORM, AT_ONCE)
-            dots, of_x = _products(total, block, of_rows, word, inputs, 0, 8 // FORM.bits, FORM, AT_ONCE)
-            total = _scaled(total, dots, of_x, shared, FORM)
+            shared = shared_by(block, scales, zeros, own, word, inputs, 0, LAYOUT, AT_ONCE)
+            dots, of_x = _products(total, block, of_rows, word, inputs, 0, 8 // LAYOUT.bits, LAYOUT, AT_ONCE)
+            total = _scaled(total, dots, of_x, shared, LAYOUT)
     sums = tl.sum(total, 2)
     if HAS_BIAS:
         sums += as_float32(bias + output, output < outputs)[None, :]
@@ -106,47 +106,49 @@ def product_kernel(
 
 
 @triton.jit
-def _products(total, block, x, word, inputs, FIRST: tl.constexpr, END: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+def _products(
+    total, block, x, word, inputs, FIRST: tl.constexpr, END: tl.constexpr, LAYOUT: tl.constexpr, AT_ONCE: tl.constexpr
+):
     """The sums of the products of the codes of these halves of words (rows, outputs, lanes), and of the values of x (rows,
     lanes), for all words that share their scales."""
     dots, of_x = tl.zeros_like(total), tl.zeros([total.shape[0], total.shape[2]], tl.float32)
-    together: tl.constexpr = FORM.words_together
+    together: tl.constexpr = LAYOUT.words_together
     for step in tl.static_range(together):
-        own = word + step * FORM.apart
-        words = words_of(block, own, inputs, FORM, AT_ONCE)
-        upper = upper_of(block, own, inputs, FORM, AT_ONCE) if FORM.upper != "" else words
+        own = word + step * LAYOUT.apart
+        words = words_of(block, own, inputs, LAYOUT, AT_ONCE)
+        upper = upper_of(block, own, inputs, LAYOUT, AT_ONCE) if LAYOUT.upper != "" else words
         for half in tl.static_range(FIRST, END):
-            codes = codes_of(words, upper, half, FORM)
-            x_0, x_1, x_2, x_3 = _four(x, own, inputs, half, FORM)
-            dots = tl.fma(x_0[:, None, :], as_float(codes & 0xFF, FORM)[None, :, :], dots)
-            dots = tl.fma(x_1[:, None, :], as_float((codes >> 8) & 0xFF, FORM)[None, :, :], dots)
-            dots = tl.fma(x_2[:, None, :], as_float((codes >> 16) & 0xFF, FORM)[None, :, :], dots)
-            dots = tl.fma(x_3[:, None, :], as_float(codes >> 24, FORM)[None, :, :], dots)
-            if FORM.has_minimum or FORM.has_zeros:
+            codes = codes_of(words, upper, half, LAYOUT)
+            x_0, x_1, x_2, x_3 = _four(x, own, inputs, half, LAYOUT)
+            dots = tl.fma(x_0[:, None, :], as_float(codes & 0xFF, LAYOUT)[None, :, :], dots)
+            dots = tl.fma(x_1[:, None, :], as_float((codes >> 8) & 0xFF, LAYOUT)[None, :, :], dots)
+            dots = tl.fma(x_2[:, None, :], as_float((codes >> 16) & 0xFF, LAYOUT)[None, :, :], dots)
+            dots = tl.fma(x_3[:, None, :], as_float(codes >> 24, LAYOUT)[None, :, :], dots)
+            if LAYOUT.has_minimum or LAYOUT.has_zeros:
                 of_x += x_0 + x_1 + x_2 + x_3
     return dots, of_x
 
 
 @triton.jit
-def _scaled(total, dots, of_x, shared, FORM: tl.constexpr):
+def _scaled(total, dots, of_x, shared, LAYOUT: tl.constexpr):
     """Adds products of codes, with what the codes share."""
     scale, minimum, zero = shared
-    if FORM.has_zeros:
+    if LAYOUT.has_zeros:
         dots = tl.fma(of_x[:, None, :], -zero[None, :, :], dots)
     total = tl.fma(dots, scale[None, :, :], total)
-    if FORM.has_minimum:
+    if LAYOUT.has_minimum:
         total = tl.fma(of_x[:, None, :], minimum[None, :, :], total)
     return total
 
 
 @triton.jit
-def _four(x, word, inputs, HALF: tl.constexpr, FORM: tl.constexpr):
+def _four(x, word, inputs, HALF: tl.constexpr, LAYOUT: tl.constexpr):
     """The values of x that the four codes of a half are multiplied with, each (rows, lanes): x (rows, 1), word (1, lanes)."""
-    if FORM.takes_turns:
+    if LAYOUT.takes_turns:
         x_0, x_1 = tl.split(_of_turn(_neighbours(x, word * 8, inputs), HALF))
         x_2, x_3 = tl.split(_of_turn(_neighbours(x, word * 8 + 4, inputs), HALF))
     else:
-        even, odd = tl.split(_neighbours(x, first_input(word, HALF, FORM), inputs))
+        even, odd = tl.split(_neighbours(x, first_input(word, HALF, LAYOUT), inputs))
         x_0, x_2 = tl.split(even)
         x_1, x_3 = tl.split(odd)
     return x_0, x_1, x_2, x_3

@@ -1,7 +1,7 @@
-"""What kernels on a checkpoint's own forms share: words of codes, what codes share, and codes as floats.
+"""What kernels on a checkpoint's own formats share: words of codes, what codes share, and codes as floats.
 
 All is said for words: `row` (rows, 1) and `word` (1, words) -> (rows, words). The four codes of each half of a word are first
-made the four bytes of one; a form of 8 bits has one half. Nothing here is fused, so that values have the bits of torch.
+made the four bytes of one; a format of 8 bits has one half. Nothing here is fused, so that values have the bits of torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from h2o_flexgen.kernels.gpu.codes import widened
-from h2o_flexgen.kernels.gpu.stored_forms import (
+from h2o_flexgen.kernels.gpu.stored_layout import (
     EXPONENT,
     FIFTH_BITS,
     FP4,
@@ -26,37 +26,37 @@ from h2o_flexgen.kernels.gpu.stored_forms import (
 
 
 @triton.jit
-def first_input(word, HALF: tl.constexpr, FORM: tl.constexpr):
+def first_input(word, HALF: tl.constexpr, LAYOUT: tl.constexpr):
     """The input of the first of the four codes of a half, where the others follow it."""
-    if FORM.bits == 8:
+    if LAYOUT.bits == 8:
         found = word * 4
     else:
-        of_span: tl.constexpr = FORM.span // 4
-        found = word // of_span * (2 * FORM.span) + word % of_span * 4 + HALF * FORM.span
+        of_span: tl.constexpr = LAYOUT.span // 4
+        found = word // of_span * (2 * LAYOUT.span) + word % of_span * 4 + HALF * LAYOUT.span
     return found
 
 
 @triton.jit
-def block_at(data, row, word, row_bytes, FORM: tl.constexpr):
+def block_at(data, row, word, row_bytes, LAYOUT: tl.constexpr):
     """The beginning of the block of a word."""
-    return data + row.to(tl.int64) * row_bytes + word // FORM.block_words * FORM.block_bytes
+    return data + row.to(tl.int64) * row_bytes + word // LAYOUT.block_words * LAYOUT.block_bytes
 
 
 # -- words and bytes -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def is_there(word, inputs, FORM: tl.constexpr):
+def is_there(word, inputs, LAYOUT: tl.constexpr):
     """Whether a row has this word."""
-    return word * (32 // FORM.bits) < inputs
+    return word * (32 // LAYOUT.bits) < inputs
 
 
 @triton.jit
-def words_of(block, word, inputs, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+def words_of(block, word, inputs, LAYOUT: tl.constexpr, AT_ONCE: tl.constexpr):
     """The words; zeros behind the last input."""
-    there = is_there(word, inputs, FORM)
-    found = _word(block + FORM.codes_at + word % FORM.block_words * 4, there, AT_ONCE)
-    if FORM.codes == FP8 and AT_ONCE < 4:  # rows may end within a word
+    there = is_there(word, inputs, LAYOUT)
+    found = _word(block + LAYOUT.codes_at + word % LAYOUT.block_words * 4, there, AT_ONCE)
+    if LAYOUT.codes == FP8 and AT_ONCE < 4:  # rows may end within a word
         left = tl.minimum(tl.maximum(inputs - word * 4, 1), 4)
         found = found & (0xFFFFFFFF >> ((4 - left) * 8).to(tl.uint32))
     return found
@@ -95,45 +95,45 @@ def _half(bits):
 
 
 @triton.jit
-def upper_of(block, word, inputs, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+def upper_of(block, word, inputs, LAYOUT: tl.constexpr, AT_ONCE: tl.constexpr):
     """What has the bits above the fourth of the codes of a word, moved down to the first that is theirs."""
-    there, place, own = is_there(word, inputs, FORM), block + FORM.upper_at, word % FORM.block_words
-    if FORM.upper == FIFTH_BITS:
+    there, place, own = is_there(word, inputs, LAYOUT), block + LAYOUT.upper_at, word % LAYOUT.block_words
+    if LAYOUT.upper == FIFTH_BITS:
         found = _word(place, there, AT_ONCE) >> (own * 4).to(tl.uint32)
-    elif FORM.upper == PLANES_OF_ONE:
+    elif LAYOUT.upper == PLANES_OF_ONE:
         found = _word(place + own % 8 * 4, there, AT_ONCE) >> (own // 8 * 2).to(tl.uint32)
     else:
-        tl.static_assert(FORM.upper == PLANES_OF_TWO)
+        tl.static_assert(LAYOUT.upper == PLANES_OF_TWO)
         found = _word(place + own // 16 * 32 + own % 8 * 4, there, AT_ONCE) >> (own % 16 // 8 * 2).to(tl.uint32)
     return found
 
 
 @triton.jit
-def codes_of(words, upper, HALF: tl.constexpr, FORM: tl.constexpr):
+def codes_of(words, upper, HALF: tl.constexpr, LAYOUT: tl.constexpr):
     """The codes of a half, in the four bytes of a word."""
-    if FORM.bits == 8:
-        found = words ^ 0x80808080 if FORM.is_signed else words
+    if LAYOUT.bits == 8:
+        found = words ^ 0x80808080 if LAYOUT.is_signed else words
     else:
         found = (words >> 4 * HALF) & 0x0F0F0F0F
-        if FORM.upper == FIFTH_BITS:  # four neighbours, of which each goes to a byte of its own
+        if LAYOUT.upper == FIFTH_BITS:  # four neighbours, of which each goes to a byte of its own
             found = found | ((((upper >> 16 * HALF) & 15) * 0x00204081 & 0x01010101) << 4)
-        elif FORM.upper == PLANES_OF_ONE:
+        elif LAYOUT.upper == PLANES_OF_ONE:
             found = found | (((upper >> HALF) & 0x01010101) << 4)
-        elif FORM.upper == PLANES_OF_TWO:
+        elif LAYOUT.upper == PLANES_OF_TWO:
             found = found | (((upper >> 4 * HALF) & 0x03030303) << 4)
     return found
 
 
 @triton.jit
-def as_float(code, FORM: tl.constexpr):
+def as_float(code, LAYOUT: tl.constexpr):
     """What codes mean, before anything that they share."""
-    if FORM.codes == FP4:  # twice the value, as a float16 but for its exponent; no zero is negative
+    if LAYOUT.codes == FP4:  # twice the value, as a float16 but for its exponent; no zero is negative
         found = _half(((code & 8) << 12) | ((code & 7) << 9)) * 32768.0 + 0.0
-    elif FORM.codes == FP8:
+    elif LAYOUT.codes == FP8:
         found = _half(((code & 0x80) << 8) | ((code & 0x7F) << 7)) * 256.0
         found = tl.where((code & 0x7F) == 0x7F, float("nan"), found)
     else:  # the last bits of a large number
-        found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + FORM.zero)
+        found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LAYOUT.zero)
     return found
 
 
@@ -141,26 +141,26 @@ def as_float(code, FORM: tl.constexpr):
 
 
 @triton.jit
-def shared_by(block, scales, zeros, row, word, inputs, HALF: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
-    """What the codes of a half share: scale, minimum and zero. The last two mean something where the form has them."""
-    there, place, own = is_there(word, inputs, FORM), block + FORM.shared_at, word % FORM.block_words
+def shared_by(block, scales, zeros, row, word, inputs, HALF: tl.constexpr, LAYOUT: tl.constexpr, AT_ONCE: tl.constexpr):
+    """What the codes of a half share: scale, minimum and zero. The last two mean something where the format has them."""
+    there, place, own = is_there(word, inputs, LAYOUT), block + LAYOUT.shared_at, word % LAYOUT.block_words
     minimum, zero = 0.0, 0.0
-    if FORM.shared == SECTIONS:
-        at = _share(row, word, inputs, FORM)
-        scale = _of_section(scales + at, there, FORM)
-        if FORM.has_zeros:
+    if LAYOUT.shared == SECTIONS:
+        at = _share(row, word, inputs, LAYOUT)
+        scale = _of_section(scales + at, there, LAYOUT)
+        if LAYOUT.has_zeros:
             zero = tl.load(zeros + at, mask=there, other=0).to(tl.float32)
-    elif FORM.shared == SIX_BITS:
+    elif LAYOUT.shared == SIX_BITS:
         scale, minimum = _of_six_bits(place, own // 8, there, HALF, AT_ONCE)
-    elif FORM.shared == SIXTEENS:
+    elif LAYOUT.shared == SIXTEENS:
         code = tl.load((place + own // 16 * 8 + own % 16 // 4 + 4 * HALF).to(tl.pointer_type(tl.int8)), mask=there, other=0)
         scale = _half(_two_bytes(place + 16, there)) * code.to(tl.float32)
-    elif FORM.shared == EXPONENT:
+    elif LAYOUT.shared == EXPONENT:
         scale = _half_of_power(_byte(place, there))
     else:
-        tl.static_assert(FORM.shared == SCALE or FORM.shared == SCALE_AND_MINIMUM)
+        tl.static_assert(LAYOUT.shared == SCALE or LAYOUT.shared == SCALE_AND_MINIMUM)
         scale = _half(_two_bytes(place, there))
-        if FORM.has_minimum:
+        if LAYOUT.has_minimum:
             minimum = _half(_two_bytes(place + 2, there))
     return scale, minimum, zero
 
@@ -187,21 +187,21 @@ def _half_of_power(exponent):
 
 
 @triton.jit
-def _share(row, word, inputs, FORM: tl.constexpr):
+def _share(row, word, inputs, LAYOUT: tl.constexpr):
     """The number of a word's share in a section: shares of the first rows come first."""
-    rows: tl.constexpr = FORM.shared_rows
-    columns: tl.constexpr = FORM.shared_inputs
+    rows: tl.constexpr = LAYOUT.shared_rows
+    columns: tl.constexpr = LAYOUT.shared_inputs
     of_rows = row.to(tl.int64) // rows if rows > 0 else row.to(tl.int64) * 0
     found = of_rows + word * 0
     if columns > 0:
-        found = of_rows * tl.cdiv(inputs, columns) + word * (32 // FORM.bits) // columns
+        found = of_rows * tl.cdiv(inputs, columns) + word * (32 // LAYOUT.bits) // columns
     return found
 
 
 @triton.jit
-def _of_section(places, there, FORM: tl.constexpr):
+def _of_section(places, there, LAYOUT: tl.constexpr):
     """The scales that lie here. Those of FP4 are half powers of two, as its codes are twice their values."""
-    if FORM.codes == FP4:
+    if LAYOUT.codes == FP4:
         found = _half_of_power(_byte(places, there))
     elif places.dtype.element_ty == tl.uint8:
         exponent = _byte(places, there)

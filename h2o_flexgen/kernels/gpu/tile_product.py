@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
+from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
-from h2o_flexgen.quant.grouped import groups_of
-from h2o_flexgen.quant.tiled import TILE as TILE_OUTPUTS
-from h2o_flexgen.quant.tiled import Tiled
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 WORDS_OF_WARP = 16  # of an output, that a warp reads at once
@@ -23,26 +22,26 @@ MOST_WARPS, FEWEST_WARPS = 8, 4
 PROGRAMS_THAT_FILL = 1024  # so many keep any GPU busy with few warps each
 
 
-def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def tile_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
-    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(inputs)) and data.is_contiguous()
+    assert data.shape == (-(-outputs // TILE_OUTPUTS), format.tile_bytes(inputs)) and data.is_contiguous()
     out = rows.new_empty(len(rows), outputs)
     if out.numel():
-        _launch(codec, rows, data, bias, out)
+        _launch(format, rows, data, bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(codec: Tiled, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    words = groups_of(rows.shape[1]) * codec.as_rows.code_bytes // 4
+def _launch(format: Tiled, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    words = groups_of(rows.shape[1]) * format.as_rows.code_bytes // 4
     warps = _warps(len(data), words // WORDS_OF_WARP)
     at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(len(rows)))
     tile_product_kernel[len(data), triton.cdiv(len(rows), at_once)](
         *(data, rows, out if bias is None else bias, out),
         *(len(rows), out.shape[1], rows.shape[1]),
         HAS_BIAS=bias is not None,
-        BITS=codec.bits,
+        BITS=format.bits,
         ROWS=at_once,
         WORDS=warps * WORDS_OF_WARP,
         num_warps=warps,

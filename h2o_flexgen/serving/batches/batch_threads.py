@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from h2o_flexgen.core.documents import NotADocument, parse_json
+from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.core.hints import one_line, reason
 from h2o_flexgen.jobs.index import ChangedInput, Index
 from h2o_flexgen.jobs.input_check import CheckedFile, check_lines

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from h2o_flexgen.core.documents import parse_json
-from h2o_flexgen.core.files import lock, read_text, write_durably
+from h2o_flexgen.core.files import lock, parse_json, read_text, write_durably
 from h2o_flexgen.core.hints import reason
 
 LOCK = "lock"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.numbers import whole_number
+from h2o_flexgen.core.allowed_values import Bounds
+from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.openai_answers import Said
-from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.serving.problems import Refused, bad_request
 
 LIMIT, AFTER, ORDER = "limit", "after", "order"
@@ -53,10 +52,8 @@ def page(oldest_first: Sequence[Listed], asked: Mapping[str, str], most: int, us
 
 
 def _limit(given: str, most: int) -> int:
+    allowed = Bounds(1, most)
     try:
-        limit = whole_number(given)
+        return int(allowed.typed(given))
     except ValueError:
-        limit = 0
-    if not 1 <= limit <= most:
-        raise Refused(bad_request(f"{LIMIT} is {shown(given)}; allowed is a whole number, 1 to {most}", param=LIMIT))
-    return limit
+        raise Refused(bad_request(f"{LIMIT} is {shown(given)}; allowed is {allowed}", param=LIMIT)) from None

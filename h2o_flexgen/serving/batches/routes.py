@@ -13,9 +13,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from h2o_flexgen.core.hints import reason, shown
+from h2o_flexgen.core.hints import reason, refuse_unknown, shown
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS, read_json
-from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.serving.batches.batch_threads import BatchWork
 from h2o_flexgen.serving.batches.listing import AFTER, LIMIT, ORDER, page, refuse_other

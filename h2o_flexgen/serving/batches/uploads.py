@@ -13,9 +13,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.sampling.foreign_options import refuse_unknown
 from h2o_flexgen.serving.batches.stored_files import OF_INPUT, NewFile
 from h2o_flexgen.serving.bodies import Limits, asks_to_send_more
 from h2o_flexgen.serving.problems import ApiProblem, Refused, bad_request, file_too_large, no_form, too_slow

@@ -16,12 +16,11 @@ from h2o_flexgen import batch, calibrate, chat, evaluate, run
 from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.demo.fetched import SMOLLM2
 from h2o_flexgen.demo.places import folders_beside
-from h2o_flexgen.evaluation.calibration.calibration import BUDGETS
-from h2o_flexgen.evaluation.calibration.calibration import calibrate as calibrated
-from h2o_flexgen.evaluation.calibration.repeated import LayerRead, RepeatedText
+from h2o_flexgen.evaluation.calibration import BUDGETS, LayerRead, RepeatedText
+from h2o_flexgen.evaluation.calibration import calibrate as calibrated
 from h2o_flexgen.evaluation.study.text_reading import read_texts
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.policies.head_budgets_file import FILE, read_head_budgets
+from h2o_flexgen.policies.head_budgets import FILE, read_head_budgets
 from tests.helpers.commands import Result, called
 from tests.helpers.contract import Checkpoints, distinct_prompts
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_flexgen.evaluation.study import onlooker
-from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
+from h2o_flexgen.evaluation.study.heavy_hitter_study import HeavyHitterStudy
+from h2o_flexgen.evaluation.study.heavy_hitters import study
 from h2o_flexgen.evaluation.study.text_attention import Attention, attention_in_blocks
 from h2o_flexgen.llm import LLM
 from tests.helpers import tiny

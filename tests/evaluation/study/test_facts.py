@@ -13,8 +13,9 @@ import torch
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.demo import DEMO, held_out_prose
 from h2o_flexgen.evaluation.study.asked_facts import FactsAsked, asked_facts
-from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
+from h2o_flexgen.evaluation.study.facts import study_facts
 from h2o_flexgen.evaluation.study.facts_picture import draw_facts
+from h2o_flexgen.evaluation.study.facts_study import FactsStudy
 from h2o_flexgen.evaluation.study.held_tokens import held_after
 from h2o_flexgen.evaluation.study.kept_tokens import Keeper, LevelKeeper, ranks
 from h2o_flexgen.kv.coding import Coding

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More
@@ -23,7 +23,7 @@ SHAPES = [  # rows, kv_heads, group, slots, dim
     (3, 2, 1, 17, 64), (2, 1, 7, 40, 80), (2, 1, 2, 9, 3), (1, 1, 3, 20, 200),
 ]  # fmt: skip
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}  # packed slots are not rounded to 16 bits first
-CODECS = ["plain", "group4", "group8"]
+FORMATS = ["plain", "group4", "group8"]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def attended(
     gpu: torch.device, *given: Tensor | KVSlots, more: More | None = None, gathers: str | None = SUM, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q, keys, values, held, mask as for decode_attention, on a CPU."""
-    moved = [KVSlots(by_token(one.data, gpu), one.codec) if isinstance(one, KVSlots) else one.to(gpu) for one in given]
+    moved = [KVSlots(by_token(one.data, gpu), one.format) if isinstance(one, KVSlots) else one.to(gpu) for one in given]
     elsewhere = None if more is None else More(*(None if one is None else one.to(gpu) for one in more))
     out, got = decode_attention(*moved, elsewhere, gathers, cap)
     return out.cpu(), torch.empty(0) if got is None else got.cpu()
@@ -52,35 +52,35 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return found.shape == wanted.shape and bool((found.double() - wanted).abs().max() <= tolerance * wanted.abs().max())
 
 
-NEAR = {"codec": CODECS, "dtype": list(TOLERANCES), "shape": SHAPES, "gathers": (SUM, MAX), "cap": CAPS}
+NEAR = {"format": FORMATS, "dtype": list(TOLERANCES), "shape": SHAPES, "gathers": (SUM, MAX), "cap": CAPS}
 
 
 @pytest.mark.parametrize("values", covering(NEAR))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any], short_chunks: int) -> None:
-    codec, dtype, shape, gathers, cap = (values[name] for name in NEAR)
+    format, dtype, shape, gathers, cap = (values[name] for name in NEAR)
     q, *text, held, mask = drawn(shape, dtype)
-    coding = Coding(codec, dtype, shape[4])
-    kept = [KVSlots(coding.encode(one), codec) for one in text]
+    coding = Coding(format, dtype, shape[4])
+    kept = [KVSlots(coding.encode(one), format) for one in text]
     expected, expected_got = exact(q, *(coding.decode(one.data) for one in kept), mask, gathers, cap)
     out, got = attended(gpu, q, *kept, held, mask, gathers=gathers, cap=cap)
     assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
-    assert got.dtype == torch.float32 and near(got, expected_got, 3e-6 if codec == "plain" else TOLERANCES[dtype])
+    assert got.dtype == torch.float32 and near(got, expected_got, 3e-6 if format == "plain" else TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_row_depends_on_nothing_but_itself(gpu: torch.device, codec: str, group: int, short_chunks: int) -> None:
+def test_a_row_depends_on_nothing_but_itself(gpu: torch.device, format: str, group: int, short_chunks: int) -> None:
     """Neither on its neighbours, nor on strides, nor on slots behind those that it holds, however many there are."""
     q, keys, values, held, mask = drawn((2, 2, group, 40, 64), torch.float32)
-    coding = Coding(codec, torch.float32, 64)
+    coding = Coding(format, torch.float32, 64)
     kept = [coding.encode(one) for one in (keys, values)]
-    together = attended(gpu, q, *(KVSlots(one, codec) for one in kept), held, mask)
+    together = attended(gpu, q, *(KVSlots(one, format) for one in kept), held, mask)
     for row, count in enumerate(held.tolist()):
         longer = [torch.full((1, 2, 70, one.shape[3]), 0, dtype=one.dtype) for one in kept]
         for new, old in zip(longer, kept):
-            new[:, :, count:] = torch.nan if codec == "plain" else 255
+            new[:, :, count:] = torch.nan if format == "plain" else 255
             new[:, :, :count] = old[row, :, :count]
-        there = [KVSlots(one.to(gpu), codec) for one in longer]
+        there = [KVSlots(one.to(gpu), format) for one in longer]
         alone, sums = decode_attention(q[row : row + 1].to(gpu), *there, held[row : row + 1].to(gpu), mask)
         assert sums is not None and torch.equal(alone[0].cpu(), together[0][row])
         assert torch.equal(sums[0, :, :40].cpu(), together[1][row]) and not sums[:, :, count:].any()
@@ -100,7 +100,7 @@ def test_chunks_are_joined_as_one_chunk_is_attended(gpu: torch.device) -> None:
 
 
 WRONG = {
-    "codec": ["plain", "group4"],
+    "format": ["plain", "group4"],
     ("where", "what"): [("q", torch.nan), ("keys", torch.inf), ("keys", torch.nan), ("values", torch.inf)],
     "group": [1, 3],
 }
@@ -108,15 +108,15 @@ WRONG = {
 
 @pytest.mark.parametrize("values", pairs_first(WRONG))
 def test_what_is_no_number_stays_none_and_harms_no_other_head(gpu: torch.device, values: dict[str, Any]) -> None:
-    codec, where, what, group = (values[name] for name in ("codec", "where", "what", "group"))
+    format, where, what, group = (values[name] for name in ("format", "where", "what", "group"))
     q, *text, held, mask = drawn((2, 2, group, 7, 64), torch.float32)
     given = {"q": q, "keys": text[0], "values": text[1]}
-    coding, held, mask = Coding(codec, torch.float32, 64), torch.full_like(held, 7), torch.zeros_like(mask)
-    before = attended(gpu, q, *(KVSlots(coding.encode(given[name]), codec) for name in ("keys", "values")), held, mask)[0]
+    coding, held, mask = Coding(format, torch.float32, 64), torch.full_like(held, 7), torch.zeros_like(mask)
+    before = attended(gpu, q, *(KVSlots(coding.encode(given[name]), format) for name in ("keys", "values")), held, mask)[0]
     given[where][1, 1, 0, 5] = what
     kept = [coding.encode(given[name]) for name in ("keys", "values")]
-    after, got = attended(gpu, q, *(KVSlots(one, codec) for one in kept), held, mask)
-    highest = attended(gpu, q, *(KVSlots(one, codec) for one in kept), held, mask, gathers=MAX)[1]
+    after, got = attended(gpu, q, *(KVSlots(one, format) for one in kept), held, mask)
+    highest = attended(gpu, q, *(KVSlots(one, format) for one in kept), held, mask, gathers=MAX)[1]
     assert torch.equal(highest.isnan(), got.isnan())
     twin = decode_attention_twin(q, *(KVSlots(coding.decode(one)) for one in kept), held, mask)[0]
     assert torch.equal(after.isfinite(), twin.isfinite()) and (what == torch.inf or not twin.isfinite().all())

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from h2o_flexgen.formats.kernel_table import CUDA, INT8, TRITON, Processor
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.gpu import functions
-from h2o_flexgen.kernels.table import CUDA, INT8, TRITON, Processor
 from tests.helpers.contract import Case, Checkpoints, hold_contract
 
 

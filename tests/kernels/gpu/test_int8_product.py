@@ -7,12 +7,10 @@ from math import inf, nan
 import pytest
 import torch
 
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.int8_product import int8_product
-from h2o_flexgen.kernels.gpu.int8_rows import int8_rows
-from h2o_flexgen.kernels.int8_product import int8_product_twin
-from h2o_flexgen.kernels.int8_rows import int8_rows_twin
-from h2o_flexgen.quant.tiled import TILE, Tiled
+from h2o_flexgen.kernels.gpu.int8_product import int8_product, int8_rows
+from h2o_flexgen.kernels.int8_product import int8_product_twin, int8_rows_twin
 from tests.kernels.test_int8_product import packed, same, x_of
 
 SHAPES = [(1, 64), (3, 5), (130, 100), (33, 576)]  # outputs, inputs
@@ -50,13 +48,13 @@ def test_types_bias_and_what_is_not_finite(gpu: torch.device, bits: int, dtype: 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_extreme_codes_stay_exact(gpu: torch.device, bits: int) -> None:
-    codec = Tiled(bits)
-    blocks = torch.zeros(1, 2, codec.block_bytes, dtype=torch.uint8)
-    blocks[..., : TILE * codec.as_rows.code_bytes] = 255
-    blocks[..., TILE * codec.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
+    format = Tiled(bits)
+    blocks = torch.zeros(1, 2, format.block_bytes, dtype=torch.uint8)
+    blocks[..., : TILE * format.as_rows.code_bytes] = 255
+    blocks[..., TILE * format.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
     x, data = torch.full((3, 128), -1.0, device=gpu), blocks.flatten(1).to(gpu)
-    found = int8_product(codec, Factor(x), data, 16, None)
-    assert same(found, int8_product_twin(codec, Factor(x), data, 16, None)) and (found < 0).all()
+    found = int8_product(format, Factor(x), data, 16, None)
+    assert same(found, int8_product_twin(format, Factor(x), data, 16, None)) and (found < 0).all()
 
 
 def test_no_rows_are_no_rows(gpu: torch.device) -> None:

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
-from h2o_flexgen.kernels.gpu.group_decode import group_decode
-from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
-from h2o_flexgen.kernels.group_decode import group_decode_twin
-from h2o_flexgen.kernels.group_encode import group_encode_twin
-from h2o_flexgen.kernels.tile_rows import tile_decode_rows_twin, tile_decode_twin, tile_encode_twin
-from h2o_flexgen.quant.grouped import Grouped
-from h2o_flexgen.quant.tiled import TILE, Tiled
+from h2o_flexgen.formats.grouped import TILE, Grouped, Tiled
+from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
+from h2o_flexgen.kernels.group_codes import (
+    group_decode_twin,
+    group_encode_twin,
+    tile_decode_rows_twin,
+    tile_decode_twin,
+    tile_encode_twin,
+)
 from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_group_encode import SPREADS
 
@@ -54,14 +55,14 @@ def test_decoding_gives_the_bits_of_torch(gpu: torch.device, given: dict[str, An
     group_encode_twin(Grouped(bits), values, rows := room_for_rows(values, bits))
     tile_encode_twin(Tiled(bits), values, tiles := room_for_tiles(values, bits))
     numbers = torch.tensor([0, shape[0] - 1, shape[0] // 2, 0], device=gpu)
-    for kernel, twin, codec, stored, count in (
+    for kernel, twin, format, stored, count in (
         (group_decode, group_decode_twin, Grouped(bits), (rows,), shape[0]),
         (tile_decode, tile_decode_twin, Tiled(bits), (tiles,), shape[0]),
         (tile_decode_rows, tile_decode_rows_twin, Tiled(bits), (tiles, numbers), len(numbers)),
     ):
         found, expected = (torch.full((count + 1, shape[1]), 7.0, dtype=dtype, device=gpu) for _ in range(2))
-        kernel(codec, *stored, found[:count])
-        twin(codec, *stored, expected[:count])
+        kernel(format, *stored, found[:count])
+        twin(format, *stored, expected[:count])
         assert same(found, expected) and (found[count] == 7.0).all(), kernel
 
 
@@ -73,12 +74,12 @@ def test_encoding_gives_the_bytes_of_torch(gpu: torch.device, bits: int, spread:
     torch.manual_seed(len(spread))
     for shape in ENCODED:
         values = SPREADS[spread](shape).to(gpu, dtype)
-        for kernel, twin, codec, room in (
+        for kernel, twin, format, room in (
             (group_encode, group_encode_twin, Grouped(bits), room_for_rows),
             (tile_encode, tile_encode_twin, Tiled(bits), room_for_tiles),
         ):
-            kernel(codec, values, found := room(values, bits))
-            twin(codec, values, expected := room(values, bits))
+            kernel(format, values, found := room(values, bits))
+            twin(format, values, expected := room(values, bits))
             assert torch.equal(found, expected), (kernel, shape)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
-from h2o_flexgen.kernels.rms_norm import rms_norm_twin
+from h2o_flexgen.kernels.row_functions import rms_norm_twin
 
 # roundings: a dozen of fp32; else those of the type, and in the interpreter two towards zero
 LAST_BITS = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu import shared_attention as module
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kv.coding import Coding
 from tests.helpers.pairwise import covering
 from tests.kernels.gpu.test_cap import CAPS
@@ -29,22 +29,22 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NEAR = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
-CHOICES = {"codec": ["plain", "group4"], "dtype": list(NEAR), "shape": SHAPES, "cap": CAPS}
+CHOICES = {"format": ["plain", "group4"], "dtype": list(NEAR), "shape": SHAPES, "cap": CAPS}
 
 
 def attended(gpu: torch.device, q: torch.Tensor, *kept: KVSlots, cap: float | None = None) -> More:
     """The text lies slot by slot, as beside an accelerator."""
-    slots = (KVSlots(one.data.transpose(0, 1).contiguous().to(gpu).transpose(0, 1), one.codec) for one in kept)
+    slots = (KVSlots(one.data.transpose(0, 1).contiguous().to(gpu).transpose(0, 1), one.format) for one in kept)
     return More(*(one.cpu() for one in shared_attention(q.to(gpu), *slots, cap)))
 
 
 @pytest.mark.parametrize("values", covering(CHOICES))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any]) -> None:
-    codec, dtype, shape, cap = (values[name] for name in CHOICES)
+    format, dtype, shape, cap = (values[name] for name in CHOICES)
     q, *text = drawn(shape, dtype)
-    coding = Coding(codec, dtype, shape[4])
+    coding = Coding(format, dtype, shape[4])
     kept = [coding.encode(half) for half in text]
-    found = attended(gpu, q, *(KVSlots(half, codec) for half in kept), cap=cap)
+    found = attended(gpu, q, *(KVSlots(half, format) for half in kept), cap=cap)
     for ours, wanted in zip(found, exact(q, *(coding.decode(half) for half in kept), cap)):
         assert ours.dtype == torch.float32 and ours.shape == wanted.shape
         assert (ours.double() - wanted).abs().max() <= NEAR[dtype] * wanted.abs().max().clamp(min=1.0)
@@ -71,9 +71,9 @@ def test_what_is_no_number_stays_none_and_harms_no_other_head(gpu: torch.device,
     assert torch.equal(after.values[:, :, :2], before.values[:, :, :2]) and not after.values[:, :, 2:].isfinite().all()
 
 
-@pytest.mark.parametrize("codec", ["plain", "group4"])
+@pytest.mark.parametrize("format", ["plain", "group4"])
 def test_heads_that_are_too_wide_for_tiles_are_left_to_torch(
-    gpu: torch.device, codec: str, monkeypatch: pytest.MonkeyPatch
+    gpu: torch.device, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, function_of = list[str](), operations.function_of
 
@@ -86,9 +86,9 @@ def test_heads_that_are_too_wide_for_tiles_are_left_to_torch(
     monkeypatch.setattr(operations, "function_of", noted)
     shape = 2, 1, 1, 3, WIDTH_OF_TILES + 64
     q, *text = drawn(shape, torch.float32)
-    coding = Coding(codec, torch.float32, shape[4])
+    coding = Coding(format, torch.float32, shape[4])
     halves = [coding.encode(half.to(gpu)) for half in text]
-    found = operations.shared_attention(q.to(gpu), *(KVSlots(half, codec) for half in halves))
+    found = operations.shared_attention(q.to(gpu), *(KVSlots(half, format) for half in halves))
     assert chosen[-1] == "shared_attention_twin"
     expected = exact(q, *(coding.decode(half.cpu()) for half in halves))
     torch.testing.assert_close(found.values.cpu().double(), expected[1], rtol=0, atol=1e-4)

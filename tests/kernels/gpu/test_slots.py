@@ -6,17 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.append import append_twin
-from h2o_flexgen.kernels.changed_slots import NUMBER, gather_slots_twin, parts
-from h2o_flexgen.kernels.evict import evict_twin
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.kernels.append import RotationAngles, append_twin, rotate_twin
+from h2o_flexgen.kernels.evict import NUMBER, Leaving, Newest, Notes, evict_twin, gather_slots_twin, parts, take_slots_twin
 from h2o_flexgen.kernels.gpu import evict as evicting
 from h2o_flexgen.kernels.gpu.append import append, rotate
-from h2o_flexgen.kernels.gpu.evict import evict
-from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import RotationAngles, rotate_twin
-from h2o_flexgen.kernels.take_slots import take_slots_twin
+from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
 
 EXACT = (torch.float32, torch.float16)  # the interpreter rounds to bfloat16 towards zero
 

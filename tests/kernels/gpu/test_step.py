@@ -15,8 +15,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TORCH, TRITON, Processor
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.table import CUDA, HALVES, TORCH, TRITON, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.slot_scores import SlotScores
@@ -24,7 +25,6 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import PLAIN
 
 ROWS, KV_HEADS, GROUP, DIM, STEPS = 2, 2, 2, 64, 4
 LENGTHS = (12, 7)
@@ -77,11 +77,11 @@ def noted(run: Callable[..., object], launches: Launches) -> Callable[..., objec
 
 
 def passed_through(
-    kept: str, codec: str, dtype: torch.dtype, cap: float | None, device: torch.device
+    kept: str, format: str, dtype: torch.dtype, cap: float | None, device: torch.device
 ) -> tuple[list[Tensor], SlotScores | None, list[str]]:
     """What all steps attend, what is noted in the end, and the launches of the last step in a layer that is not the first."""
     policy, batch = Plan.create(**KEPT[kept]).policy, Batch(tuple(range(ROWS)), LENGTHS)
-    occupancy, coding, draw = policy.occupancy(batch, STEPS), Coding(codec, dtype, DIM), torch.Generator().manual_seed(1)
+    occupancy, coding, draw = policy.occupancy(batch, STEPS), Coding(format, dtype, DIM), torch.Generator().manual_seed(1)
     shape = (ROWS, KV_HEADS, occupancy.capacity)
     slots = torch.zeros(occupancy.capacity, 2, ROWS, KV_HEADS, coding.width, dtype=coding.kept_dtype, device=device)
     region = torch.zeros(8 * ROWS * KV_HEADS * occupancy.capacity, dtype=torch.uint8, device=device)
@@ -121,20 +121,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kept", "codec", "dtype", "cap"), CASES)
+@pytest.mark.parametrize(("kept", "format", "dtype", "cap"), CASES)
 def test_steps_keep_whom_torch_keeps_and_are_these_launches(
-    kept: str, codec: str, dtype: torch.dtype, cap: float | None, gpu: torch.device
+    kept: str, format: str, dtype: torch.dtype, cap: float | None, gpu: torch.device
 ) -> None:
     with kernels_of(TRITON):
-        outs, noted, names = passed_through(kept, codec, dtype, cap, gpu)
+        outs, noted, names = passed_through(kept, format, dtype, cap, gpu)
     with kernels_of(TORCH):
-        twins, noted_by_twin, _ = passed_through(kept, codec, dtype, cap, torch.device("cpu"))
-    near = 1e-5 if dtype == torch.float32 else 2**-8 if codec == PLAIN else 2**-4  # a code of 4 bits may be the next one
+        twins, noted_by_twin, _ = passed_through(kept, format, dtype, cap, torch.device("cpu"))
+    near = 1e-5 if dtype == torch.float32 else 2**-8 if format == PLAIN else 2**-4  # a code of 4 bits may be the next one
     for row, length in enumerate(LENGTHS):
         torch.testing.assert_close(outs[0][row, :length], twins[0][row, :length], rtol=near, atol=near)
     for out, twin in zip(outs[1:], twins[1:]):
         torch.testing.assert_close(out, twin, rtol=near, atol=near)
     if noted is not None and noted_by_twin is not None:
         assert torch.equal(noted.positions.cpu(), noted_by_twin.positions)
-    if (kept, codec) in LAUNCHED:
-        assert names == [f"triton::{name}" for name in LAUNCHED[kept, codec]]
+    if (kept, format) in LAUNCHED:
+        assert names == [f"triton::{name}" for name in LAUNCHED[kept, format]]

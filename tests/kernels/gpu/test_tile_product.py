@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.tile_product import tile_product
-from h2o_flexgen.kernels.tile_product import tile_product_twin
-from h2o_flexgen.quant.tiled import Tiled
+from h2o_flexgen.kernels.products import tile_product_twin
 from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_tile_product import TOLERANCES, packed, x_of
 

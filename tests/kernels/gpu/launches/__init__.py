@@ -2,7 +2,7 @@
 
     def decoded() -> None:
         data = torch.empty(4096, 576, dtype=torch.uint8, device="meta")
-        group_decode(CODECS["group4"], data, torch.empty(4096, 1024, dtype=torch.float16, device="meta"))
+        group_decode(FORMATS["group4"], data, torch.empty(4096, 1024, dtype=torch.float16, device="meta"))
 
     LAUNCHES = (Launch("group4, float16", decoded, registers=64, loads={"group_decode_kernel": 16}),)
 

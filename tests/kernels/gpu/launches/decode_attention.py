@@ -5,28 +5,28 @@ from __future__ import annotations
 
 import torch
 
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.formats.table import FORMATS
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gathers import MAX, SUM
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
-from h2o_flexgen.quant.codec import CODECS
 from tests.kernels.gpu.launch import Launch
 
 
 def attended(
-    codec: str, dtype: torch.dtype, shape: tuple[int, int, int], slots: int, gathers: str | None, cap: float | None
+    format: str, dtype: torch.dtype, shape: tuple[int, int, int], slots: int, gathers: str | None, cap: float | None
 ) -> None:
     """Slots lie slot by slot, as beside an accelerator."""
     rows, (kv_heads, group, dim) = 8, shape
-    width = CODECS[codec].nbytes((dim,), dtype.itemsize)
-    kind = dtype if codec == "plain" else torch.uint8
+    width = FORMATS[format].nbytes((dim,), dtype.itemsize)
+    kind = dtype if format == "plain" else torch.uint8
     image = torch.empty(slots, 2, rows, kv_heads, width // kind.itemsize, dtype=kind, device="meta").permute(1, 2, 3, 0, 4)
     q = torch.empty(rows, kv_heads, group, dim, dtype=dtype, device="meta")
     held = torch.empty(rows, dtype=torch.int64, device="meta")
-    decode_attention(q, KVSlots(image[0], codec), KVSlots(image[1], codec), held, held, None, gathers, cap)
+    decode_attention(q, KVSlots(image[0], format), KVSlots(image[1], format), held, held, None, gathers, cap)
 
 
 def launch(
-    codec: str,
+    format: str,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
     registers: int,
@@ -38,10 +38,10 @@ def launch(
     can threads read."""
 
     def call() -> None:
-        attended(codec, dtype, shape, 543, gathers, cap)
+        attended(format, dtype, shape, 543, gathers, cap)
 
     loads = {"attend_chunk_kernel": widest, "join_chunks_kernel": 16}
-    name = f"{codec}, {dtype}, {shape}, gathering {gathers}, cap {cap}"
+    name = f"{format}, {dtype}, {shape}, gathering {gathers}, cap {cap}"
     return Launch(name, call, registers, loads, {"attend_chunk_kernel": 2, "join_chunks_kernel": 4})
 
 

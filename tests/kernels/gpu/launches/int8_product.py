@@ -6,18 +6,18 @@ from functools import partial
 
 import torch
 
+from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.int8_product import int8_product
-from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.kernels.gpu.launch import Launch
 
 WIDTH, OUTPUTS = 4096, 16384
 
 
 def product(bits: int, rows: int) -> None:
-    codec, x = Tiled(bits), torch.empty(rows, WIDTH, dtype=torch.float16, device="meta")
-    data = torch.empty(OUTPUTS // TILE, codec.tile_bytes(WIDTH), dtype=torch.uint8, device="meta")
-    int8_product(codec, Factor(x), data, OUTPUTS, x.new_empty(OUTPUTS))
+    format, x = Tiled(bits), torch.empty(rows, WIDTH, dtype=torch.float16, device="meta")
+    data = torch.empty(OUTPUTS // TILE, format.tile_bytes(WIDTH), dtype=torch.uint8, device="meta")
+    int8_product(format, Factor(x), data, OUTPUTS, x.new_empty(OUTPUTS))
 
 
 LAUNCHES = (

@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
-from h2o_flexgen.kernels.gpu.group_decode import group_decode
-from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
-from h2o_flexgen.quant.grouped import Grouped
-from h2o_flexgen.quant.tiled import TILE, Tiled
+from h2o_flexgen.formats.grouped import TILE, Grouped, Tiled
+from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
 from tests.kernels.gpu.launch import Launch
 
 WIDTH, HEAD, HEADS = 4096, 128, 32
@@ -24,19 +21,19 @@ def values_of(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def groups(dtype: torch.dtype, bits: int) -> None:
-    values, codec = values_of(dtype, 8 * HEADS, HEAD), Grouped(bits)
-    rows = bytes_of(len(values), codec.nbytes((HEAD,), 2))
-    group_encode(codec, values, rows)
-    group_decode(codec, rows, values)
+    values, format = values_of(dtype, 8 * HEADS, HEAD), Grouped(bits)
+    rows = bytes_of(len(values), format.nbytes((HEAD,), 2))
+    group_encode(format, values, rows)
+    group_decode(format, rows, values)
 
 
 def tiles(dtype: torch.dtype, bits: int) -> None:
-    values, codec = values_of(dtype, WIDTH, WIDTH), Tiled(bits)
-    data = bytes_of(WIDTH // TILE, codec.tile_bytes(WIDTH))
-    tile_encode(codec, values, data)
-    tile_decode(codec, data, values)
+    values, format = values_of(dtype, WIDTH, WIDTH), Tiled(bits)
+    data = bytes_of(WIDTH // TILE, format.tile_bytes(WIDTH))
+    tile_encode(format, values, data)
+    tile_decode(format, data, values)
     numbers = torch.empty(8, dtype=torch.int64, device="meta")
-    tile_decode_rows(codec, data, numbers, values[:8])
+    tile_decode_rows(format, data, numbers, values[:8])
 
 
 WIDEST = {"tile_decode_kernel": 16, "group_encode_kernel": 8, "tile_encode_kernel": 8}

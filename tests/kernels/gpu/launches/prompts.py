@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.more_keys import More
 from tests.kernels.gpu.launch import Launch

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from h2o_flexgen.formats.table import FORMATS
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
-from h2o_flexgen.quant.codec import CODECS
 from tests.kernels.gpu.launch import Launch
 
 
 def launch(
-    codec: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int, cap: float | None = None
+    format: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int, cap: float | None = None
 ) -> Launch:
     """`shape`: KV heads, queries of each, values of a head."""
     kv_heads, group, dim = shape
-    kind = dtype if codec == "plain" else torch.uint8
-    width = CODECS[codec].nbytes((dim,), dtype.itemsize) // kind.itemsize
+    kind = dtype if format == "plain" else torch.uint8
+    width = FORMATS[format].nbytes((dim,), dtype.itemsize) // kind.itemsize
 
     def call() -> None:
         keys, values = torch.empty(800, 2, kv_heads, width, dtype=kind, device="meta").permute(1, 2, 0, 3)
         q = torch.empty(64, kv_heads * group, dim, dtype=dtype, device="meta")
-        shared_attention(q, KVSlots(keys, codec), KVSlots(values, codec), cap)
+        shared_attention(q, KVSlots(keys, format), KVSlots(values, format), cap)
 
     loads = {"attend_text_kernel": widest, "join_text_kernel": 16}
     return Launch(
-        f"{codec}, {dtype}, {shape}, cap {cap}", call, registers, loads, {"attend_text_kernel": 2, "join_text_kernel": 4}
+        f"{format}, {dtype}, {shape}, cap {cap}", call, registers, loads, {"attend_text_kernel": 2, "join_text_kernel": 4}
     )
 
 

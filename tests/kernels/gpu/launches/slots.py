@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.changed_slots import NUMBER
-from h2o_flexgen.kernels.gathers import MAX, SUM
+from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.evict import NUMBER, Leaving, Newest, Notes
 from h2o_flexgen.kernels.gpu.append import append, rotate
-from h2o_flexgen.kernels.gpu.evict import evict
-from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
-from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
-from h2o_flexgen.kernels.rotate import RotationAngles
+from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
 from tests.kernels.gpu.launch import Launch
 
 ROWS, HEADS, SLOTS, DIM, PACKED = 8, 56, 543, 128, 72

@@ -1,0 +1,1 @@
+"""What commands say of a plan, a search and a run."""

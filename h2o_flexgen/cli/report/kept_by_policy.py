@@ -1,0 +1,172 @@
+"""What the KV policy of a plan keeps: what was asked for, in slots, and in rows that fit the same memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from h2o_flexgen.cli.report.entry import Entry, entry
+from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.policy import KVPolicy
+
+Counted = tuple[Occupancy, int]  # how often there is such a one
+
+
+@dataclass(frozen=True)
+class KeptByPolicy:
+    """What a KV policy keeps: what was asked for, in slots, and in rows that fit the same memory."""
+
+    planned: WorkloadPlan
+
+    @property
+    def policy(self) -> KVPolicy:
+        return self.planned.plan.policy
+
+    def entries(self) -> Iterator[Entry]:
+        plan = self.planned.plan
+        packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
+        beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
+        yield entry("KV", f"{self._line()}{packed}{beside}", kept=self._values())
+        if plan.head_budgets is not None:
+            measured = f"measured on {plan.head_budgets.source}, {plan.head_budgets.checksum}"
+            yield entry("heads", f"budgets by head: {self._by_head()}; {measured}")
+        if plan.probe is not None:
+            fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
+            yield entry("probe", f"of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})")
+
+    def _line(self) -> str:
+        asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
+        named = f"{self.policy.name} ({asked})" if asked else self.policy.name
+        if not self.evicts:
+            return f"{named} keeps all {_range(*self._held_range)} tokens of a row"
+        total, kept = format_bytes(self._full_row_bytes), format_bytes(self._row_bytes)
+        rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
+        tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
+        return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
+
+    def _by_head(self) -> str:
+        (first, *others), all_heads = self._kept_by_heads, sum(heads for _, heads in self._heads)
+        kept = [f"{first[0]} of {all_heads} KV heads keep {100 * first[1]:.0f} %"]
+        return ", ".join(kept + [f"{heads} {100 * share:.0f} %" for heads, share in others])
+
+    def _values(self) -> dict[str, object]:
+        return {
+            "policy": self.policy.name,
+            "asked": self._asked,
+            "slots": list(self._held_range),
+            "share": round(self.share, 4),
+            "evicts": self.evicts,
+            "rows_in_same_memory": round(self.rows_in_same_memory, 3),
+            "heads": [{"heads": heads, "share": round(share, 4)} for heads, share in self._kept_by_heads],
+        }
+
+    @property
+    def evicts(self) -> bool:
+        return any(occupancy.evicts for occupancy, _ in self._occupancies)
+
+    @property
+    def share(self) -> float:
+        """The share of all tokens that is held at the end, over all heads."""
+        weighed = [(heads * held, heads * all_tokens) for heads, (held, all_tokens) in zip(self._numbers, self._counted)]
+        return sum(held for held, _ in weighed) / sum(all_tokens for _, all_tokens in weighed)
+
+    @property
+    def _kept_by_heads(self) -> Sequence[tuple[int, float]]:
+        """Numbers of KV heads, and the share of all tokens that these hold at the end."""
+        return [(heads, held / totals) for heads, (held, totals) in zip(self._numbers, self._counted)]
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        return [heads for _, heads in self._heads]
+
+    @property
+    def _counted(self) -> Sequence[tuple[int, int]]:
+        """Tokens that are held at the end, and all tokens, at each level."""
+        return [(_sum(_held, level), _sum(_totals, level)) for level in self._by_level]
+
+    @property
+    def rows_in_same_memory(self) -> float:
+        """Memory of a full-cache row over that of a row under this policy, scores included."""
+        noted = sum(heads * self._capacity(policy) * policy.score_bytes for policy, heads in self._heads)
+        return self._full_row_bytes / (self._row_bytes + noted)
+
+    @property
+    def _asked(self) -> dict[str, object]:
+        return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
+
+    @cached_property
+    def _heads(self) -> Sequence[tuple[KVPolicy, int]]:
+        """The policies of KV heads, and how many heads of all layers have each; a single one where all keep the same."""
+        levels = self.planned.plan.levels(self.planned.spec)
+        return [(level.policy, sum(map(len, level.heads))) for level in levels]
+
+    @cached_property
+    def _by_level(self) -> Sequence[Sequence[Counted]]:
+        """At each level the occupancies of the batches of one block of each shape, and how many blocks have that shape; where
+        rows come and go, those of every kind of row."""
+        if self.planned.workload.gen_lens is not None:
+            needs = Counter(self.planned.workload.needs)
+            return [[(policy.alone(need), count) for need, count in needs.items()] for policy, _ in self._heads]
+        alike = self.planned.blocks.alike
+        return [
+            [(occupancy, count) for block, count in alike for occupancy in block.kv.occupancies[level]]
+            for level in range(len(self._heads))
+        ]
+
+    @property
+    def _occupancies(self) -> Sequence[Counted]:
+        return [*chain.from_iterable(self._by_level)]
+
+    @property
+    def _held_range(self) -> tuple[int, int]:
+        return _least_and_most(_held(occupancy) for occupancy, _ in self._occupancies)
+
+    @property
+    def _length_range(self) -> tuple[int, int]:
+        return _least_and_most(_totals(occupancy) for occupancy, _ in self._occupancies)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of the KV of a row, over all layers."""
+        return sum(heads * self._capacity(policy) for policy, heads in self._heads) * self.planned.spec.kv_bytes_per_head
+
+    @property
+    def _full_row_bytes(self) -> int:
+        """The same if everything were kept."""
+        spec = self.planned.spec
+        return self._capacity(Full()) * spec.kv_bytes_per_slot * len(spec.kv_layers)
+
+    def _capacity(self, policy: KVPolicy) -> int:
+        """Slots of a row of the first batch, which has the longest rows."""
+        block = self.planned.blocks.first.block
+        return policy.occupancy(block.batches[0], block.gen_len).capacity
+
+
+def _sum(each: Callable[[Occupancy], Sequence[int]], counted: Iterable[Counted]) -> int:
+    return sum(count * sum(each(one)) for one, count in counted)
+
+
+def _held(occupancy: Occupancy) -> Sequence[int]:
+    """Slots held when the last token is generated, which is never stored itself."""
+    return occupancy.counts(occupancy.gen_len)
+
+
+def _totals(occupancy: Occupancy) -> Sequence[int]:
+    return [total + occupancy.gen_len - 1 for total in occupancy.taken_in]
+
+
+def _least_and_most(each: Iterable[Sequence[int]]) -> tuple[int, int]:
+    counts = [count for one in each for count in one]
+    return min(counts), max(counts)
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"

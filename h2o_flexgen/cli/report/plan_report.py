@@ -1,0 +1,242 @@
+"""The plan on paper: the model, the work, the shares asked for beside those placed, and what each tier must hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.cli.common_requests import ModelRequest
+from h2o_flexgen.cli.report.arithmetic import Arithmetic
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, told
+from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
+from h2o_flexgen.cli.report.stored_weights import StoredWeights
+from h2o_flexgen.cli.terminal import page_width, table
+from h2o_flexgen.core.buffer_layout import hidden_bytes
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.opened_limits import Packing
+from h2o_flexgen.formats.kernel_table import Processor
+from h2o_flexgen.formats.table import PLAIN, chosen_format, matrix_format
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.sections import layers_of
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.schedule.schedule import Schedule
+
+if TYPE_CHECKING:  # a plan for another machine opens no model
+    from h2o_flexgen.session.loaded_model import ModelUnderPlan
+
+NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
+KINDS = ("weights", "KV", "activations")
+ON_PAGE = ("model", "schedule", "KV", "numbers", "kernels")  # labels
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    model: str
+    dummy_weights: bool
+    requested: Plan  # as it was asked for
+    planned: WorkloadPlan  # in force: folded without an accelerator
+    limits: MemoryLimits
+    processor: Processor | None  # what computes; None for another machine, of which only its profile is known
+    packing: Packing | None = None
+    tokenizer_note: str = ""
+    stored: StoredWeights | None = None  # what was found in the checkpoint
+
+    @classmethod
+    def of(cls, llm: ModelUnderPlan, model: ModelRequest, planned: WorkloadPlan) -> PlanReport:
+        """The report of a model that is open."""
+        return cls(
+            model=model.name,
+            dummy_weights=model.dummy_weights,
+            requested=llm.requested,
+            planned=planned,
+            limits=llm.limits,
+            processor=processor(llm.device.kind),
+            packing=llm.packing,
+            tokenizer_note=llm.tokenizer.note,
+            stored=StoredWeights.of(llm.opened),
+        )
+
+    @property
+    def first(self) -> BlockPlan:
+        return self.planned.blocks.first
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.of(self.planned, self.processor)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return TIERS if self.planned.site.accelerator else (HOST, DISK)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What the page of a server says of the plan, by what it is about."""
+        said = {one.label: one.words[0] for one in self.entries() if one.label in ON_PAGE}
+        return {**said, "model": said["model"].removeprefix(f"{self.model}: ")}
+
+    def lines(self) -> list[str]:
+        return lines_of(self.entries())
+
+    def as_json(self) -> dict[str, object]:
+        return document_of(self.entries())
+
+    def entries(self) -> Iterator[Entry]:
+        plan = self.planned.plan
+        yield from self._of_model()
+        yield noted(
+            plan=plan.as_json(),
+            requested_percent=list(self.requested.percent),
+            placed_percent=[round(share, 2) for share in self.first.placed_percent],
+        )
+        yield from self._of_work()
+        yield from self._of_schedule()
+        yield from KeptByPolicy(self.planned).entries()
+        yield entry("numbers", self.arithmetic.line(), arithmetic=self.arithmetic.as_json())
+        yield from self._of_devices()
+        if self.tokenizer_note:
+            yield entry("tokens", self.tokenizer_note)
+        kernels = self.planned.site.processor.kernels
+        yield entry("kernels", kernels, kernels=kernels)
+        nbytes = self.packing.nbytes if self.packing else 0
+        yield told(*[f"the weights are packed first, once: {self.packing}"] * (nbytes > 0), bytes_to_pack=nbytes)
+        if self.dummy_weights:
+            yield told("weights are random, so the text is noise")
+        if self._is_folded:
+            yield told("no GPU: what was meant for it lives in host memory")
+        yield told("", *self._shares(), placed_bytes=placed_bytes(self.first))
+        yield from self._of_tiers()
+
+    def _of_model(self) -> Iterator[Entry]:
+        spec, codec = self.planned.spec, self.planned.plan.weight_codec
+        weights = f"{format_bytes(spec.weight_bytes)} of weights {self._written_down()}"
+        yield entry("model", f"{self.model}: {spec.architecture}, {weights}", model=self.model)
+        yield noted(stored=None) if self.stored is None else self.stored.entry()
+        if codec != PLAIN and not any(tensor.format == matrix_format(codec) for tensor in spec.tensors.values()):
+            yield entry("packed", f"nothing: as {codec} no matrix would be smaller than it is stored")
+
+    def _written_down(self) -> str:
+        spec = self.planned.spec
+        formats = [spec.dtype if format == PLAIN else chosen_format(format) for format in spec.formats]
+        return f"in {spec.dtype}" if spec.formats == (PLAIN,) else f"with matrices as {' and '.join(formats)}"
+
+    def _of_work(self) -> Iterator[Entry]:
+        """What there is to do, and in which blocks."""
+        plan, workload = self.planned.plan, self.planned.workload
+        is_running = workload.gen_lens is not None
+        prompts = f"{workload.num_prompts} of up to {max(workload.prompt_lens)} tokens"
+        generated = f"{'up to ' if is_running else ''}{workload.gen_len} to generate for each"
+        yield entry("prompts", f"{prompts}, {generated}", num_prompts=workload.num_prompts)
+        if not is_running:
+            blocks = f"{len(self.planned.blocks)} of them to run"
+            yield entry("block", f"{plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks}")
+            return
+        sizes = [batch.size for batch in self.first.block.batches]
+        yield entry("block", f"{max(sizes)} seats x {len(sizes)} batches, in which rows come and go")
+        if room := workload.prefix_room:
+            yield entry("prefixes", f"room for {room} tokens of what requests begin with alike, {plan.prefix_policy}")
+        shared = Counter(prefix for prefix in workload.prefixes if prefix is not None)
+        if shared:
+            saved = sum((rows - 1) * prefix.tokens for prefix, rows in shared.items())
+            prompts = f"{saved} of {sum(workload.prompt_lens)} tokens of prompts need not be computed"
+            yield entry("prefixes", f"{len(shared)} that prompts share, {plan.prefix_policy}: {prompts}")
+
+    def _of_schedule(self) -> Iterator[Entry]:
+        schedule = self.first.schedule
+        layers = "apart" if self.planned.plan.sep_layer else "as one layer"
+        yield entry("schedule", f"{schedule.name}, {_buffers(schedule)}, attention and MLP {layers}")
+
+    def _of_devices(self) -> Iterator[Entry]:
+        """What each device of a pipeline computes, and what it needs at most."""
+        device_of, names = self.first.schedule.traffic.device_of, self.first.spec.layer_names
+        needs = [sum(parts.values()) for parts in self.planned.footprint.devices]
+        for device, nbytes in enumerate(needs):
+            own = layers_of(device_of, device)
+            ends = dict.fromkeys(names[layer].title for layer in (own[0], own[-1]))  # which may be one layer
+            yield entry(f"GPU {device}", f"{' to '.join(ends)}, needs at most {format_bytes(nbytes)}")
+        yield noted(device_bytes=needs)
+
+    def _shares(self) -> list[str]:
+        tiers = self.tiers
+        names = [NAMES[tier] for tier in tiers]
+        asked_of = "GPU + CPU / disk" if self._is_folded else " / ".join(names)
+        rows = [["", f"requested % {asked_of}", f"placed % {' / '.join(names)}", *(f"bytes on {name}" for name in names)]]
+        placed, held = self.first.placed_percent, placed_bytes(self.first)
+        for place, kind in enumerate(KINDS):
+            pair = slice(2 * place, 2 * place + 2)
+            asked, got = self._asked(*self.requested.percent[pair]), " / ".join(_three(*placed[pair])[-len(tiers) :])
+            rows.append([kind, asked, got, *(format_bytes(held[kind][tier]) for tier in tiers)])
+        return table(rows, page_width())
+
+    def _asked(self, device_percent: float, host_percent: float) -> str:
+        device, host, disk = _three(device_percent, host_percent)
+        if self._is_folded:
+            return f"{device} + {host} / {disk}"
+        return f"{device} / {host} / {disk}" if self.planned.site.accelerator else f"{host} / {disk}"
+
+    @property
+    def _is_folded(self) -> bool:
+        """Whether something was meant for a GPU that is not there."""
+        given, kept = ((one.percent, one.attend_on) for one in (self.requested, self.planned.plan))
+        return not self.planned.site.accelerator and given != kept
+
+    def _of_tiers(self) -> Iterator[Entry]:
+        needs = {tier: self.limits.needs(self.planned.footprint, tier) for tier in TIERS}
+        limits = {tier: self.limits.of(tier) for tier in TIERS}
+        rows = [["tier", "needs at most", "limit", "of which"]]
+        for tier, need in needs.items():
+            if need or tier == HOST:
+                most = "none" if (limit := limits[tier]) is None else format_bytes(limit)
+                rows.append([NAMES[tier], format_bytes(need), most, self._parts(tier)])
+        yield told("", *table(rows, page_width()), needed_bytes=needs, budget_bytes=limits)
+
+    def _parts(self, tier: str) -> str:
+        parts = self.limits.held(self.planned.footprint, tier).items()
+        return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
+
+
+def together(processes: int, requests: int, accelerator: bool) -> Entry:
+    """What a plan is for that several processes run, each its part of all requests."""
+    where = "with a GPU each" if accelerator else "on the CPU"
+    words = (
+        f"{processes} processes {where} share {requests} prompts, and one copy of the weights in host memory",
+        "the plan is that of the process with most to do; bytes of CPU and disk are those of all",
+    )
+    return entry("together", words if processes > 1 else (), num_prompts=requests, gpus=processes)
+
+
+def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
+    """Bytes by kind of data and tier."""
+    placement, spec = planned.placement, planned.spec
+    return {
+        "weights": _per_tier((placement.weights[name], tensor.nbytes) for name, tensor in spec.tensors.items()),
+        "KV": _per_tier((tier, planned.kv.image_bytes(*place)) for place, tier in placement.kv.items()),
+        "activations": _per_tier(
+            (tier, hidden_bytes(spec, batch)) for tier, batch in zip(placement.hidden, planned.block.batches)
+        ),
+    }
+
+
+def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = dict.fromkeys(TIERS, 0)
+    for tier, nbytes in sizes:
+        total[tier] += nbytes
+    return total
+
+
+def _buffers(schedule: Schedule) -> str:
+    weights, others = schedule.weight_buffers, schedule.buffers
+    if weights == others:
+        return "1 buffer, nothing overlaps" if weights == 1 else f"{weights} buffers"
+    return f"{weights} buffers for weights and {others} for KV and activations"
+
+
+def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
+    disk_percent = max(0.0, round(100 - device_percent - host_percent, 4))
+    return f"{device_percent:.4g}", f"{host_percent:.4g}", f"{disk_percent:.4g}"

@@ -1,0 +1,85 @@
+"""Sizes of kernels, without torch: the numbers that C and Python share, and the working room of prompt attention.
+
+The numbers are in kernels/sizes.h, which C includes and this file reads. Where the parts of a room lie is worked out here, and
+C is told.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+FLOAT_BYTES = 4
+DTYPES = ("bfloat16", "float32", "float16")  # types of values that kernels read, as C numbers them
+TWIN_VALUES = 1 << 20  # values that twins encode or decode at once: torch's temporaries stay small
+DEVICE_TWIN_VALUES = 1 << 24  # on a device, where each part costs a dozen launches
+SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
+
+
+class Numbers(NamedTuple):
+    """The numbers of sizes.h."""
+
+    kernels_version: int
+    step_head_values: int
+    register_values: int
+    prompt_keys: int
+    prompt_queries: int
+    shared_keys: int
+    shared_queries: int
+
+
+@cache
+def shared() -> Numbers:
+    header = (Path(__file__).parents[1] / "kernels" / "sizes.h").read_text(encoding="ascii")
+    return Numbers(**{name.lower(): int(number) for name, number in re.findall(r"^#define (\w+) (\d+)", header, re.MULTILINE)})
+
+
+def twin_values(device: str) -> int:
+    """Values that a twin encodes or decodes at once on a kind of device."""
+    return TWIN_VALUES if device == "cpu" else DEVICE_TWIN_VALUES
+
+
+def mask_bytes(group: int) -> int:
+    """Bytes for torch to say whether a query sees a key: as it is, and for each head of a group, in two formats."""
+    return 1 + group * (1 + FLOAT_BYTES)
+
+
+class PromptRoom(NamedTuple):
+    """A thread's room for prompt attention, in float32 values: the keys of a head (from 0 on), its values, what each key got,
+    and for a block of queries their scores, themselves and their outcome. C has the same fields in this order."""
+
+    keys: int  # with the filling of their last tiles
+    dim: int  # of a head, in whole registers
+    stride: int  # values from one query to the next: a register more than keys, or all want the same place of the cache
+    values_at: int
+    got_at: int
+    scores_at: int
+    queries_at: int
+    out_at: int
+    end: int
+
+    @classmethod
+    def of(cls, keys: int, dim: int) -> PromptRoom:
+        sizes = shared()
+        keys, dim = _rounded_up(keys, sizes.prompt_keys), _rounded_up(dim, sizes.register_values)
+        stride, queries = keys + sizes.register_values, sizes.prompt_queries
+        parts = (keys * dim, keys * dim, keys, queries * stride, queries * dim, queries * dim)
+        return cls(keys, dim, stride, *accumulate(parts))
+
+    @classmethod
+    def of_shared(cls, dim: int) -> PromptRoom:
+        """The same for a piece of a text that many queries share; their outcome stays there until all pieces are over."""
+        laid = cls.of(shared().shared_keys, dim)
+        return laid._replace(end=laid.out_at + shared().shared_queries * laid.dim)
+
+
+def prompt_threads(rows: int, kv_heads: int, threads: int) -> int:
+    """Threads that attend prompts, each in a room of its own: one works on a whole KV head of a row."""
+    return min(threads, rows * kv_heads)
+
+
+def _rounded_up(count: int, to: int) -> int:
+    return -(-count // to) * to

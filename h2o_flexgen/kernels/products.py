@@ -1,0 +1,136 @@
+"""Products with transposed matrices of plain values, or of tiles of 4 or 8 bits. In C and in torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.formats.grouped import GROUP, TILE, Tiled, groups_of
+from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
+from h2o_flexgen.formats.plain import PlainFormat
+from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
+from h2o_flexgen.kernels.group_codes import tile_decode_twin
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, in_c, panel_products
+
+# -- plain product ---------------------------------------------------------------------------------------------------------
+# Plain values: encoding and decoding are copies, and a product is torch's.
+
+
+def plain_encode(format: PlainFormat, values: Tensor, out: Tensor) -> None:
+    out.view(values.dtype).view(values.shape).copy_(values)
+
+
+def plain_decode(format: PlainFormat, data: Tensor, out: Tensor) -> None:
+    out.copy_(data.view(out.dtype).view(out.shape))
+
+
+def plain_product(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    return functional.linear(x.values, data, bias)
+
+
+# -- wide product ----------------------------------------------------------------------------------------------------------
+# The product of rows and a transposed plain matrix, which is widened to float32 piece by piece: for float32, and where the
+# processor has no instructions that multiply the matrix's type. Sums are in float32; C and torch sum in different orders.
+# With C what becomes of a row depends on nothing but the row and the matrix.
+
+
+def wide_product(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (outputs, inputs), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    wide_products(format, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    return out
+
+
+def wide_products(format: PlainFormat, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own and of one type, into out (..., outputs)."""
+    shape = out.shape[-1], x.values.shape[-1]
+    assert all(meeting.data.shape == shape for meeting in meetings)
+    if meetings:
+        panel_products("wide_product", x, ARRANGED[PLAIN_BITS], meetings, out, told=KINDS[meetings[0].data.dtype])
+
+
+def wide_product_twin(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    wide = x.made(Tensor.float)
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    step = max(1, TWIN_VALUES // max(1, data.shape[1]))
+    for first in range(0, outputs, step):
+        part = slice(first, first + step)
+        added = None if bias is None else bias[part].float()
+        out[..., part] = functional.linear(wide, data[part].float(), added)
+    return out
+
+
+# -- tile product ----------------------------------------------------------------------------------------------------------
+# The product of rows and a transposed matrix in tiles of 4 or 8 bits, without rounding anything but the outcome to the type
+# of the rows. C and torch sum in different orders. With C what becomes of a row depends on nothing but the row and the
+# matrix.
+
+
+def tile_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    tile_products(format, x, Meeting.of_all(x, data, bias), out)
+    return out
+
+
+def tile_products(format: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    shape = -(-out.shape[-1] // TILE), format.tile_bytes(x.values.shape[-1])
+    assert all(meeting.data.shape == shape for meeting in meetings)
+    panel_products("tile_product", x, ARRANGED[format.bits], meetings, out, told=format.bits)
+
+
+def tile_product_twin(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """Multiplies with values that are decoded to float32, some tiles at a time."""
+    wide, inputs = x.made(Tensor.float), x.values.shape[-1]
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    step = max(1, twin_values(data.device.type) // (TILE * inputs))
+    for first in range(0, len(data), step):
+        part = slice(first * TILE, min(outputs, (first + step) * TILE))
+        values = torch.empty(part.stop - part.start, inputs, device=data.device)
+        tile_decode_twin(format, data[first : first + step], values)
+        out[..., part] = functional.linear(wide, values, None if bias is None else bias[part].float())
+    return out
+
+
+# -- pair product ----------------------------------------------------------------------------------------------------------
+# The product of rows and a transposed matrix by instructions for pairs of bfloat16: plain values, or tiles with values that
+# are rounded to bfloat16 as decoding does. The result of a row depends on nothing but the row and the matrix.
+
+
+def pair_product(format: PlainFormat | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (outputs, inputs) or (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    pair_products(format, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    return out
+
+
+def pair_products(format: PlainFormat | Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    bits = format.bits if isinstance(format, Tiled) else PLAIN_BITS
+    assert x.values.dtype == torch.bfloat16 and (bits or all(meeting.data.dtype == torch.bfloat16 for meeting in meetings))
+    panel_products("pair_product", x, paired, meetings, out, told=bits)
+
+
+def pair_product_twin(format: PlainFormat | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    values = data.float()
+    if isinstance(format, Tiled):
+        decoded = torch.empty(outputs, x.values.shape[-1], dtype=torch.bfloat16)
+        tile_decode_twin(format, data, decoded)
+        values = decoded.float()
+    return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
+
+
+def paired(values: Tensor, runs: Runs) -> Arranged:
+    """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
+    inputs, native = values.shape[-1], native_library()
+    (rows, own, places), pairs = JoinedRuns.of(values, runs), groups_of(inputs) * GROUP // 2
+    out = torch.empty(len(rows), 2 * pairs, dtype=values.dtype)
+    sizes = (*in_c(own), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
+    native.arrange_row_pairs(pointer(rows), pointer(out), *sizes)
+    return Arranged(out, pairs, places)

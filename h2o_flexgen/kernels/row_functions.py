@@ -1,0 +1,147 @@
+"""Functions of rows of values: norms, activations and their gates, halves apart, weighted sums. In C and in torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.raw_memory import address_of
+from h2o_flexgen.kernels.thread_counts import threads_for
+
+# -- rms norm --------------------------------------------------------------------------------------------------------------
+# RMS norm: computed in fp32 and rounded before the weight is applied, the order that models with it were trained with. C
+# and torch sum squares in different orders. With C what becomes of a row depends on nothing but the row.
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    width = x.shape[-1]
+    assert weight.dtype == x.dtype and weight.shape == (width,)
+    given = _Norm(pointer(x), pointer(weight), pointer(out), x.numel() // max(1, width), width, eps, KINDS[x.dtype])
+    native_library().rms_norm(ctypes.byref(given), ctypes.c_int(threads_for(x.numel())))
+    return out
+
+
+def rms_norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype).mul_(weight)
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "width")),
+        ("eps", ctypes.c_float),
+        ("kind", ctypes.c_int),
+    )
+
+
+# -- gating ----------------------------------------------------------------------------------------------------------------
+# The activation of an mlp, and its product with a second factor where there is one, in one pass. C and torch differ in the
+# last bits of float32; both round the activation to the type of the values first. With C what becomes of a value depends on
+# nothing but the value: torch gives the last values of a tensor, and of a thread's part, other last bits.
+
+SILU, GELU_TANH, GELU = range(3)  # as in C
+
+
+def gated_silu(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, SILU)
+
+
+def gated_silu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _times(functional.silu(gate, inplace=True), up)
+
+
+def gated_gelu_tanh(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, GELU_TANH)
+
+
+def gated_gelu_tanh_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _times(functional.gelu(gate, approximate="tanh"), up)
+
+
+def gated_gelu(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, GELU)
+
+
+def gated_gelu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _times(functional.gelu(gate), up)
+
+
+def _times(activated: Tensor, up: Tensor | None) -> Tensor:
+    return activated if up is None else activated.mul_(up)
+
+
+def _gated(gate: Tensor, up: Tensor | None, curve: int) -> Tensor:
+    assert up is None or (gate.shape == up.shape and gate.dtype == up.dtype)
+    places = pointer(gate, writes=True), None if up is None else pointer(up)
+    given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve)
+    native_library().gated(ctypes.byref(given), ctypes.c_int(threads_for(gate.numel())))
+    return gate
+
+
+class _Gating(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate", "up")),
+        ("count", ctypes.c_long),
+        *((name, ctypes.c_int) for name in ("kind", "curve")),
+    )
+
+
+# -- halves apart ----------------------------------------------------------------------------------------------------------
+# Rows of values of which neighbours belong together, with those that come first before those that come second. C and torch
+# give the same bits.
+
+
+def halves_apart(x: Tensor) -> Tensor:
+    x, out, width = x.contiguous(), torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+    assert width % 2 == 0 and x.itemsize in (2, 4)
+    given = _Pairs(pointer(x), pointer(out), x.numel() // max(1, width), width // 2, x.itemsize)
+    native_library().halves_apart(ctypes.byref(given), ctypes.c_int(threads_for(x.numel())))
+    return out
+
+
+def halves_apart_twin(x: Tensor) -> Tensor:
+    pairs: Tensor = x.unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).reshape(x.shape)
+
+
+class _Pairs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "half", "nbytes")),
+    )
+
+
+# -- add weighted ----------------------------------------------------------------------------------------------------------
+# Adds rows, each times its weight, to rows of sums, in their order: the outcome does not depend on how many come at once. C
+# and torch give the same bits.
+
+
+def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:
+    """sums (sums, width), float32; rows (count, width); weights (count,), float32; to (count,), int64: the sum of each row. Of
+    the `counts`, which follow each other, no two rows have the same sum."""
+    assert sums.stride(1) == 1 and rows.shape == (sum(counts), sums.shape[1])
+    places = (pointer(rows), pointer(weights), pointer(to), address_of(sums, writes=True))
+    given = _Additions(*places, *rows.shape, sums.stride(0) * sums.itemsize, KINDS[rows.dtype])
+    native_library().add_weighted(ctypes.byref(given), ctypes.c_int(threads_for(rows.numel())))
+
+
+def add_weighted_twin(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:
+    """Torch adds several rows to one sum in any order, so those of a count are added at once, which have sums of their own."""
+    for own, its, places in zip(rows.split(list(counts)), weights.split(list(counts)), to.split(list(counts))):
+        sums.index_add_(0, places, own.float() * its[:, None])
+
+
+class _Additions(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "weights", "to", "sums")),
+        *((name, ctypes.c_long) for name in ("count", "width", "sums_row")),
+        ("kind", ctypes.c_int),
+    )

@@ -1,1 +1,0 @@
-"""The forms in which values are stored, one file each. Nothing here computes."""
