@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
-from h2o_flexgen.demo import DEMO
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.checkpoints.model_places import DEMO
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import profile_cache

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import BrokenRequest, DivisibleJob, Outcome
-from h2o_flexgen.engine.tick import NO_TICK, OnTick, Tick
+from h2o_flexgen.engine.reports import NO_TICK, OnTick, Tick
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 

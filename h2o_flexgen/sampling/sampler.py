@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.sampling.adjusting import History, adjusted
 from h2o_flexgen.sampling.completion import StepLogprobs
+from h2o_flexgen.sampling.logits import History, Upload, adjusted, kth_largest, logprobs_of, portions, ranked
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.sampling.ranking import Upload, kth_largest, logprobs_of, portions, ranked
 
 FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter after it, never fewer
 

@@ -21,8 +21,8 @@ from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.opened_limits import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
-from h2o_flexgen.engine.stage import OnStage, Stage, Stages
+from h2o_flexgen.engine.reports import OnStage, Stage, Stages
+from h2o_flexgen.engine.resources import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import SharedWeights, give_back_freed, peak_resident_bytes

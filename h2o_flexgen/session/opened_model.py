@@ -17,7 +17,7 @@ from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quan
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import HOST, Site
-from h2o_flexgen.engine.stage import Stage, Stages
+from h2o_flexgen.engine.reports import Stage, Stages
 from h2o_flexgen.formats.table import can_be_parted
 from h2o_flexgen.models import create_model, known_config, load_config, tensor_names
 from h2o_flexgen.models.base import Model

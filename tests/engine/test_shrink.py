@@ -27,9 +27,8 @@ from h2o_flexgen.memory import host, shortage
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task
 from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.helpers.pairwise import covering
 

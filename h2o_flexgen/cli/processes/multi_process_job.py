@@ -12,7 +12,7 @@ from h2o_flexgen.cli.processes.process import RequestsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.job import BrokenRequest, Outcome
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion

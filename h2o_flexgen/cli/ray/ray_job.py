@@ -33,7 +33,7 @@ from h2o_flexgen.cli.slow import SLOW, one_worker_reason, small_job_reason
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Outcome
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan

@@ -35,7 +35,7 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.demo import DEMO, held_out_prose
 from h2o_flexgen.evaluation.study.asked_facts import FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study.facts import study_facts
 from h2o_flexgen.evaluation.study.facts_picture import draw_facts
