@@ -78,12 +78,12 @@ class RequestsPart:
     """Requests of a file, which are read again here."""
 
     requests: Apart
-    style: str | None  # how chats are written down; None: there are none
+    style: str  # how chats are written down
     seed: int
 
     def run(self, llm: LLM, link: ProcessLink) -> None:
-        style = None if self.style is None else choose_style(self.style, llm.tokenizer)
-        reading = LineReading(llm.tokenizer, style, RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
+        sizes = RowMaker(llm.spec, llm.plan, llm.tokenizer).size
+        reading = LineReading(llm.tokenizer, choose_style(self.style, llm.tokenizer), sizes)
         left = self.requests.read_with(reading)
         heard: dict[str, Any] = {"on_stage": link.stage, "on_shrink": partial(_note, link)}
         for outcome in RestartedRun(partial(llm.generate_stream, seed=self.seed, **heard), left, link.say).outcomes():
