@@ -133,6 +133,11 @@ class BatchRequest:
         """The plan that the model is opened under."""
         return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
 
+    @property
+    def needed_style(self) -> str:
+        """How chats become text. Where there are none, a style that every model has will do."""
+        return self.style if self.checked.chats else AUTO
+
     # -- what the answers depend on ------------------------------------------------------------------------------------
 
     @property

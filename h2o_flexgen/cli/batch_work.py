@@ -156,7 +156,7 @@ class PreparedBatch:
     @property
     def _reading(self) -> LineReading:
         tokenizer = self.llm.tokenizer
-        style = choose_style(self.request.style, tokenizer) if self.request.checked.chats else None
+        style = choose_style(self.request.needed_style, tokenizer)
         size_of = RowMaker(self.llm.spec, self.llm.plan, tokenizer).size
         return LineReading(tokenizer, style, size_of, partial(prefix_finder, self.llm.plan))
 
