@@ -65,7 +65,7 @@ RANDOM = (
     "page cache feels."
 )
 COLUMNS = ("system", "computes", "rows", "tokens/s", "of ceiling", "of busiest lane", "disk busy", "prompts s", "peak GB")
-SLOTS = 4  # with two, the disk waits while an attention is computed: slices are small
+BUFFERS = 4  # with two, the disk waits while an attention is computed: slices are small
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
     share = {} if args.resident is None else {"percent": (0, args.resident, 0, 100, 0, 100)}
-    ours = {**KEPT, "slots": SLOTS, "rows_at_once": args.rows_at_once, **share}
+    ours = {**KEPT, "buffers": BUFFERS, "rows_at_once": args.rows_at_once, **share}
     return [
         Contender(OURS, OURS, ours, computes="rows in bfloat16"),
         Contender(f"{OURS}, int8", OURS, {**ours, "compute": INT8}, computes="rows in int8", arithmetic=INT8),

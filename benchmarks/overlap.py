@@ -35,7 +35,7 @@ from h2o_flexgen.profiling.measure import Needs, describe_machine, measure
 from h2o_flexgen.profiling.profile_cache import profiled
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.text.made_up import made_up_prompts
+from h2o_flexgen.text.given_prompts import made_up_prompts
 
 MEASURING = {"repetitions": 3, "seconds": 0.7}
 
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--num-gpu-batches", type=int, default=4)
     add("--prompt-len", type=int, default=64)
     add("--gen-len", type=int, default=16)
-    add("--slots", type=int, default=3)
+    add("--buffers", type=int, default=3)
     add("--sep-layer", type=int, choices=(0, 1), default=0, help="1: attention and mlp are two layers of the schedule")
     add("--dtype", default="bfloat16")
     add("--repeats", type=int, default=3)
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
     shape = {name: getattr(args, name) for name in ("gpu_batch_size", "num_gpu_batches")}
     if args.one != "flexgen_barrier":  # the barrier has a fixed number of buffers
-        shape["slots"] = args.slots
+        shape["buffers"] = args.buffers
     shape["sep_layer"] = bool(args.sep_layer)
     limits = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, trace=True, **shape, **limits) as llm:
@@ -186,7 +186,7 @@ def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, A
         "benchmark": "overlap",
         "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
         "model": args.model,
-        "workload": {**workload, "slots": args.slots, "sep_layer": args.sep_layer, "dtype": args.dtype},
+        "workload": {**workload, "slots": args.buffers, "sep_layer": args.sep_layer, "dtype": args.dtype},
         "machine": runs[0]["machine"],
         "ceiling": "the busiest lane alone: bytes read per step over the disk's rate, or products and attention over theirs",
         "budget_host_bytes": parse_bytes(args.cpu_mem),

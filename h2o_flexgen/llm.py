@@ -21,23 +21,20 @@ from h2o_flexgen.core.hints import refuse_unknown
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
-from h2o_flexgen.engine.chunked_logits import positions_at_once
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
-from h2o_flexgen.engine.generate import PreparedRows, Running
-from h2o_flexgen.engine.head import Picker
+from h2o_flexgen.engine.generate import OnCompletion, PreparedRows, Running, UseTqdm, shown_progress
+from h2o_flexgen.engine.head import Picker, positions_at_once
 from h2o_flexgen.engine.job import Job, Requests
-from h2o_flexgen.engine.prompts_done import OnCompletion, UseTqdm, shown_progress
+from h2o_flexgen.engine.reports import OnStage, OnTick, Ticker
+from h2o_flexgen.engine.resources import keep_few_compiled_products, set_threads
+from h2o_flexgen.engine.restarted_run import OnShrink
 from h2o_flexgen.engine.row_maker import Forced, Params, RowMaker, for_each, workload_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnLogits, OnToken
 from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_groups, params_of, read_pairs, scored_of, way_of
-from h2o_flexgen.engine.shrink import OnShrink
-from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.engine.thread_options import keep_few_compiled_products, set_threads
-from h2o_flexgen.engine.tick import OnTick, Ticker
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
@@ -85,7 +82,7 @@ class LLM(ModelUnderPlan):
     ) -> None:
         """`threads` compute on the CPU, for the whole process (default: torch's number). `trace`: the trace of a run on a GPU
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
-        Plan.create: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
+        Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model."""
         names = name_of("model", model), name_of("tokenizer", tokenizer)
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), names[0])

@@ -61,7 +61,7 @@ CHOICES = {
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),
     "num_gpu_batches": (2, 1, 4),
-    "slots": (2, 1, 3),
+    "buffers": (2, 1, 3),
     "sep_layer": (True, False),
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
@@ -99,7 +99,7 @@ FROM_PAGES = {
     ("kind", "stored", "weight_codec", "compute"): [one for one in STORED if one[1].startswith("gguf-") and one[2] == PLAIN],
     "percent": ((0, 0, 0, 100, 0, 100), (0, 30, 0, 100, 0, 100)),
     "num_gpu_batches": (1, 3),  # of several, each reads a part of a layer
-    "slots": (2, 3),
+    "buffers": (2, 3),
     "schedule": ("zigzag", "row_by_row"),
 }
 
@@ -121,7 +121,7 @@ def test_every_tier_for_each_kind_of_data(
     hold_contract(Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, **where), checkpoints, offload)
 
 
-@pytest.mark.parametrize("values", on_devices({"slots": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 4)}))
+@pytest.mark.parametrize("values", on_devices({"buffers": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 4)}))
 def test_every_number_of_slots_batches_and_steps_with_all_on_disk(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -199,7 +199,7 @@ def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpo
 HELD = {
     "percent": (MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)),
     "num_gpu_batches": (1, 3, 4),
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     ("weight_codec", "compute"): WEIGHTS[:1] + WEIGHTS[-2:],
     "attend_on": (DEVICE, HOST),
 }

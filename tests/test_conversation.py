@@ -38,7 +38,7 @@ LIVING = [policy for policy in POLICIES if ("hh_prompt_only", True) not in polic
 CHOICES = {
     "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss", "olmoe"),
     "percent": MIXES,
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     "sep_layer": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": LIVING,

@@ -56,7 +56,7 @@ def random_case(random: Random, devices: Sequence[str]) -> Case:
         gen_len=random.choice([1, 2, random.randint(1, 12)]),
         gpu_batch_size=random.randint(1, 5),
         num_gpu_batches=random.randint(1, 5),
-        slots=random.randint(1, 4),
+        buffers=random.randint(1, 4),
         sep_layer=random.random() < 0.7,
         overlap=random.random() < 0.8,
         schedule=random.choice([*SCHEDULES, "zigzag", "zigzag"]),
@@ -119,7 +119,7 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[s
 def hold_case(case: Case, random: Random, seed: int, checkpoints: Checkpoints, offload: Path) -> None:
     params = [random_params(random, case.gen_len) for _ in case.lengths]
     plain = replace(
-        case, percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=1, num_gpu_batches=1, slots=1, schedule="zigzag", device="cpu"
+        case, percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=1, num_gpu_batches=1, buffers=1, schedule="zigzag", device="cpu"
     )
     try:
         completions, logits = generate(case, params, checkpoints, offload)

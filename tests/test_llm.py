@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
-from h2o_flexgen.demo import DEMO
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.checkpoints.model_places import DEMO
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import profile_cache
@@ -35,7 +35,7 @@ Told = list[tuple[Stage, int, int]]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slotz": 3}, r"unknown option 'slotz'; did you mean slots\?"),
+        ({"bufers": 3}, r"unknown option 'bufers'; did you mean buffers\?"),
         ({"cpu_men": "8GB"}, r"unknown option 'cpu_men'; did you mean cpu_mem\?"),
         ({"plan": Plan(), "slotz": 3}, "unknown option 'slotz'"),
         ({"plan": Plan(), "slots": 3}, "both plan and slots are given"),

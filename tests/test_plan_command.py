@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def as_run(flags: list[str]) -> run_request.RunRequest:
         ("cpu", "--hh-ratio", 0.25, "--hh-prompt-only", "--sinks", 2, "--schedule", "flexgen_barrier"),
         ("accelerator", "--compress-weight", "--compress-cache", 8, "--sep-layer", 0, "--prefill-tokens", 64),
         ("accelerator", "--overlap", 0, "--pin-weight", 0, "--dtype", "float32", "--gpu-batch-size", 3),
-        ("cpu", "--slots", 3, "--num-gpu-batches", 2, "--dummy-weights", "--compress-weight", "--compute", "int8"),
+        ("cpu", "--buffers", 3, "--num-gpu-batches", 2, "--dummy-weights", "--compress-weight", "--compute", "int8"),
     ],
     ids=lambda flags: " ".join(map(str, flags)),
 )
@@ -107,7 +107,7 @@ def test_its_flags_make_the_run_command_take_the_plan_that_was_found(
     kind, *rest = flags
     result = command(*WORK, *rest, machine=machines[kind])
     asked = plan_in(result.json)
-    assert json.loads(json.dumps(asdict(asked))) == result.json["plan"]
+    assert json.loads(json.dumps(asked.as_json())) == result.json["plan"]
     line = next(line for line in result.out if line.startswith("run "))
     assert shlex.split(line.partition("h2o_flexgen.run ")[2]) == result.json["flags"]
     asked_again = as_run(result.json["flags"])

@@ -21,7 +21,7 @@ import pytest
 from torch import Tensor
 
 from h2o_flexgen import SamplingParams, batch, run
-from h2o_flexgen.checkpoints.handed import HandedSource
+from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import Mendable
 from h2o_flexgen.cli.processes import supervisor
@@ -106,8 +106,8 @@ def test_texts_are_those_of_one_process_and_weights_are_read_once(
         tiers = llm.planned(llm.prepare(case.prompts, SAMPLED).planned.workload).blocks.first.placement.weights
     found = sorted((one for one in said if isinstance(one, Completion)), key=lambda one: one.index)
     assert found == expected
-    figures = [one.figures for one in said if isinstance(one, PartDone)]
-    assert sum(one.num_prompts for one in figures) == len(case.lengths)
+    stats = [one.stats for one in said if isinstance(one, PartDone)]
+    assert sum(one.num_prompts for one in stats if one is not None) == len(case.lengths)
     at_rest = [name for name, tier in tiers.items() if tier != "disk"]
     handed = [name for name in at_rest if case.device == "pretended" and tiers[name] == "device"]
     expected_reads = Counter({(name, False): 1 for name in at_rest})

@@ -29,8 +29,15 @@ from h2o_flexgen.cli.batch_request import RayRequest
 from h2o_flexgen.cli.job_run import Listening
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import BrokenRequest
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.evaluation.answer_settings import model_settings
+from h2o_flexgen.jobs.line import LineReader
+from h2o_flexgen.jobs.line_fields import Options as LineOptions
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.sampling.completion import Completion
 from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.signals import as_in_a_terminal
@@ -38,12 +45,14 @@ from tests.helpers.tiny import save_tiny
 from tests.test_batch import DEMO, break_requests, demo_requests, has_ended, has_lines, ids, records, started, when, write
 
 if TYPE_CHECKING:
+    from h2o_flexgen.cli.ray.workers import WorkerMessage
     from h2o_flexgen.ray import Engine
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra [ray]")
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_MEMORY: dict[str, Any] = {"percent": (0, 100, 0, 100, 0, 100), "gpu_batch_size": 2, "num_gpu_batches": 2}
+OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu"}
 GREEDY, SAMPLING = {"max_tokens": 6}, "sampling_params"
 
 
@@ -58,8 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(llama: Path) -> Iterator[Engine]:
     from h2o_flexgen.ray import Engine
 
-    options = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu", **IN_MEMORY}
-    made = Engine(str(llama), sampling_params=GREEDY, seed=7, **options)
+    made = Engine(str(llama), sampling_params=GREEDY, seed=7, **OPTIONS, **IN_MEMORY)
     yield made
     made.close()
 
@@ -157,6 +165,49 @@ def test_rows_are_chats_or_token_ids(engine: Engine) -> None:
     assert answered(engine, []) == []
 
 
+# -- a worker without a cluster ----------------------------------------------------------------------------------------
+
+
+def said_by_worker(engine: Engine, asked: PlanRequirements | None, **identity: str) -> list[WorkerMessage]:
+    """What a worker says of a portion of three requests."""
+    from h2o_flexgen.cli.ray.workers import Portion, SharedJob, Worker
+
+    plan = engine.llm.plan if asked is None else asked.first_plan
+    job = SharedJob(
+        engine={"model": engine.llm.name, "plan": plan, "seed": 7, **OPTIONS},
+        asked=asked,
+        reader=LineReader(True, LineOptions(SamplingParams(**GREEDY))),
+        identity={**model_settings(engine.llm)[0], **identity},
+        longest=Workload((4,) * 3, 6),
+        scores_texts=False,
+    )
+    worker = Worker(job)
+    lines = tuple((number, b'{"prompt": "good"}') for number in range(3))
+    opened = [*worker.open()]
+    return opened if opened[0].failure else [*opened, *worker.run(Portion(5, lines))]
+
+
+@pytest.mark.parametrize("asked", [None, PlanRequirements(Plan())], ids=["given", "found"])
+def test_a_worker_says_what_its_engine_generates(
+    asked: PlanRequirements | None, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = engine.llm.generate(["good"], SamplingParams(**GREEDY))
+    break_requests(monkeypatch, 1)
+    opened, *said = said_by_worker(engine, asked)
+    assert opened.opened is not None and {one.portion for one in said} == {5}
+    outcomes = {one.outcome.index: one.outcome for one in said if one.outcome is not None}
+    broken, others = outcomes.pop(1), outcomes.values()
+    assert isinstance(broken, BrokenRequest) and "have the maximum nan" in broken.reason
+    assert [isinstance(one, Completion) and one.token_ids for one in others] == [expected.token_ids] * 2
+    assert said[-1].tick is not None and (said[-1].tick.alive, said[-1].tick.generated_tokens) == (0, 2 * GREEDY["max_tokens"])
+    assert opened.opened.plan.block_size == (4 if asked is None else 3)
+
+
+def test_a_worker_with_another_model_says_so(engine: Engine) -> None:
+    (said,) = said_by_worker(engine, None, **{"the model's weights": "other"})
+    assert said.failure is not None and "is another model there than on the machine that started the job" in said.failure
+
+
 # -- a job without a cluster -------------------------------------------------------------------------------------------
 
 
@@ -250,16 +301,16 @@ def handed_out(
     ray: PretendedRay, workers: int, portions: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """What all workers say, of requests that are handed out in these portions."""
-    from h2o_flexgen.cli.ray import handing as handing_out
+    from h2o_flexgen.cli.ray import workers as on_ray
 
-    monkeypatch.setattr(handing_out, "ray", ray)
-    waiting = deque(handing_out.WaitingPortions(numbers) for numbers in portions)
-    handing = handing_out.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
+    monkeypatch.setattr(on_ray, "ray", ray)
+    waiting = deque(on_ray.WaitingPortions(numbers) for numbers in portions)
+    handing = on_ray.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
     return list(handing.said(Event()))
 
 
 def done(*numbers: int) -> list[Any]:
-    from h2o_flexgen.cli.ray.worker import WorkerMessage
+    from h2o_flexgen.cli.ray.workers import WorkerMessage
 
     return [WorkerMessage(0, BrokenRequest(number, "it is done")) for number in numbers]
 
@@ -293,7 +344,7 @@ def test_what_kills_every_worker_ends_the_job(script: Any, words: str, monkeypat
 
 
 def test_portions_are_shares_of_the_tokens_that_are_left() -> None:
-    from h2o_flexgen.cli.ray.handing import MOST_PORTION, cut, cut_evenly
+    from h2o_flexgen.cli.ray.workers import MOST_PORTION, cut, cut_evenly
 
     even = [10] * 1000
     sizes = [len(part) for part in cut(range(1000), even, 2, 500)]

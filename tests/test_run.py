@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli import run_work
 from h2o_flexgen.cli.report import run_report
 from h2o_flexgen.cli.watch import RunWatch
-from h2o_flexgen.engine import opened_limits
+from h2o_flexgen.engine import resources
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.formats.kernel_table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
@@ -266,17 +266,17 @@ def test_a_share_for_a_gpu_that_is_not_there_is_shown_beside_what_it_went_to(com
     assert float(weights.split()[6]) == pytest.approx(50, abs=10)
 
 
-def test_the_slots_that_are_shown_are_those_of_the_schedule(command: Any, opt: Path) -> None:
+def test_the_buffers_that_are_shown_are_those_of_the_schedule(command: Any, opt: Path) -> None:
     shown = {}
-    for flags in ((), ("--slots", 3), ("--overlap", 0), ("--schedule", "flexgen_barrier"), ("--schedule", "row_by_row")):
+    for flags in ((), ("--buffers", 3), ("--overlap", 0), ("--schedule", "flexgen_barrier"), ("--schedule", "row_by_row")):
         out = command("--model", opt, *SMALL, "--dry-run", *flags).out
         shown[flags] = next(line for line in out if line.startswith("schedule ")).split(", ")[1]
     assert list(shown.values()) == [
-        "2 slots for weights and 3 for KV and activations",
-        "3 slots for weights and 4 for KV and activations",
-        "1 slot",
-        "2 slots for weights and 3 for KV and activations",
-        "2 slots",
+        "2 buffers for weights and 3 for KV and activations",
+        "3 buffers for weights and 4 for KV and activations",
+        "1 buffer",
+        "2 buffers for weights and 3 for KV and activations",
+        "2 buffers",
     ]
 
 
@@ -683,7 +683,7 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
         (("--prompt-len", POSITIONS + 1), (str(POSITIONS + 1), f"{POSITIONS} positions")),
         (("--prompt-len", POSITIONS - 2, "--gen-len", 4), ("4 are to be generated", f"{POSITIONS} positions")),
         (("--gpu-batch-size", 0), ("--gpu-batch-size", "'0'")),
-        (("--slots", 0), ("--slots", "'0'")),
+        (("--slots", 0), ("--buffers/--slots", "'0'")),
         (("--num-prompts", 0), ("--num-prompts", "'0'")),
         (("--prompt", "one", "--num-prompts", 2), ("--num-prompts is 2", "1 prompts are given")),
         (("--gen-len", 0), ("--gen-len", "'0'")),
@@ -710,7 +710,7 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
         (("--schedule", "zigzagg"), ("'zigzagg'", "row_by_row", "did you mean zigzag?")),
         (("--schedule", "flexgen_barrier", "--overlap", 0), ("flexgen_barrier", "cannot do without overlap")),
         (("--schedule", "flexgen_barrier", "--debug-mode", "breakdown"), ("flexgen_barrier", "cannot do without overlap")),
-        (("--schedule", "flexgen_barrier", "--slots", 3), ("--slots 3", "flexgen_barrier has slots of its own")),
+        (("--schedule", "flexgen_barrier", "--slots", 3), ("--buffers 3", "flexgen_barrier has buffers of its own")),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",
 )
@@ -801,9 +801,7 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(command: Any, t
 
 
 def test_a_plan_that_does_not_fit_says_what_would(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        opened_limits, "bytes_to_begin_with", lambda: 320 << 20
-    )  # what tests before this left here may be too much
+    monkeypatch.setattr(resources, "bytes_to_begin_with", lambda: 320 << 20)  # what tests before this left here may be too much
     model = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", 16, "--gen-len", 4)
     error = command(*model, "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB").error
     assert re.search(r"needs \d\.\d\d GB on host .*, the limit is 2\.00 GB; would fit: .*percent", error), error

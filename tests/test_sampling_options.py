@@ -15,7 +15,7 @@ import torch
 from h2o_flexgen import SamplingParams
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine import chunked_logits
+from h2o_flexgen.engine import head
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import uniform
@@ -34,7 +34,7 @@ PLANS = (
     Case("neox-parallel", MIXED, gen_len=GEN_LEN, policy=POLICIES[2], prefill_tokens=12, kv_codec="group4"),
     Case("opt-350m", MIXED, gen_len=GEN_LEN, policy=POLICIES[3], gpu_batch_size=1, schedule="row_by_row"),
     Case("qwen3", ON_DISK, gen_len=GEN_LEN, policy=POLICIES[6], schedule="flexgen_barrier", sep_layer=False),
-    Case("qwen2-wordy", MIXED, gen_len=GEN_LEN, policy=POLICIES[8], slots=3, kv_codec="group8", weight_codec="group8"),
+    Case("qwen2-wordy", MIXED, gen_len=GEN_LEN, policy=POLICIES[8], buffers=3, kv_codec="group8", weight_codec="group8"),
     Case("qwen2", MIXED, gen_len=GEN_LEN, weight_codec="group4", compute="int8"),
 )
 
@@ -180,7 +180,7 @@ def assert_as_transformers(found: Sequence[Completion], checkpoints: Checkpoints
 def test_those_of_prompts_are_those_of_transformers_whatever_is_then_kept(
     case: Case, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_logits, "LOGITS_AT_ONCE", 4 * tiny.VOCAB)
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 4 * tiny.VOCAB)
     case, counts = replace(case, lengths=(5, 9, 1, 7, 4)), (0, 3, 2, 1, 5)
     with case.open(checkpoints, offload) as llm:
         params = [SamplingParams(2, prompt_logprobs=count, logit_bias={3: 100}) for count in counts]

@@ -13,8 +13,8 @@ import pytest
 from h2o_flexgen.core.prefix_groups import PrefixGroups
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.job import Request, prefix_finder
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stream import job_of
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.memory_limits import MemoryLimits
@@ -80,7 +80,7 @@ CHOICES = {
     "percent": MIXES,
     "gpu_batch_size": (1, 2, 3, 5),
     "num_gpu_batches": (1, 2, 3),
-    "slots": (1, 2, 3),
+    "buffers": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
     "policy": POLICIES,
     "prefix_policy": (PINNED, JUDGED),

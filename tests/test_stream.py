@@ -14,11 +14,11 @@ import pytest
 
 from h2o_flexgen.engine import stream as stream_of_completions
 from h2o_flexgen.engine.job import Request, RequestSize
+from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.engine.seated_rows import SeatedRows
-from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stream import ListedJob, job_of
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion
@@ -45,7 +45,7 @@ CHOICES = {
     "percent": (MIXES[3], *MIXES[:3], *MIXES[4:]),  # the first of a choice is who meets nobody new: offload, and overlap
     "gpu_batch_size": (2, 1, 3, 4),
     "num_gpu_batches": (2, 1, 3),
-    "slots": (2, 1, 3),
+    "buffers": (2, 1, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
     "policy": POLICIES,
     "prefill_tokens": (1024, 12, 1),

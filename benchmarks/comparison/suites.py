@@ -74,7 +74,7 @@ SUITES: Mapping[str, Suite] = {
 # -- the engine, and the engine with one thing switched off ------------------------------------------------------------------
 
 FULL_KV_ROWS = 64  # with KV on disk a thousand rows may fit; their prompts alone take an hour
-ZIGZAG = {"sep_layer": False, "slots": 3}
+ZIGZAG = {"sep_layer": False, "buffers": 3}
 BARRIER = {"sep_layer": False, "schedule": "flexgen_barrier"}
 ROW_BY_ROW = {"sep_layer": False, "schedule": "row_by_row", "rows_at_once": 1 << 20}  # all rows are one batch
 H2O = {"kv_policy": "h2o", "kv_budget": 0.2}
@@ -116,7 +116,7 @@ def contenders(device: str) -> tuple[Contender, ...]:
         _own("int8", ZIGZAG, H2O, FOUR_BITS, INT8_PRODUCTS, memory),
         _own("without H2O", ZIGZAG, FOUR_BITS, memory),
         _own("without 4 bits", ZIGZAG, H2O, memory),
-        _own("without overlap", ZIGZAG, H2O, FOUR_BITS, memory, {"slots": 1}),
+        _own("without overlap", ZIGZAG, H2O, FOUR_BITS, memory, {"buffers": 1}),
         _own("16 bits, full KV", ZIGZAG, all_kv, most_rows=FULL_KV_ROWS),
         _own("flexgen_barrier, 16 bits, full KV", BARRIER, all_kv, most_rows=FULL_KV_ROWS),
         _own("row_by_row, 16 bits, full KV", ROW_BY_ROW, memory),

@@ -9,19 +9,19 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
+from h2o_flexgen.checkpoints.model_places import local_place
 from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.environment import cores
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import DEVICE, HOST
-from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.formats.table import BY_BITS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
-from h2o_flexgen.planning.search import SLOTS, THROUGHPUT
+from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
@@ -149,8 +149,10 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
         given |= named_by_files(given, choose_model(flags.model, flags.path, flags.dummy_weights).source)
     plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
     plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
-    if plan.has_own_slots and flags.slots not in (None, Plan.slots):
-        raise ValueError(f"--slots {flags.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
+    if plan.has_own_buffers and flags.buffers not in (None, Plan.buffers):
+        raise ValueError(
+            f"--buffers {flags.buffers} changes nothing: schedule {plan.schedule} has buffers of its own; leave it out"
+        )
     return plan if flags.overlap else plan.without_overlap()
 
 
@@ -174,7 +176,7 @@ def asked_of(flags: Namespace, plan: Plan) -> PlanRequirements:
         batches=() if flags.num_gpu_batches is None else (flags.num_gpu_batches,),
         codecs=four_bits if flags.allow_4bit else (),
         computes=(INT8,) if flags.allow_int8 else (),
-        slots=SLOTS if flags.slots is None else (),
+        buffers=BUFFERS if flags.buffers is None else (),
         attend_on=(plan.attend_on,) if plan.attend_on == HOST else (DEVICE, HOST),
         latency_limit=flags.latency_limit,
         prefer=flags.prefer,

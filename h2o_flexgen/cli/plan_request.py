@@ -39,7 +39,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
-from h2o_flexgen.text.made_up import DEFAULT_TOKENS
+from h2o_flexgen.text.given_prompts import DEFAULT_TOKENS
 
 PROGRAM = "python -m h2o_flexgen.plan"
 EPILOG = f"""\
@@ -132,9 +132,9 @@ def _refuse(flags: Namespace) -> None:
 def _plan_flags(plan: Plan) -> Iterator[str]:
     """What differs from the defaults, and the sizes, which a run may else search. What files hold is passed on as typed."""
     yield from ("--percent", *(f"{share:g}" for share in plan.percent))
-    if plan.slots == 1:
+    if plan.buffers == 1:
         yield from ("--overlap", "0")
-    named = replace(plan, head_budgets=None, probe=None, slots=Plan.slots if plan.slots == 1 else plan.slots)
+    named = replace(plan, head_budgets=None, probe=None, buffers=Plan.buffers if plan.buffers == 1 else plan.buffers)
     yield from flags_written(named, Plan, always=("gpu_batch_size", "num_gpu_batches"))
     yield from flags_written(plan.kv_options, KVOptions)
 

@@ -94,6 +94,14 @@ def options_of(table: type) -> Mapping[str, Option]:
     )
 
 
+def by_own_names(given: Mapping[str, object], table: type) -> dict[str, object]:
+    """Given options by their own names, where other names are taken as well."""
+    own = {other: name for name, one in options_of(table).items() for other in one.also_called}
+    if twice := next((name for name in given if own.get(name) in given), None):
+        raise ValueError(f"{own[twice]} is also called {twice}, and both are given; give one of them")
+    return {own.get(name, name): value for name, value in given.items()}
+
+
 def check_options(given: object, table: type) -> None:
     """Checks the fields of a new object by its table, and keeps them as they are read."""
     for name, one in options_of(table).items():

@@ -28,8 +28,7 @@ from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.held_kv import Place
-from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.placement import Place, Placement
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
 from h2o_flexgen.schedule.schedule import Schedule
@@ -107,9 +106,9 @@ def _add_weights(parts: Parts, planned: BlockPlan, compute: str, written: bool) 
         parts[DISK][WEIGHTS] += _worked_out(_written_weights, planned, DISK)
     if schedule.traffic.weights_on_disk:
         largest_read = _largest_read_and_copied if schedule.traffic.accelerator else _largest_read
-        parts[HOST]["weight slots"] += schedule.weight_buffers * _worked_out(largest_read, planned, DISK)
+        parts[HOST]["weight buffers"] += schedule.weight_buffers * _worked_out(largest_read, planned, DISK)
     if schedule.traffic.accelerator:
-        parts[DEVICE]["weight slots"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK, HOST)
+        parts[DEVICE]["weight buffers"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK, HOST)
 
 
 def _worked_out(function: Callable[..., int], planned: BlockPlan, *tiers: str) -> int:
@@ -175,15 +174,15 @@ def _add_level(parts: Parts, layouts: Mapping[Place, KVLayout], score_bytes: int
         parts[tier if tier != DEVICE else compute]["KV"] += home
     ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts.values())
     if any(traffic.kv[place] == DISK for place in layouts):
-        parts[HOST]["KV slots"] += ring
+        parts[HOST]["KV buffers"] += ring
     is_moved = traffic.accelerator and any(traffic.moves_kv(*place) for place in layouts)
     if is_moved:
-        parts[DEVICE]["KV slots"] += ring
+        parts[DEVICE]["KV buffers"] += ring
     if any(traffic.is_beside(*place) for place in layouts):
         noted = max(layout.score_bytes(score_bytes) for layout in layouts.values())
         parts[DEVICE]["KV notes"] += schedule.buffers * region_bytes(noted) if noted else 0
     elif is_moved:
-        parts[HOST]["KV slots"] += max(region_bytes(layout.staged_bytes) for layout in layouts.values())
+        parts[HOST]["KV buffers"] += max(region_bytes(layout.staged_bytes) for layout in layouts.values())
 
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
@@ -193,12 +192,12 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
     own = [at for at, layer in enumerate(spec.layers) if layer.tensors]
     for batch, nbytes in enumerate(sizes):  # found from the device before, and left for the next
         passed = sum(schedule.traffic.passes_on(at, batch) for at in (own[0] - 1, own[-1]) if at >= 0)
-        parts[compute]["activation slots"] += passed * nbytes
+        parts[compute]["activation buffers"] += passed * nbytes
     moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:
-        parts[compute]["activation slots"] += schedule.buffers * max(moved)
+        parts[compute]["activation buffers"] += schedule.buffers * max(moved)
     if DISK in schedule.traffic.hidden:
-        parts[HOST]["activation slots"] += (schedule.buffers if compute == DEVICE else 0) * max(moved) + max(moved)
+        parts[HOST]["activation buffers"] += (schedule.buffers if compute == DEVICE else 0) * max(moved) + max(moved)
 
 
 def _prefix_bytes(planned: BlockPlan, scored_at_once: int) -> int:

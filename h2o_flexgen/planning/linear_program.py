@@ -23,12 +23,11 @@ from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, footprint
-from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
-from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
-from h2o_flexgen.planning.predict_running import typical_passes
+from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps, typical_passes
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.seating import Seating
 
@@ -36,7 +35,7 @@ KINDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
 LACKING = 1e6  # seconds per whole limit that is missing: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
-BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that do not depend on slots
+BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that do not depend on buffers
 FOUND = (*BOUNDS, "whole")  # and those that do not depend on what stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
@@ -238,9 +237,9 @@ def _staying(case: Case, stays: tuple[str, ...]) -> Case:
     return other
 
 
-def with_slots(case: Case, slots: int) -> Case:
-    """The case with so many slots, two at least, keeping its bounds: they are those of lanes that are never kept waiting."""
-    other = replace(case, plan=replace(case.plan, slots=slots))
+def with_buffers(case: Case, buffers: int) -> Case:
+    """The case with so many buffers, two at least, keeping its bounds: they are those of lanes that are never kept waiting."""
+    other = replace(case, plan=replace(case.plan, buffers=buffers))
     vars(other).update({name: found for name, found in vars(case).items() if name in BOUNDS})
     return other
 
@@ -294,7 +293,7 @@ def seconds_at(case: Case, plan: Plan) -> float:
 
 
 def _least(case: Case, bounds: Mapping[str, float]) -> float:
-    if case.plan.slots > 1:
+    if case.plan.buffers > 1:
         return max(bounds.values())
     lanes = sum(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
     return max(lanes, *bounds.values())
@@ -357,7 +356,7 @@ def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: i
         for name in names
     }
     yield from bounds.values()
-    if case.plan.slots == 1:
+    if case.plan.buffers == 1:
         yield pulp.lpSum(bound for name, bound in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
 
 

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import AUTO, Bounds, Choice, Instance, Truth, decimal_number
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Instance, decimal_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.option import check_options, option, options_of
+from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
-from h2o_flexgen.core.workload import MOST_BATCHES, PROMPTS, TOKENS, check_num_prompts
+from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, PROMPTS, TOKENS, check_num_prompts
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
+from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
@@ -59,7 +60,7 @@ PINNED, JUDGED = PREFIX_POLICIES = "pinned", "judged"  # what becomes of prefixe
 SHARE_NAMES = ("weights", "KV", "activations")
 PERCENT = Bounds(0, 100, is_whole=False)
 MOST_GPUS = 64  # of a machine
-MOST_SLOTS = 1000  # upper bound of a schedule's buffers
+MOST_BUFFERS = 1000  # upper bound of those of a schedule
 
 
 class RowCodec(Choice):
@@ -75,6 +76,7 @@ class RowCodec(Choice):
         return next(str(bits) for bits, codec in BY_BITS.items() if codec == value)
 
 
+JSON_KEYS = {"buffers": "slots"}  # of reports and manifests, which others read
 CODEC, BITS, FOUR_BITS = RowCodec(of_rows()), "|".join(map(str, BY_BITS)), "4"
 
 
@@ -87,12 +89,12 @@ class Plan:
     hidden: Shares = ALL_DEVICE
     prefill_tokens: int = option(
         1024,
-        TOKENS,
+        Bounds(1, MOST_PROMPTS * MOST_TOKENS),
         "N",
         "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces",
     )
-    slots: int = option(  # visits; 1 means no overlap
-        2, Bounds(1, MOST_SLOTS), "N", "layers that may have weights under way or in use at once"
+    buffers: int = option(  # 1 means no overlap
+        2, Bounds(1, MOST_BUFFERS), "N", "layers that may have weights under way or in use at once", also_called=("slots",)
     )
     attend_on: str = option(
         DEVICE,
@@ -102,8 +104,8 @@ class Plan:
         flags=("--cpu-cache-compute", "--cpu"),
         bare=HOST,
     )
-    sep_layer: bool = option(True, Truth(), "0|1", "attention and MLP are two layers of the schedule, not one", bare=True)
-    pin_weight: bool = option(True, Truth(), "0|1", "weights for a GPU lie in page-locked CPU memory", bare=True)
+    sep_layer: bool = option(True, TRUTH, "0|1", "attention and MLP are two layers of the schedule, not one", bare=True)
+    pin_weight: bool = option(True, TRUTH, "0|1", "weights for a GPU lie in page-locked CPU memory", bare=True)
     weight_codec: str = option(  # of matrices and token tables; PLAIN: as they are stored
         PLAIN,
         CODEC,
@@ -148,10 +150,10 @@ class Plan:
         "--gpu-mem is that of each",
     )
     kv_policy: str = option(
-        "full",
+        Full.name,
         Choice(POLICIES),
         "NAME",
-        f"{', '.join(POLICIES)} (default: full, or {H2O.name} where any option of this group is given)",
+        f"{', '.join(POLICIES)} (default: {Full.name}, or {H2O.name} where any option of this group is given)",
     )
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and which tokens are protected
     head_budgets: HeadBudgets | None = option(
@@ -167,7 +169,7 @@ class Plan:
         f"FILE|{OWN}",
         f"{KVzap.name}: what a token is worth is said by this file of `calibrate --probe`; {OWN}: the file beside the model",
     )
-    shared_prefixes: bool = option(True, Truth(), "0|1", "what requests begin with alike is computed and kept once", bare=True)
+    shared_prefixes: bool = option(True, TRUTH, "0|1", "what requests begin with alike is computed and kept once", bare=True)
     prefix_policy: str = option(  # JUDGED: rows take what they share into their own slots
         PINNED,
         Choice(PREFIX_POLICIES),
@@ -221,7 +223,8 @@ class Plan:
     @staticmethod
     def option_names() -> list[str]:
         """The options of `create`: the fields of a plan, with those of `kv_options` in its place."""
-        return [one.name for one in fields(Plan) if one.name != "kv_options"] + [*options_of(KVOptions)]
+        own = [one.name for one in fields(Plan) if one.name != "kv_options"]
+        return [*own, *options_of(KVOptions), *(name for one in options_of(Plan).values() for name in one.also_called)]
 
     @classmethod
     def create(cls, **options: object) -> Plan:
@@ -229,6 +232,7 @@ class Plan:
         for name in options:
             if name not in cls.option_names():
                 raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, cls.option_names())}")
+        options = by_own_names(options, cls)
         of_kv = {name: options.pop(name) for name in options_of(KVOptions) if name in options}
         return cls(kv_options=KVOptions(**of_kv), **options)  # type: ignore[arg-type]
 
@@ -238,7 +242,7 @@ class Plan:
 
     def as_json(self) -> dict[str, object]:
         """All options; head budgets and a probe, which are many numbers, by name and checksum."""
-        return {one.name: _as_json(getattr(self, one.name)) for one in fields(self)}
+        return {JSON_KEYS.get(one.name, one.name): _as_json(getattr(self, one.name)) for one in fields(self)}
 
     def levels(self, spec: ModelSpec) -> tuple[Level, ...]:
         """The KV heads of a model by what they keep, those that keep most first."""
@@ -314,15 +318,15 @@ class Plan:
             raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
 
     @property
-    def has_own_slots(self) -> bool:
+    def has_own_buffers(self) -> bool:
         """Whether the schedule fixes its number of buffers, so that a plan cannot choose it."""
-        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
+        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, buffers=1)).buffers > 1
 
     def without_overlap(self) -> Plan:
         """The plan with one buffer: fetch, compute and store one after the other."""
-        if self.has_own_slots:
-            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has slots of its own; choose another")
-        return replace(self, slots=1)
+        if self.has_own_buffers:
+            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has buffers of its own; choose another")
+        return replace(self, buffers=1)
 
     def at(self, site: Site) -> Plan:
         """The plan as it can be carried out at a site."""

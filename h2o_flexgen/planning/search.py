@@ -15,18 +15,17 @@ from functools import partial
 from itertools import product
 from math import log2
 
-from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
-from h2o_flexgen.planning.linear_program import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_slots
+from h2o_flexgen.planning.linear_program import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_buffers
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
+from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, largest
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
@@ -42,8 +41,8 @@ HOPELESS = 0.5  # share of the soonest block's seconds below which no plan keeps
 LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit within which the program must promise to end
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
-SLOTS = (3, 4, 6, 8)  # numbers of slots that are tried, one after the other, where none is given
-WORTH_SLOTS = 0.02  # share of the speed that more slots must bring, since other things can be done with their memory
+BUFFERS = (3, 4, 6, 8)  # numbers of buffers that are tried, one after the other, where none is given
+WORTH_BUFFERS = 0.02  # share of the speed that more buffers must bring, since other things can be done with their memory
 NEAR = 0.05  # plans this near to each other are equal: then the one that ends its block sooner wins
 
 
@@ -61,7 +60,7 @@ class SearchProblem:
     site: Site
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
-    slots: tuple[int, ...] = ()  # numbers of slots that may replace the plan's
+    buffers: tuple[int, ...] = ()  # numbers of buffers that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE,)
     batch_sizes: tuple[int, ...] = ()  # the only sizes to choose from; empty: all
     batches: tuple[int, ...] = ()
@@ -167,7 +166,7 @@ def _search(problem: SearchProblem) -> SearchResult:
     in_time = [one for one in everything if problem.latency_limit is None or one.block_seconds <= problem.latency_limit]
     near = _near_the_best(problem, in_time)
     best = _chosen_of_equals(problem, near)
-    refined = _with_more_slots(problem, _in_larger_parts(problem, best))
+    refined = _with_more_buffers(problem, _in_larger_parts(problem, best))
     return SearchResult(
         best=refined,
         runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
@@ -219,7 +218,7 @@ def _simulated(problem: SearchProblem, answers: Sequence[BestShares]) -> tuple[l
             candidates.append(simulated(answer))
         if limit is None or any(one.block_seconds <= limit for one in candidates):
             return candidates, [simulated(answer) for answer in _front_answers(problem, answers, chosen)]
-    soonest = _with_more_slots(problem, simulated(min(answers, key=lambda answer: answer.seconds)))
+    soonest = _with_more_buffers(problem, simulated(min(answers, key=lambda answer: answer.seconds)))
     if limit is not None and soonest.block_seconds <= limit:
         return [soonest], []
     raise NoPlan(
@@ -379,23 +378,23 @@ def _in_larger_parts(problem: SearchProblem, best: Candidate) -> Candidate:
     return min(best, other, key=partial(_order, problem))
 
 
-def _with_more_slots(problem: SearchProblem, best: Candidate) -> Candidate:
+def _with_more_buffers(problem: SearchProblem, best: Candidate) -> Candidate:
     """The same block with more visits under way at once, where that is worth it: a disk that has read the few experts of a
-    slice may otherwise wait for an attention to end. Slots take memory, so shares are found anew. The program does not model
-    waiting: what it promises is the most that slots can bring, and where little is missing of that, none are tried."""
-    if not problem.slots:
+    slice may otherwise wait for an attention to end. Buffers take memory, so shares are found anew. The program does not model
+    waiting: what it promises is the most that buffers can bring, and where little is missing of that, none are tried."""
+    if not problem.buffers:
         return best
     case = _case(problem, problem.model(best.plan), best.plan)
-    most = (1 + WORTH_SLOTS) * seconds_at(case, best.plan)
-    for slots in filter(best.plan.slots.__lt__, problem.slots):
+    most = (1 + WORTH_BUFFERS) * seconds_at(case, best.plan)
+    for buffers in filter(best.plan.buffers.__lt__, problem.buffers):
         if best.block_seconds <= most:
             break
-        plan = next((answer.plan for answer in solve_thoroughly([with_slots(case, slots)])), None)
+        plan = next((answer.plan for answer in solve_thoroughly([with_buffers(case, buffers)])), None)
         if plan is None or not problem.fits(plan):
             break
         other = Candidate(plan, problem.predict(plan))
         before, now = (_order(problem, one)[0] for one in (best, other))
-        if before - now < WORTH_SLOTS * abs(before) or other.block_seconds > best.block_seconds:
+        if before - now < WORTH_BUFFERS * abs(before) or other.block_seconds > best.block_seconds:
             break
         best = other
     return best

@@ -17,7 +17,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, SCORED_BYTES, PromptRo
 from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.held_kv import HeldKV
+from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy
@@ -62,7 +62,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
     if site.accelerator and plan.may_capture:
         most += max(_decode_bytes(spec, plan, LevelHeads.of(planned.kv, at), site) for at in kinds.values())
-        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.slots)
+        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.buffers)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 

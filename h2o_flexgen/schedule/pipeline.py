@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from h2o_flexgen.schedule.issue import Issuer
-from h2o_flexgen.schedule.ops import Data
+from h2o_flexgen.schedule.ops import Data, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task, Visit
 
 
 @dataclass(frozen=True)
@@ -125,19 +124,19 @@ class Pipeline(Schedule):
     @property
     def buffers(self) -> int:
         """One more than for weights if transfers overlap: one result is still being stored while the next is fetched."""
-        return self.traffic.slots + 1 if self.traffic.slots > 1 else 1
+        return self.traffic.buffers + 1 if self.traffic.buffers > 1 else 1
 
     @property
     def ahead(self) -> int:
         """A round of the last device: the others have begun the next one when it begins its own."""
-        return len(self.ranges[-1]) * max(map(len, self.groups)) if self.traffic.slots > 1 else 0
+        return len(self.ranges[-1]) * max(map(len, self.groups)) if self.traffic.buffers > 1 else 0
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
     def tasks(self) -> Iterator[Task]:
         issue = Issuer(self)
         for device in range(len(self.ranges)):
-            for ahead in range(self.traffic.slots - 1):
+            for ahead in range(self.traffic.buffers - 1):
                 yield from self._weights(issue, device, ahead)
             yield from self._kv(issue, device, *range(self._kv_ahead(device)))
         for number in range(self._rounds):
@@ -148,12 +147,12 @@ class Pipeline(Schedule):
         """The tasks of a device in a round. Its hidden states come from devices that have their tasks already:
         nothing is fetched for the next round."""
         visits = [self.number(*visit) for visit in self._visits(device, step, group)]
-        ahead = min(self.traffic.slots, len(self.groups[group])) - 1
+        ahead = min(self.traffic.buffers, len(self.groups[group])) - 1
         yield from issue.fetched(Data.HIDDEN, *visits[:ahead])
         for place, number in enumerate(visits):
             visit = self.visit(number)
             if self.begins_pass(visit.batch):
-                yield from self._weights(issue, device, self.weight_number(*visit) + self.traffic.slots - 1)
+                yield from self._weights(issue, device, self.weight_number(*visit) + self.traffic.buffers - 1)
             yield from self._kv(issue, device, self._own_number(visit) + self._kv_ahead(device))
             yield from issue.fetched(Data.HIDDEN, *visits[place + ahead : place + ahead + 1])
             yield from issue.computed(number)
@@ -161,7 +160,7 @@ class Pipeline(Schedule):
 
     def _kv_ahead(self, device: int) -> int:
         """Visits of the device: any further, a fetch of KV would overtake its own store."""
-        return min(self.traffic.slots, len(self.ranges[device]) * self.traffic.batches) - 1
+        return min(self.traffic.buffers, len(self.ranges[device]) * self.traffic.batches) - 1
 
     def _weights(self, issue: Issuer, device: int, number: int) -> Iterator[Task]:
         """Fetches a layer for a group; `number` counts what the device does with its weights."""

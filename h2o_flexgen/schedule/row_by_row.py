@@ -1,5 +1,5 @@
 """batch, then step, then layer: every batch is generated to its end before the next one starts, and each reads all the weights
-anew. With two slots the next layer is fetched meanwhile (ZeRO-Inference), with one it is not (Accelerate).
+anew. With two buffers the next layer is fetched meanwhile (ZeRO-Inference), with one it is not (Accelerate).
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from h2o_flexgen.schedule.issue import Issuer
-from h2o_flexgen.schedule.ops import Data
+from h2o_flexgen.schedule.ops import Data, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task, Visit
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class RowByRow(Schedule):
         return batch
 
     def tasks(self) -> Iterator[Task]:
-        issue, ahead = Issuer(self), self.traffic.slots - 1
+        issue, ahead = Issuer(self), self.traffic.buffers - 1
         kv_ahead = min(ahead, self.traffic.layers - 1)
         yield from issue.fetched(Data.WEIGHTS, *range(ahead))
         yield from issue.fetched(Data.KV, *range(kv_ahead))

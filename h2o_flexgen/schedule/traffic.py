@@ -8,8 +8,7 @@ from functools import cached_property
 
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.schedule.lanes import Lanes
-from h2o_flexgen.schedule.ops import Data, Op, ring
-from h2o_flexgen.schedule.task import Visit
+from h2o_flexgen.schedule.ops import Data, Op, Visit, ring
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Traffic:
     steps: int
     layers: int
     batches: int
-    slots: int = 2
+    buffers: int = 2
     accelerator: bool = False  # a device with its own memory
     weights_on_disk: frozenset[int] = frozenset()  # layers with some of their weights there
     weights_on_host: frozenset[int] = frozenset()
@@ -32,8 +31,8 @@ class Traffic:
     device_of: tuple[int, ...] = ()  # of every layer, where several devices compute
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.layers, self.batches, self.slots) < 1:
-            raise ValueError("steps, layers, batches and slots must be 1 or more")
+        if min(self.steps, self.layers, self.batches, self.buffers) < 1:
+            raise ValueError("steps, layers, batches and buffers must be 1 or more")
 
     @property
     def visits(self) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from h2o_flexgen.schedule.block_order import BlockOrder
 from h2o_flexgen.schedule.issue import Issuer
-from h2o_flexgen.schedule.ops import Data, Op
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Data, Op, Task
+from h2o_flexgen.schedule.schedule import BlockOrder
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Zigzag(BlockOrder):
     @property
     def buffers(self) -> int:
         """One more than for weights if transfers overlap: one result is still being stored while the next is fetched."""
-        return self.traffic.slots + 1 if self.traffic.slots > 1 else 1
+        return self.traffic.buffers + 1 if self.traffic.buffers > 1 else 1
 
     @property
     def ahead(self) -> int:
@@ -29,7 +28,7 @@ class Zigzag(BlockOrder):
     @property
     def load_ahead(self) -> int:
         """Layers between the one that is loaded and the one that is computed."""
-        return self.traffic.slots - 1
+        return self.traffic.buffers - 1
 
     @property
     def read_ahead(self) -> int:
@@ -39,8 +38,8 @@ class Zigzag(BlockOrder):
     def tasks(self) -> Iterator[Task]:
         batches, issue = self.traffic.batches, Issuer(self)
         # any further, a fetch of KV would overtake its own store
-        kv_ahead = min(self.traffic.slots, self.traffic.layers * batches) - 1
-        hidden_ahead = min(self.traffic.slots, batches) - 1
+        kv_ahead = min(self.traffic.buffers, self.traffic.layers * batches) - 1
+        hidden_ahead = min(self.traffic.buffers, batches) - 1
         every = tuple(range(batches))
 
         for ahead in range(self.read_ahead):
@@ -51,7 +50,7 @@ class Zigzag(BlockOrder):
         for number in range(self.traffic.visits):
             batch = number % batches
             first = number - batch
-            # with one slot nothing is fetched beside a compute: all slices come before the layer starts
+            # with one buffer nothing is fetched beside a compute: all slices come before the layer starts
             slices = (batch,) if self.load_ahead else every if batch == 0 else ()
             yield from issue.sliced(Op.READ_W, first + self.read_ahead * batches, slices)
             yield from issue.sliced(Op.LOAD_W, first + self.load_ahead * batches, slices)

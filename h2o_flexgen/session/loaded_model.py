@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
-from h2o_flexgen.checkpoints.handed import HandedSource
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.environment import cache_folder, default_offload_folder, folder_of_sockets
@@ -21,8 +21,8 @@ from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.opened_limits import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
-from h2o_flexgen.engine.stage import OnStage, Stage, Stages
+from h2o_flexgen.engine.reports import OnStage, Stage, Stages
+from h2o_flexgen.engine.resources import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import SharedWeights, give_back_freed, peak_resident_bytes

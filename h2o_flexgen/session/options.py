@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 
 from h2o_flexgen.checkpoints import probe_file
+from h2o_flexgen.checkpoints.model_places import file_beside
 from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import refuse_unknown, shown
+from h2o_flexgen.core.option import by_own_names
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.demo.places import file_beside
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
-from h2o_flexgen.planning.search import SLOTS
+from h2o_flexgen.planning.search import BUFFERS
 from h2o_flexgen.policies import head_budgets
 from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets, read_head_budgets
 from h2o_flexgen.sampling.foreign_options import OPTIONS
@@ -80,7 +81,7 @@ def what_is_searched(plan: Plan, options: Mapping[str, object]) -> PlanRequireme
     """The sizes that are searched: those that were given are kept."""
     refuse_to_search_pipelines(plan)
     sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
-    return PlanRequirements(plan, sizes, batches, slots=() if "slots" in options else SLOTS)
+    return PlanRequirements(plan, sizes, batches, buffers=() if "buffers" in by_own_names(options, Plan) else BUFFERS)
 
 
 def name_of(what: str, given: object) -> str:

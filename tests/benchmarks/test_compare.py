@@ -322,7 +322,7 @@ def test_the_checkpoint_is_one_that_transformers_reads_too(tmp_path: Path, monke
 def test_the_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None, policy: dict[str, Any]) -> None:
     from benchmarks.baselines.this_engine import System
 
-    options = {"percent": (0, 0, 0, 100, 0, 100), "slots": 2, "rows_at_once": 2, **policy}
+    options = {"percent": (0, 0, 0, 100, 0, 100), "buffers": 2, "rows_at_once": 2, **policy}
     request = Request(
         "h2o_flexgen", str(tiny(tmp_path, monkeypatch)), "float32", "cpu", 3, 12, 8, steps, None, None, str(tmp_path), options
     )

@@ -127,9 +127,9 @@ def test_systems_take_turns_and_medians_count(
 
 
 def test_as_many_weights_stay_in_memory_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Request("h2o_flexgen", "file.gguf", "bfloat16", "cpu", 128, 64, 16, 4, 8 << 30, None, str(tmp_path), {"slots": 4})
+    asked = Request("h2o_flexgen", "file.gguf", "bfloat16", "cpu", 128, 64, 16, 4, 8 << 30, None, str(tmp_path), {"buffers": 4})
     monkeypatch.setattr(this_engine, "_fits", lambda request, rows: request.options["percent"][1] <= 37 and rows == 128)
-    assert this_engine.with_residents(asked).options == {"slots": 4, "percent": (0, 37, 0, 100, 0, 100)}
+    assert this_engine.with_residents(asked).options == {"buffers": 4, "percent": (0, 37, 0, 100, 0, 100)}
     given = replace(asked, options={"percent": (0, 5, 0, 100, 0, 100)})
     assert this_engine.with_residents(given) == given
 

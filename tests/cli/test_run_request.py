@@ -15,7 +15,7 @@ from h2o_flexgen.cli.run_request import DEMO_PROMPTS, FEW_PROMPTS, MadeUpPrompts
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from h2o_flexgen.planning.search import SLOTS
+from h2o_flexgen.planning.search import BUFFERS
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import what_is_searched
 
@@ -155,8 +155,8 @@ def test_defaults_are_those_of_plan_and_sampling_params() -> None:
 
 
 def test_the_plan_is_what_the_flags_ask_for() -> None:
-    flags = "--percent 0 50 0 100 0 100 --gpu-batch-size 8 --num-gpu-batches 2 --slots 3 --sep-layer 0 --schedule row_by_row"
-    plan = Plan(8, 2, slots=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
+    flags = "--percent 0 50 0 100 0 100 --gpu-batch-size 8 --num-gpu-batches 2 --buffers 3 --sep-layer 0 --schedule row_by_row"
+    plan = Plan(8, 2, buffers=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
     assert asked("--model", "m", *flags.split()).plan == plan
     for without in (["--overlap", "0"], ["--debug-mode", "breakdown"]):
         assert asked("--model", "m", *flags.split(), *without).plan == plan.without_overlap()
@@ -205,12 +205,12 @@ def test_sizes_that_are_given_are_all_that_a_search_may_take() -> None:
     assert (search.plan.gpu_batch_size, search.plan.num_gpu_batches) == (5, Plan.num_gpu_batches)
 
 
-@pytest.mark.parametrize(("words", "slots", "tried"), [("", 2, SLOTS), ("--slots 2", 2, ()), ("--slots 5", 5, ())])
-def test_slots_are_searched_unless_they_are_given(words: str, slots: int, tried: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("words", "buffers", "tried"), [("", 2, BUFFERS), ("--buffers 2", 2, ()), ("--slots 5", 5, ())])
+def test_buffers_are_searched_unless_they_are_given(words: str, buffers: int, tried: tuple[int, ...]) -> None:
     search = asked("--model", "m", *words.split()).plan
-    assert isinstance(search, PlanRequirements) and (search.plan.slots, search.slots) == (slots, tried)
-    options = {"slots": slots} if words else {}
-    assert what_is_searched(Plan.create(**options), options).slots == tried
+    assert isinstance(search, PlanRequirements) and (search.plan.buffers, search.buffers) == (buffers, tried)
+    options = {"slots": buffers} if words else {}
+    assert what_is_searched(Plan.create(**options), options).buffers == tried
 
 
 def test_help_ends_with_an_example_that_parses() -> None:

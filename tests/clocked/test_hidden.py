@@ -13,9 +13,8 @@ from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, load_config
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.schedule.traffic import Traffic
 from tests.clocked.checker import Checker
 from tests.clocked.context import checked
@@ -29,7 +28,7 @@ LAYERS, ROWS = 3, 2
 def carry(schedule_name: str, hidden: tuple[str, ...], checkpoints: Checkpoints, offload: Path) -> None:
     """Adds one in each layer to what two batches begin with, three steps long."""
     spec = create_model(load_config(str(checkpoints.folder("opt"))), "float32").spec
-    traffic = Traffic(steps=3, layers=LAYERS, batches=len(hidden), slots=2, accelerator=True, hidden=hidden)
+    traffic = Traffic(steps=3, layers=LAYERS, batches=len(hidden), buffers=2, accelerator=True, hidden=hidden)
     schedule = SCHEDULES[schedule_name](traffic)
     block = Block(tuple(Batch((2 * place, 2 * place + 1), (1, 1)) for place in range(len(hidden))), 3)
     device = ClockedDevice()

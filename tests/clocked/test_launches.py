@@ -21,7 +21,7 @@ from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints
 WAITS_OF_A_HEAD = 1
 WAITS_OF_SINGLE_SLOTS = 1  # before the processor brings changed slots home
 H2O, STREAMING = POLICIES[1], POLICIES[6]
-OFFLOADED = Case("opt", (0, 100, 0, 100, 0, 100), (3, 2, 4, 2), 4, slots=3, device=NAME)
+OFFLOADED = Case("opt", (0, 100, 0, 100, 0, 100), (3, 2, 4, 2), 4, buffers=3, device=NAME)
 LAST = 7  # the head: two layers for each of three blocks stand between it and the embedding
 
 # launches of functions of torch, without kernels: of attention, of its first layer, which makes what all share, and of the MLP

@@ -23,9 +23,8 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Task, Visit
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Task, Visit
 from tests.helpers.contract import Case, Checkpoints, generate_with, recorded_logits
 from tests.helpers.pairwise import on_devices
 
@@ -123,11 +122,11 @@ def test_no_layer_computes_a_row_that_has_ended(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_when_all_rows_have_ended_the_run_ends(
-    schedule: str, slots: int, any_device: str, checkpoints: Checkpoints, offload: Path
+    schedule: str, buffers: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    case = Case("opt", ALL_ON_DISK, (5, 9, 2), 60, device=any_device, slots=slots, schedule=schedule)
+    case = Case("opt", ALL_ON_DISK, (5, 9, 2), 60, device=any_device, buffers=buffers, schedule=schedule)
     every = greedy(case, checkpoints)
     wanted = [stops_at(tokens, 2) for tokens in every]
     params = [SamplingParams(max_tokens=60, stop_token_ids=(tokens[-1],)) for tokens in wanted]
@@ -178,7 +177,7 @@ def test_slices_of_experts_overwrite_what_no_buffer_holds(
         return computed
 
     monkeypatch.setattr(Engine, "_computed", watched)
-    case = Case(kind, (0, 0, 0, 100, *hidden), lengths=(30, 25, 9, 20), prefill_tokens=16, slots=3)
+    case = Case(kind, (0, 0, 0, 100, *hidden), lengths=(30, 25, 9, 20), prefill_tokens=16, buffers=3)
     generate_with_case(case, checkpoints, offload)
     rests = hidden == (0, 100)
     assert told == {(True, rests), (False, False)}

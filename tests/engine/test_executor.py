@@ -22,9 +22,8 @@ from h2o_flexgen.engine.recorder import TIMED_EVERY
 from h2o_flexgen.memory.device import CudaMarker, Device, Marker, open_device
 from h2o_flexgen.memory.shortage import Shortage
 from h2o_flexgen.memory.threads import Latch
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Op
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Op, Task
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 from tests.helpers.patience import PATIENCE_SECONDS
@@ -60,14 +59,14 @@ def in_time(run: Callable[[], Result]) -> Result:
 
 
 def moves_of_all_kinds(
-    accelerator: bool, slots: int, batches: int = 3, layers: int = 4, steps: int = 3, attends_on_host: bool = False
+    accelerator: bool, buffers: int, batches: int = 3, layers: int = 4, steps: int = 3, attends_on_host: bool = False
 ) -> Traffic:
     tiers = (DISK, HOST, "device")
     return Traffic(
         steps,
         layers,
         batches,
-        slots,
+        buffers,
         accelerator,
         weights_on_disk=frozenset(range(0, layers, 2)),
         weights_on_host=frozenset(range(1, layers)),
@@ -101,18 +100,18 @@ def assert_needs_were_met(tasks: Iterable[Task], trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_every_task_runs_once_and_after_its_needs_whatever_tasks_take(name: str, slots: int, accelerator: bool) -> None:
-    tasks = list(SCHEDULES[name](moves_of_all_kinds(accelerator, slots)).tasks())
-    draw = random.Random(slots)
+def test_every_task_runs_once_and_after_its_needs_whatever_tasks_take(name: str, buffers: int, accelerator: bool) -> None:
+    tasks = list(SCHEDULES[name](moves_of_all_kinds(accelerator, buffers)).tasks())
+    draw = random.Random(buffers)
     seconds = {task.key: draw.choice([0, 0, 0.0002, 0.002]) for task in tasks}
 
     def action(task: Task) -> int:
         time.sleep(seconds[task.key])
         return 10 + task.layer
 
-    trace = execute(tasks, action, PretendedDevice() if accelerator else None, ahead=slots - 1)
+    trace = execute(tasks, action, PretendedDevice() if accelerator else None, ahead=buffers - 1)
     assert Counter(span.key for span in trace.spans) == Counter(task.key for task in tasks)
     assert_needs_were_met(tasks, trace)
     for lane in {task.lane for task in tasks}:

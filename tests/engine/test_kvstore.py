@@ -23,10 +23,9 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Task
 from tests.engine.stores import opened_memories
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -66,10 +65,10 @@ class Rows:
 
 @contextmanager
 def opened_store(
-    kv: tuple[int, int], device: str, offload: Path, schedule: str = "zigzag", slots: int = 2
+    kv: tuple[int, int], device: str, offload: Path, schedule: str = "zigzag", buffers: int = 2
 ) -> Iterator[tuple[KVStore, Schedule, ModelSpec, Block, Memories]]:
     spec, block = tiny_spec(blocks=3), block_of(LENGTHS, STEPS)
-    plan = Plan(num_gpu_batches=len(LENGTHS), slots=slots).with_percent((100, 0, *kv, 100, 0))
+    plan = Plan(num_gpu_batches=len(LENGTHS), buffers=buffers).with_percent((100, 0, *kv, 100, 0))
     with opened_memories(device, offload) as memories:
         site = Site(memories.device.accelerator)
         planned = BlockPlan.of(spec, replace(plan.at(site), schedule=schedule), block, site)
@@ -117,11 +116,11 @@ def run(store: KVStore, schedule: Schedule, block: Block, drops: dict[tuple[int,
 
 @pytest.mark.parametrize("kv", [ON_DEVICE, ON_HOST, ON_DISK, MIXED])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_what_a_step_leaves_is_there_at_the_next(
-    kv: tuple[int, int], schedule: str, slots: int, any_device: str, offload: Path
+    kv: tuple[int, int], schedule: str, buffers: int, any_device: str, offload: Path
 ) -> None:
-    with opened_store(kv, any_device, offload, schedule, slots) as (store, made, _, block, _), torch.inference_mode():
+    with opened_store(kv, any_device, offload, schedule, buffers) as (store, made, _, block, _), torch.inference_mode():
         run(store, made, block)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import DISK, Site
@@ -26,12 +25,11 @@ from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.planning.placement import place, place_weights, traffic
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Visit
 from tests.engine.stores import opened_memories
-from tests.helpers.contract import Checkpoints
+from tests.helpers.contract import Checkpoints, opened
 from tests.helpers.pairwise import on_devices
 from tests.kernels.variants import used
 
@@ -52,16 +50,19 @@ def opened_store(
     stored: str = "float32",
     dtype: str = "float32",
     schedule: str = "zigzag",
-    slots: int = 2,
+    buffers: int = 2,
     batches: int = 3,
     format: str = PLAIN,
 ) -> Iterator[tuple[WeightStore, Schedule, ModelSpec]]:
     folder = checkpoints.folder(kind, stored)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = opened(folder)
     spec = create_model(load_config(str(folder)), dtype).spec.packed(format)
     spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_as(tensor.name).itemsize))
     source = checkpoint if format == PLAIN else PackedCheckpoint(checkpoint, spec)
-    plan, block = Plan(num_gpu_batches=batches, slots=slots, schedule=schedule).with_percent(percent), block_of_batches(batches)
+    plan, block = (
+        Plan(num_gpu_batches=batches, buffers=buffers, schedule=schedule).with_percent(percent),
+        block_of_batches(batches),
+    )
     with opened_memories(device, offload) as memories:
         site = Site(memories.device.accelerator)
         plan = plan.at(site)
@@ -141,11 +142,11 @@ def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, c
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_every_visit_sees_the_values_of_the_checkpoint(
-    schedule: str, percent: tuple[float, ...], slots: int, any_device: str, checkpoints: Checkpoints, offload: Path
+    schedule: str, percent: tuple[float, ...], buffers: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    with opened_store("opt", percent, any_device, checkpoints, offload, schedule=schedule, slots=slots) as (store, made, _):
+    with opened_store("opt", percent, any_device, checkpoints, offload, schedule=schedule, buffers=buffers) as (store, made, _):
         run_and_compare(store, made, checkpoints, "opt", "float32", "float32")
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen.checkpoints.checkpoint import Checkpoint
+from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, HOST, Site
@@ -28,6 +28,7 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import load_config, tensor_names
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
@@ -122,6 +123,11 @@ BY_HEAD: tuple[tuple[tuple[str, Any], ...], ...] = (
 )
 
 
+def opened(place: Path) -> Checkpoint:
+    """The checkpoint of a folder or a GGUF file, by the names of its architecture."""
+    return open_checkpoint(place, names=tensor_names(load_config(str(place))))
+
+
 @dataclass(frozen=True)
 class Case:
     """A plan and a workload. Its printed form repeats it."""
@@ -132,7 +138,7 @@ class Case:
     gen_len: int = 4
     gpu_batch_size: int = 2
     num_gpu_batches: int = 2
-    slots: int = 2
+    buffers: int = 2
     sep_layer: bool = True
     overlap: bool = True
     schedule: str = "zigzag"
@@ -148,7 +154,7 @@ class Case:
 
     @property
     def plan_options(self) -> dict[str, Any]:
-        names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
+        names = ("gpu_batch_size", "num_gpu_batches", "buffers", "sep_layer", "schedule", "prefill_tokens")
         names += ("weight_codec", "kv_codec", "compute", "attend_on")
         return {name: getattr(self, name) for name in names} | {"graphs": "auto", **self.policy_options}
 

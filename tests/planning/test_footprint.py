@@ -24,8 +24,8 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Batch, Block, Workload
+from h2o_flexgen.engine.head import read_prompts
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
@@ -38,9 +38,8 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges import judge_of
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
@@ -48,15 +47,14 @@ from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
 from h2o_flexgen.planning.footprint import Footprint
-from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.memory_limits import MemoryLimits
-from h2o_flexgen.planning.placement import place_weights
+from h2o_flexgen.planning.placement import HeldKV, place_weights
 from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, picking_bytes, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.sampling.adjusting import History
+from h2o_flexgen.sampling.logits import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.table import SCHEDULES
@@ -88,7 +86,7 @@ def random_case(random: Random) -> Case:
         gen_len=random.randint(1, 5),
         gpu_batch_size=random.randint(1, 5),
         num_gpu_batches=random.randint(1, 4),
-        slots=random.randint(1, 3),
+        buffers=random.randint(1, 3),
         sep_layer=random.random() < 0.7,
         schedule=random.choice(list(SCHEDULES)),
         dtype=random.choice(["float32", "bfloat16"]),
@@ -134,9 +132,9 @@ def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
     device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("h2o_flexgen.core.buffer_layout.PAGE_ALIGNED_FROM", 256)  # else tensors of a tiny model are too small
-    case = Case("olmoe", (0, 0, 0, 100, 0, 100), stored="gguf-q4_0", slots=3, device=device)
+    case = Case("olmoe", (0, 0, 0, 100, 0, 100), stored="gguf-q4_0", buffers=3, device=device)
     with case.open(checkpoints, offload) as llm:
-        predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight slots"]
+        predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight buffers"]
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         assert llm._engine is not None
         (weights,) = llm._engine._weights
@@ -652,9 +650,9 @@ def test_a_packed_table_makes_slots_and_room_small(tied: bool) -> None:
     """By hand: 64 values in 36 bytes, and a page for the head's norm; of the head a sixteenth is held as values, so that the
     mlp has more of them."""
     spec = tiny_spec(blocks=2, width=512, vocab=20_480, tied=tied).packed("group4")
-    plan = Plan(slots=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
+    plan = Plan(buffers=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
     held = WorkloadPlan(spec, plan, Workload.uniform(4, 8, 4), Site()).footprint.parts[HOST]
-    assert held["weight slots"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
+    assert held["weight buffers"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
     assert held["decoded weights"] == max(2 * 4 * 512 * 512 * 4, 20_480 // 16 * 512 * 4)
 
 

@@ -131,7 +131,7 @@ def shares_of(tiers: tuple[str, ...]) -> list[Shares]:
 GRID = {
     "accelerator": (False, True),
     "share": (0.55, 0.7, 0.85, 0.95),
-    "slots": (2, 1),
+    "buffers": (2, 1),
     "lengths": (((8, 8),) * 8, ((20, 20),) * 2),
 }
 
@@ -139,7 +139,7 @@ GRID = {
 @pytest.mark.parametrize("values", covering(GRID))
 def test_no_plan_of_a_grid_that_fits_is_better(values: dict[str, Any]) -> None:
     lengths, spec = [list(batch) for batch in values["lengths"]], tiny_spec(blocks=8, width=32)
-    case = limited(case_of(values["accelerator"], lengths, spec, slots=values["slots"]), values["share"], 0.6)
+    case = limited(case_of(values["accelerator"], lengths, spec, buffers=values["buffers"]), values["share"], 0.6)
     every = (dict(zip(KINDS, shares)) for shares in product(shares_of(case.tiers), repeat=3))
     fitting = [plan for kinds in every if fits(case, plan := replace(case.plan, **kinds))]
     (answer,) = solve_thoroughly([case])

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
-from h2o_flexgen.planning.held_kv import HeldKV
-from h2o_flexgen.planning.placement import Placement, place, placed_shares, spread, traffic
+from h2o_flexgen.planning.placement import HeldKV, Placement, place, placed_shares, spread, traffic
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.table import SCHEDULES
@@ -129,8 +128,8 @@ def test_moves_name_the_layers_that_have_weights_on_disk_and_host() -> None:
         kv={(1, batch): HOST for batch in range(4)},
         hidden=(DEVICE, HOST, DISK, DISK),
     )
-    made = traffic(spec, Plan(slots=3), BLOCK, placement, Site(accelerator=True))
-    assert (made.steps, made.layers, made.batches, made.slots) == (3, 4, 4, 3)
+    made = traffic(spec, Plan(buffers=3), BLOCK, placement, Site(accelerator=True))
+    assert (made.steps, made.layers, made.batches, made.buffers) == (3, 4, 4, 3)
     assert made.weights_on_disk == {0, 2, 3}  # the tied head reads the embedding again
     assert made.weights_on_host == {2}
     assert [made.moves_hidden(batch) for batch in range(4)] == [False, True, True, True]
@@ -140,9 +139,9 @@ def test_moves_name_the_layers_that_have_weights_on_disk_and_host() -> None:
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(PERCENTS, PERCENTS, PERCENTS, st.booleans(), st.integers(1, 3), st.sampled_from(sorted(SCHEDULES)))
 def test_schedules_of_placed_plans_pass_the_check(
-    weights: tuple[int, int], kv: tuple[int, int], hidden: tuple[int, int], accelerator: bool, slots: int, schedule: str
+    weights: tuple[int, int], kv: tuple[int, int], hidden: tuple[int, int], accelerator: bool, buffers: int, schedule: str
 ) -> None:
-    plan = Plan(slots=slots).with_percent((*weights, *kv, *hidden))
+    plan = Plan(buffers=buffers).with_percent((*weights, *kv, *hidden))
     plan = plan.at(Site(accelerator))
     spec = tiny_spec()
     check(SCHEDULES[schedule](traffic(spec, plan, BLOCK, place(spec, plan, BLOCK), Site(accelerator))), spec.layer_names)

@@ -17,8 +17,8 @@ from h2o_flexgen.schedule.table import SCHEDULES
         ({"schedule": "abacus"}, r"schedule 'abacus' is unknown; known: zigzag, [^;]*$"),
         ({"kv_policy": "ful"}, r"kv_policy 'ful' is unknown; known: full.*; did you mean full\?$"),
         ({"gpu_batch_size": 0}, "gpu_batch_size is 0; allowed is a whole number from 1 to 1000000"),
-        ({"slots": 0}, "slots is 0"),
-        ({"slotz": 3}, r"unknown plan option 'slotz'; did you mean slots\?"),
+        ({"slots": 0}, "buffers is 0"),
+        ({"bufers": 3}, r"unknown plan option 'bufers'; did you mean buffers\?"),
         ({"abacus": 3}, "unknown plan option 'abacus'$"),
     ],
 )
@@ -106,10 +106,10 @@ def test_percents_are_refused_by_kind_without_a_word_of_flags() -> None:
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_without_overlap_there_is_one_slot_or_a_refusal(schedule: str) -> None:
-    plan = Plan(schedule=schedule, slots=3)
+def test_without_overlap_there_is_one_buffer_or_a_refusal(schedule: str) -> None:
+    plan = Plan(schedule=schedule, buffers=3)
     if schedule != "flexgen_barrier":
-        assert plan.without_overlap() == Plan(schedule=schedule, slots=1)
+        assert plan.without_overlap() == Plan(schedule=schedule, buffers=1)
         return
     with pytest.raises(ValueError, match="flexgen_barrier cannot do without overlap"):
         plan.without_overlap()
@@ -120,7 +120,7 @@ def test_without_overlap_there_is_one_slot_or_a_refusal(schedule: str) -> None:
     [
         ({"gpu_batch_size": "3"}, "gpu_batch_size is '3'; allowed is a whole number"),
         ({"gpu_batch_size": 2.5}, "gpu_batch_size is 2.5"),
-        ({"slots": True}, "slots is True"),
+        ({"buffers": True}, "buffers is True"),
         ({"kv_policy": "h2o", "heavy": "3"}, "heavy is '3'"),
         ({"kv_policy": "h2o", "kv_budget": float("nan")}, "kv_budget is nan"),
     ],
@@ -134,6 +134,13 @@ def test_an_option_of_another_type_is_named(options: dict[str, object], message:
 def test_per_cent_are_numbers(share: object) -> None:
     with pytest.raises(ValueError, match=r"percent for weights is .*; allowed is a number from 0 to 100"):
         Plan().with_percent((share, 0, 0, 0, 0, 0))  # type: ignore[arg-type]
+
+
+def test_buffers_are_also_called_slots_but_not_both_at_once() -> None:
+    assert Plan.create(slots=3) == Plan.create(buffers=3) == Plan(buffers=3)
+    assert Plan(buffers=3).as_json()["slots"] == 3 and "buffers" not in Plan().as_json()
+    with pytest.raises(ValueError, match="buffers is also called slots, and both are given"):
+        Plan.create(slots=3, buffers=3)
 
 
 def test_numbers_of_numpy_become_pythons() -> None:

@@ -22,10 +22,10 @@ from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.search import (
+    BUFFERS,
     LATENCY,
     NEAR,
-    SLOTS,
-    WORTH_SLOTS,
+    WORTH_BUFFERS,
     NoPlan,
     SearchProblem,
     SearchResult,
@@ -320,56 +320,58 @@ def test_prompts_of_a_mixture_are_computed_in_parts_in_which_an_expert_meets_man
     assert search(little).best.plan.prefill_tokens in (1024, 2048, 4096)
 
 
-# -- slots ---------------------------------------------------------------------------------------------------------------------
+# -- buffers --------------------------------------------------------------------------------------------------------------
 
 LARGE = tiny_spec(blocks=4, width=256)
 WAITING = replace(SLOW, device="cpu", visit_seconds={"attention": 0.15})  # meanwhile several slices are read
 
 
 def streamed(spec: ModelSpec, room_for: int = 8, **changes: Any) -> SearchProblem:
-    """With room for so many slots, and for a tenth of the weights beside them."""
+    """With room for so many buffers, and for a tenth of the weights beside them."""
     asked = problem(model=sized(spec), workload=Workload.uniform(8, 20, 10), machine=WAITING, batch_sizes=(8,), batches=(1,))
-    room = asked.largest(Plan(gpu_batch_size=8, slots=room_for).with_percent((0, 10, 0, 100, 0, 100))).footprint.total(HOST)
-    return replace(asked, limits=MemoryLimits(host=room), slots=SLOTS, **changes)
+    room = asked.largest(Plan(gpu_batch_size=8, buffers=room_for).with_percent((0, 10, 0, 100, 0, 100))).footprint.total(HOST)
+    return replace(asked, limits=MemoryLimits(host=room), buffers=BUFFERS, **changes)
 
 
 def test_a_mixture_gets_more_slots_where_its_slices_are_read_while_an_attention_is_computed() -> None:
     asked = streamed(of_slices(LARGE, 8))
-    two, found = search(replace(asked, slots=())).best, search(asked)
-    assert two.plan.slots == 2 < found.best.plan.slots < 8 and asked.fits(found.best.plan)
+    two, found = search(replace(asked, buffers=())).best, search(asked)
+    assert two.plan.buffers == 2 < found.best.plan.buffers < 8 and asked.fits(found.best.plan)
     assert found.best.tokens_per_second > 1.1 * two.tokens_per_second
-    assert found.best.plan.weights.host < two.plan.weights.host, "slots take memory that weights had"
+    assert found.best.plan.weights.host < two.plan.weights.host, "buffers take memory that weights had"
     assert found.best in found.front
-    one_more = next(slots for slots in SLOTS if slots > found.best.plan.slots)
-    more = search(replace(asked, slots=(), plan=Plan(slots=one_more))).best
-    assert more.tokens_per_second < (1 + WORTH_SLOTS) * found.best.tokens_per_second, "of about equal ones the fewest"
+    one_more = next(buffers for buffers in BUFFERS if buffers > found.best.plan.buffers)
+    more = search(replace(asked, buffers=(), plan=Plan(buffers=one_more))).best
+    assert more.tokens_per_second < (1 + WORTH_BUFFERS) * found.best.tokens_per_second, "of about equal ones the fewest"
 
 
 def test_a_dense_model_keeps_its_slots_for_its_disk_reads_a_whole_mlp_meanwhile() -> None:
     shorter = replace(WAITING, visit_seconds={"attention": 0.04})
     best = search(streamed(LARGE, 3, machine=shorter)).best.plan
-    assert best.slots == 2 and best.weights.disk > 0.5
+    assert best.buffers == 2 and best.weights.disk > 0.5
 
 
 def test_no_slots_are_tried_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "with_slots", lambda *_: pytest.fail("more slots are tried"))
-    assert search(replace(streamed(LARGE), limits=MemoryLimits())).best.plan.slots == 2
+    monkeypatch.setattr(search_module, "with_buffers", lambda *_: pytest.fail("more buffers are tried"))
+    assert search(replace(streamed(LARGE), limits=MemoryLimits())).best.plan.buffers == 2
 
 
 def test_slots_are_not_searched_where_somebody_has_chosen_them_or_nobody_can() -> None:
-    chosen = streamed(of_slices(LARGE, 8), plan=Plan(slots=3))
-    assert {one.plan.slots for one in search(replace(chosen, slots=())).all} == {3}
-    for plan, tried in ((Plan(), SLOTS), (Plan(slots=1), ()), (Plan(schedule="flexgen_barrier"), ())):
+    chosen = streamed(of_slices(LARGE, 8), plan=Plan(buffers=3))
+    assert {one.plan.buffers for one in search(replace(chosen, buffers=())).all} == {3}
+    for plan, tried in ((Plan(), BUFFERS), (Plan(buffers=1), ()), (Plan(schedule="flexgen_barrier"), ())):
         assert (
-            PlanRequirements(plan, slots=SLOTS).problem(on(SLOW, False), sized(), None, 20, 10, MemoryLimits(), Site()).slots
+            PlanRequirements(plan, buffers=BUFFERS)
+            .problem(on(SLOW, False), sized(), None, 20, 10, MemoryLimits(), Site())
+            .buffers
             == tried
         )
 
 
 def test_more_slots_keep_a_latency_limit_that_two_do_not() -> None:
     asked = streamed(of_slices(LARGE, 8))
-    two, more = search(replace(asked, slots=())).best.block_seconds, search(asked).best.block_seconds
+    two, more = search(replace(asked, buffers=())).best.block_seconds, search(asked).best.block_seconds
     limit = (two + more) / 2
     with pytest.raises(NoPlan):
-        search(replace(asked, slots=(), latency_limit=limit))
+        search(replace(asked, buffers=(), latency_limit=limit))
     assert search(replace(asked, latency_limit=limit)).best.block_seconds <= limit

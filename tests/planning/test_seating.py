@@ -12,8 +12,8 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.batch_pass import tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
@@ -21,9 +21,8 @@ from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.ops import Data
+from h2o_flexgen.schedule.ops import Data, Key
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Key
 from tests.helpers.contract import Case, Checkpoints, distinct_prompts
 from tests.helpers.pairwise import on_devices
 from tests.planning.worlds import tiny_spec
@@ -63,7 +62,7 @@ def test_passes_tokens_and_bytes_are_those_of_a_run(
 ) -> None:
     header = values["header"]
     random = Random(str((header, values["percent"], values["policy"])))
-    shape = {"gpu_batch_size": random.randint(1, 4), "num_gpu_batches": random.randint(1, 3), "slots": random.randint(1, 3)}
+    shape = {"gpu_batch_size": random.randint(1, 4), "num_gpu_batches": random.randint(1, 3), "buffers": random.randint(1, 3)}
     plan = {name: values[name] for name in ("percent", "policy", "device")}
     case = Case("llama-gqa", prefill_tokens=random.choice([8, 4096]), **plan, **shape)
     job, ticks = requests(random, header), list[Tick]()
@@ -104,7 +103,7 @@ def sum_before(ticks: list[Tick], number: int) -> int:
 def block_of(seed: int, schedule: str, batches: int) -> BlockPlan:
     random = Random(seed)
     needs = [SeatNeed(random.randint(1, 9), random.randint(0, 2)) for _ in range(random.randint(batches, 6))]
-    shape = {"gpu_batch_size": random.randint(1, 2), "num_gpu_batches": batches, "slots": random.randint(1, 3)}
+    shape = {"gpu_batch_size": random.randint(1, 2), "num_gpu_batches": batches, "buffers": random.randint(1, 3)}
     percent = tuple(share for _ in range(3) for share in random.choice([(0, 0), (30, 30), (0, 100), (100, 0)]))
     accelerator = random.random() < 0.5
     plan = Plan.create(schedule=schedule, **shape).with_percent(percent).at(Site(accelerator))

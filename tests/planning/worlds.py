@@ -10,8 +10,7 @@ from random import Random
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
-from h2o_flexgen.schedule.ops import COMPUTE_LANE
-from h2o_flexgen.schedule.task import Key, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, Key, Task
 from h2o_flexgen.schedule.traffic import Traffic
 
 TIER_MIXES = ([DEVICE], [HOST], [DISK], [HOST, DISK], [DEVICE, HOST, DISK])
@@ -25,7 +24,7 @@ def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Traffic:
         steps=random.randint(1, 4),
         layers=count,
         batches=width,
-        slots=random.randint(1, 4),
+        buffers=random.randint(1, 4),
         accelerator=random.random() < 0.5,
         weights_on_disk=_some(random, count),
         weights_on_host=_some(random, count),
@@ -43,9 +42,9 @@ def _some(random: Random, count: int) -> frozenset[int]:
     return frozenset(index for index in range(count) if random.random() < share)
 
 
-def streamed(steps: int, layers: int, batches: int, slots: int, accelerator: bool = False) -> Traffic:
+def streamed(steps: int, layers: int, batches: int, buffers: int, accelerator: bool = False) -> Traffic:
     """Traffic with all weights on disk, and all else where it is computed with."""
-    return Traffic(steps, layers, batches, slots, accelerator, weights_on_disk=frozenset(range(layers)))
+    return Traffic(steps, layers, batches, buffers, accelerator, weights_on_disk=frozenset(range(layers)))
 
 
 def tiny_spec(blocks: int = 2, width: int = 8, vocab: int = 50, tied: bool = True) -> ModelSpec:

@@ -11,12 +11,11 @@ import pytest
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Key, Op, Visit
 from h2o_flexgen.schedule.row_by_row import RowByRow
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Key, Visit
 from h2o_flexgen.schedule.traffic import Traffic
 from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.planning.worlds import SlowMotion, durations, random_moves, streamed
@@ -90,7 +89,7 @@ def test_a_plan_that_moves_nothing_only_computes(kind: type[Schedule]) -> None:
 
 
 def test_zigzag_fetches_the_next_layer_in_slices_beside_the_computes() -> None:
-    assert written(Zigzag(streamed(steps=1, layers=3, batches=2, slots=2))) == [
+    assert written(Zigzag(streamed(steps=1, layers=3, batches=2, buffers=2))) == [
         "READ_W 0.0.0",
         "READ_W 0.0.1",
         "READ_W 0.1.0",
@@ -106,8 +105,8 @@ def test_zigzag_fetches_the_next_layer_in_slices_beside_the_computes() -> None:
     ]
 
 
-def test_zigzag_with_one_slot_reads_a_layer_only_after_the_one_before() -> None:
-    assert written(Zigzag(streamed(steps=1, layers=2, batches=2, slots=1))) == [
+def test_zigzag_with_one_buffer_reads_a_layer_only_after_the_one_before() -> None:
+    assert written(Zigzag(streamed(steps=1, layers=2, batches=2, buffers=1))) == [
         "READ_W 0.0.0",
         "READ_W 0.0.1",
         "COMPUTE 0.0.0 < READ_W 0.0.0, READ_W 0.0.1",
@@ -140,7 +139,7 @@ def test_zigzag_on_an_accelerator_moves_kv_and_hidden_states_through_their_tiers
 
 
 def test_the_barrier_loop_makes_every_visit_wait_for_all_of_the_one_before() -> None:
-    assert written(FlexGenBarrier(streamed(steps=1, layers=2, batches=2, slots=2))) == [
+    assert written(FlexGenBarrier(streamed(steps=1, layers=2, batches=2, buffers=2))) == [
         "READ_W 0.0.0",
         "READ_W 0.1.0 < READ_W 0.0.0",
         "COMPUTE 0.0.0 < READ_W 0.0.0",
@@ -161,7 +160,7 @@ def test_the_barrier_loop_copies_hidden_states_before_it_computes_and_behind_wei
 
 
 def test_row_by_row_reads_all_weights_anew_for_every_batch() -> None:
-    assert written(RowByRow(streamed(steps=1, layers=2, batches=2, slots=2))) == [
+    assert written(RowByRow(streamed(steps=1, layers=2, batches=2, buffers=2))) == [
         "READ_W 0.0.0",
         "READ_W 0.1.0",
         "COMPUTE 0.0.0 < READ_W 0.0.0",

@@ -9,12 +9,11 @@ import pytest
 
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Key, Op, Task
 from h2o_flexgen.schedule.row_by_row import RowByRow
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.traffic import Traffic
 from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.planning.worlds import SlowMotion, durations, random_moves, streamed
@@ -59,11 +58,11 @@ def test_never_below_the_busiest_lane_nor_above_the_sum(kind: type[Schedule]) ->
         assert trace.makespan <= sum(map(seconds, tasks)) + 1e-9
 
 
-@pytest.mark.parametrize(("slots", "each"), [(1, 7.0), (2, 3.5), (3, 3.0), (4, 3.0)])
-def test_the_latency_of_a_read_is_hidden_where_the_next_one_is_in_the_queue(slots: int, each: float) -> None:
-    """A layer computes for 3 s and is read for 3 s and one of latency. With two slots a read waits for the COMPUTE that frees
+@pytest.mark.parametrize(("buffers", "each"), [(1, 7.0), (2, 3.5), (3, 3.0), (4, 3.0)])
+def test_the_latency_of_a_read_is_hidden_where_the_next_one_is_in_the_queue(buffers: int, each: float) -> None:
+    """A layer computes for 3 s and is read for 3 s and one of latency. With two buffers a read waits for the COMPUTE that frees
     its buffer, so that two layers take a COMPUTE and a whole read; with three the disk is never idle."""
-    schedule = Zigzag(streamed(steps=1, layers=40, batches=1, slots=slots))
+    schedule = Zigzag(streamed(steps=1, layers=40, batches=1, buffers=buffers))
     of_read = {Op.READ_W: 1.0}
     trace = simulate(
         schedule.tasks(),
@@ -85,10 +84,10 @@ def test_as_many_reads_are_under_way_as_there_are_workers() -> None:
     assert seconds(writes, 1.0) == 10.0, "by one worker"
 
 
-def test_one_slot_means_no_overlap_so_the_makespan_is_the_sum() -> None:
+def test_one_buffer_means_no_overlap_so_the_makespan_is_the_sum() -> None:
     for seed in range(20):
         random = Random(seed)
-        traffic = streamed(random.randint(1, 3), random.randint(1, 5), random.randint(1, 4), slots=1)
+        traffic = streamed(random.randint(1, 3), random.randint(1, 5), random.randint(1, 4), buffers=1)
         tasks = list(Zigzag(traffic).tasks())
         seconds = durations(tasks, random)
         assert simulate(tasks, seconds).makespan == pytest.approx(sum(map(seconds, tasks)))
@@ -99,13 +98,13 @@ def test_one_slot_means_no_overlap_so_the_makespan_is_the_sum() -> None:
 def test_streaming_weights_in_zigzag_costs_the_larger_of_compute_and_read_per_layer(
     compute: float, read: float, batches: int
 ) -> None:
-    schedule = Zigzag(streamed(steps=3, layers=5, batches=batches, slots=2))
+    schedule = Zigzag(streamed(steps=3, layers=5, batches=batches, buffers=2))
     makespan = simulate(schedule.tasks(), layer_seconds(schedule, compute, read)).makespan
     assert makespan == pytest.approx(read + 14 * max(compute, read) + compute)
 
 
 def test_two_hops_of_weights_cost_the_slowest_of_three_lanes_per_layer() -> None:
-    traffic = streamed(steps=4, layers=10, batches=4, slots=2, accelerator=True)
+    traffic = streamed(steps=4, layers=10, batches=4, buffers=2, accelerator=True)
     for slowest in (Op.READ_W, Op.LOAD_W, Op.COMPUTE):
         seconds = {Op.READ_W: 0.8, Op.LOAD_W: 0.8, Op.COMPUTE: 0.8, slowest: 1.0}
         trace = simulate(Zigzag(traffic).tasks(), by_op(seconds))
@@ -118,7 +117,7 @@ def test_zigzag_is_faster_than_the_barrier_loop_and_that_than_row_by_row(compute
         steps=4,
         layers=6,
         batches=4,
-        slots=2,
+        buffers=2,
         accelerator=True,
         weights_on_host=frozenset(range(6)),
         kv={(layer, batch): HOST for layer in (1, 3) for batch in range(4)},
@@ -140,13 +139,13 @@ def test_what_stands_behind_a_compute_is_issued_when_the_compute_ahead_of_that_h
 
 
 def test_a_longer_look_ahead_never_makes_weight_streaming_slower() -> None:
-    schedule = Zigzag(streamed(steps=2, layers=4, batches=3, slots=2))
+    schedule = Zigzag(streamed(steps=2, layers=4, batches=3, buffers=2))
     times = [simulate(schedule.tasks(), layer_seconds(schedule, 2.0, 1.9), ahead).makespan for ahead in (0, 1, 2, None)]
     assert times == sorted(times, reverse=True)
 
 
 def test_spans_carry_the_bytes_of_their_tasks() -> None:
-    schedule = Zigzag(streamed(steps=1, layers=2, batches=1, slots=2))
+    schedule = Zigzag(streamed(steps=1, layers=2, batches=1, buffers=2))
     trace = simulate(schedule.tasks(), lambda task: 1.0, nbytes=lambda task: 7 if task.op is Op.READ_W else 0)
     assert (trace.moved_bytes("read"), trace.moved_bytes("compute")) == (14, 0)
     assert trace.spans[0].key == Key(Op.READ_W, 0, 0, 0)

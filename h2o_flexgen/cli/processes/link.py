@@ -7,19 +7,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from h2o_flexgen.cli.errors import BY_SIGNAL, INTERRUPTED
 from h2o_flexgen.core.interrupted import raised_again
 from h2o_flexgen.engine.job import BrokenRequest
-from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Stage, Tick
 from h2o_flexgen.sampling.completion import Completion
+
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.stats import Stats  # needs torch
 
 Message = TypeVar("Message")
 GRACE_SECONDS = 60.0  # within which a process ends in order after its parent has gone
@@ -59,25 +61,10 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class PartFigures:
-    """What a process has done, and what it took."""
-
-    num_prompts: int
-    prompt_tokens: int
-    generated_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    moved_bytes: Mapping[str, int]  # by lane
-    busy_seconds: Mapping[str, float]
-    peak_bytes: Mapping[str, int]  # by tier; the host's includes what is shared
-    shrunk: tuple[tuple[int, int], ...]  # sizes of blocks that memory ran out in
-
-
-@dataclass(frozen=True)
 class PartDone:
     """A process has done its part."""
 
-    figures: PartFigures
+    stats: Stats | None  # without blocks; the peak of the host includes what is shared. None: nothing was run
 
 
 @dataclass(frozen=True)

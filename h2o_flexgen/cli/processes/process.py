@@ -9,7 +9,7 @@ import os
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,11 +20,9 @@ from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.open_llm import make_llm
-from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, PartFigures, Passing, ProcessLink
-from h2o_flexgen.engine.restarted_run import RestartedRun
+from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
+from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.shrink import Shrink
-from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.jobs.file_job import Apart, LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import SharedWeights
@@ -71,7 +69,7 @@ class PromptsPart:
         prepared = llm.prepare(list(self.prompts), self.sampling, numbers=self.numbers)
         note = partial(_note, link)
         llm.generate(prepared, seed=self.seed, on_completion=link.say, on_stage=link.stage, on_shrink=note)
-        link.say(PartDone(_figures(llm.stats)))
+        _say_done(link, llm)
 
 
 @dataclass(frozen=True)
@@ -79,31 +77,26 @@ class RequestsPart:
     """Requests of a file, which are read again here."""
 
     requests: Apart
-    style: str | None  # how chats are written down; None: there are none
+    style: str  # how chats are written down
     seed: int
 
     def run(self, llm: LLM, link: ProcessLink) -> None:
-        style = None if self.style is None else choose_style(self.style, llm.tokenizer)
-        reading = LineReading(llm.tokenizer, style, RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
+        sizes = RowMaker(llm.spec, llm.plan, llm.tokenizer).size
+        reading = LineReading(llm.tokenizer, choose_style(self.style, llm.tokenizer), sizes)
         left = self.requests.read_with(reading)
         heard: dict[str, Any] = {"on_stage": link.stage, "on_shrink": partial(_note, link)}
         for outcome in RestartedRun(partial(llm.generate_stream, seed=self.seed, **heard), left, link.say).outcomes():
             link.say(outcome)
         left.index.close()
-        link.say(PartDone(_figures(llm.stats)))
+        _say_done(link, llm)
 
 
 def _note(link: ProcessLink, shrink: Shrink) -> None:
     link.say(Noted(str(shrink)))
 
 
-def _figures(stats: Stats | None) -> PartFigures:
-    if stats is None:
-        return PartFigures(0, 0, 0, 0.0, 0.0, {}, {}, {}, ())
-    counts = stats.num_prompts, stats.prompt_tokens, stats.generated_tokens
-    seconds = stats.prefill_seconds, stats.decode_seconds
-    shrunk = tuple((size.batch_size, size.num_batches) for size in stats.shrunk)
-    return PartFigures(*counts, *seconds, stats.moved_bytes, stats.busy_seconds, dict(stats.peak_bytes), shrunk)
+def _say_done(link: ProcessLink, llm: LLM) -> None:
+    link.say(PartDone(None if llm.stats is None else replace(llm.stats, blocks=())))
 
 
 def compute(link: ProcessLink, place: ProcessPlace, part: ProcessPart) -> int:

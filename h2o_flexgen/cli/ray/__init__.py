@@ -1,4 +1,5 @@
-"""The settings of a cluster of a job's own. Ray takes them from the environment when it is imported, so they are set before."""
+"""Jobs on workers of Ray. Here are the settings of a cluster of a job's own: Ray takes them from the environment when it is
+imported, so they are set before."""
 
 from __future__ import annotations
 

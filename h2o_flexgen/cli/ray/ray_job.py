@@ -19,13 +19,20 @@ from h2o_flexgen.cli.interrupts import Aside
 from h2o_flexgen.cli.job_run import Listening
 from h2o_flexgen.cli.open_llm import llm_arguments
 from h2o_flexgen.cli.ray.cluster import Pool, answer_sigterm_again, connected, joined, waiting
-from h2o_flexgen.cli.ray.handing import Handing, Lost, WaitingPortions, cut, cut_evenly, new_actor
-from h2o_flexgen.cli.ray.worker import SharedJob, WorkerMessage
+from h2o_flexgen.cli.ray.workers import (
+    Handing,
+    Lost,
+    SharedJob,
+    WaitingPortions,
+    WorkerMessage,
+    cut,
+    cut_evenly,
+    new_actor,
+)
 from h2o_flexgen.cli.slow import SLOW, one_worker_reason, small_job_reason
-from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Outcome
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
@@ -123,9 +130,12 @@ class RayJob:
 
     def _share(self, parts: Sequence[Sequence[int]]) -> SharedJob:
         request = self.request
-        style = request.style if request.checked.chats else AUTO  # which no text needs, and any model has
         return SharedJob(
-            engine={**llm_arguments(request.model, request.site, request.first_plan), "seed": self.seed, "style": style},
+            engine={
+                **llm_arguments(request.model, request.site, request.first_plan),
+                "seed": self.seed,
+                "style": request.needed_style,
+            },
             asked=None if isinstance(request.plan, Plan) else request.plan,
             reader=self.left.index.reader,
             identity=self.identity,

@@ -169,7 +169,7 @@ def candidate_entries(one: Candidate) -> list[Entry]:
     return [
         entry("block", sizes, gpu_batch_size=plan.gpu_batch_size, num_gpu_batches=plan.num_gpu_batches),
         entry("percent", " ".join(f"{share:g}" for share in percent), percent=percent),
-        entry("slots", str(plan.slots), slots=plan.slots),
+        entry("buffers", str(plan.buffers), slots=plan.buffers),
         entry("weights, KV as", kept, weight_codec=plan.weight_codec, kv_codec=plan.kv_codec, compute=plan.compute),
         noted(attend_on=plan.attend_on),
         entry("all prefills s", f"{prefill:.3f}", prefill_seconds=round(prefill, 6)),

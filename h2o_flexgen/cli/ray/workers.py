@@ -1,0 +1,268 @@
+"""Workers of a job on Ray: engines, each under a plan for its own machine. A worker gets a portion of requests at a time, and
+where one dies, another takes its place. At the end of a portion few rows run, so there are few portions: each is a share of the
+work that is left. So the first ones are large, and the last ones let all workers end together."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import ray
+
+from h2o_flexgen.cli.batch_request import RESUME
+from h2o_flexgen.cli.ray.cluster import Pool
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.job import Outcome, Request
+from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.evaluation.answer_settings import TOKENIZER, WEIGHTS, model_settings
+from h2o_flexgen.jobs.file_job import LineReading
+from h2o_flexgen.jobs.index import read_line
+from h2o_flexgen.jobs.line import LineReader
+from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.ray import Engine
+from h2o_flexgen.session.auto_plan import AutoPlan
+
+POLL_SECONDS = 0.2  # within which the end of the job is seen
+RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause
+LONGEST_REASON = 200  # characters
+SHARE = 2  # a portion is one of so many parts of what a worker would still have to do
+MOST_PORTION = 4096  # requests: their lines are held in memory and sent at once
+
+
+# -- a worker --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Requests that a worker is handed at once: their numbers, and their lines as they stand in the input."""
+
+    number: int
+    lines: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A worker that has begun."""
+
+    host: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        plan = self.plan
+        percent = " ".join(f"{share:g}" for share in plan.percent)
+        return f"on {self.host}, percent {percent}, {plan.num_gpu_batches} batches of {plan.gpu_batch_size}"
+
+
+@dataclass(frozen=True)
+class WorkerMessage:
+    """What a worker says of a portion: what became of a request, how far it is, or why it cannot go on. It says that it has
+    begun before it has a portion."""
+
+    portion: int | None = None
+    outcome: Outcome | None = None
+    tick: Tick | None = None  # the last one of this portion
+    opened: Opened | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class SharedJob:
+    """What workers need to know of a job."""
+
+    engine: Mapping[str, object]  # the arguments of the Engine of each
+    asked: PlanRequirements | None  # what a plan is found for; None: the engine is given one
+    reader: LineReader
+    identity: Settings  # of the model, wherever it is opened
+    longest: Workload  # at least as long as any portion, row by row
+    scores_texts: bool
+
+
+class Worker:
+    """The class of the actors. What a person can mend is said, and not raised, so that it arrives in one line."""
+
+    def __init__(self, share: SharedJob) -> None:
+        self._share = share
+
+    def open(self) -> Iterator[WorkerMessage]:
+        try:
+            self._open()
+            yield WorkerMessage(opened=Opened(socket.gethostname(), self._engine.llm.plan))
+        except (ValueError, TaskFailed, OSError, MemoryError) as error:
+            yield _failed(None, error)
+
+    def _open(self) -> None:
+        share = self._share
+        self._engine = Engine(**share.engine)  # type: ignore[arg-type]
+        llm = self._engine.llm
+        self._refuse_another_model()
+        if share.asked is not None:
+            AutoPlan(share.asked, str(share.engine["dtype"])).provide(llm, share.longest, share.scores_texts, None)
+        self._reading = LineReading(llm.tokenizer, self._engine.style, self._engine.row_maker.size)
+
+    def _refuse_another_model(self) -> None:
+        here = model_settings(self._engine.llm)[0]
+        for name in (f"the model's {WEIGHTS}", f"the model's {TOKENIZER}"):
+            if here.get(name) != self._share.identity.get(name):
+                where = f"{self._engine.llm.name} is another model there than on the machine that started the job"
+                raise ValueError(f"{where} ({name} differ); put the same files on every machine")
+
+    def run(self, portion: Portion) -> Iterator[WorkerMessage]:
+        ticks: list[Tick] = []
+        try:
+            requests = [self._request(number, line) for number, line in portion.lines]
+            for outcome in self._engine.outcomes(requests, ticks.append):
+                del ticks[:-1]
+                yield WorkerMessage(portion.number, outcome, ticks[-1] if ticks else None)
+            if ticks:
+                yield WorkerMessage(portion.number, tick=ticks[-1])
+        except (ValueError, TaskFailed, OSError, MemoryError) as error:
+            yield _failed(portion.number, error)
+
+    def _request(self, number: int, line: bytes) -> Request:
+        return self._reading.request(number, read_line(self._share.reader, line))
+
+
+def _failed(portion: int | None, error: Exception) -> WorkerMessage:
+    return WorkerMessage(portion, failure=f"{socket.gethostname()}: {error}")
+
+
+# -- portions --------------------------------------------------------------------------------------------------------------
+
+
+def cut(places: Sequence[int], work: Sequence[int], workers: int, least: int) -> list[Sequence[int]]:
+    """Portions of places, in order. `work` has the tokens of each place. A portion has `least` tokens, unless a worker would
+    have nothing to do then. One worker gets all."""
+    left, portions, start = sum(work), list[Sequence[int]](), 0
+    least = min(least, -(-left // workers))
+    while start < len(places):
+        enough = left if workers == 1 else max(least, left // (SHARE * workers))
+        end, load = start, 0
+        while end < len(places) and end - start < MOST_PORTION and (load < enough or end == start):
+            load += work[end]
+            end += 1
+        portions.append(places[start:end])
+        start, left = end, left - load
+    return portions
+
+
+def cut_evenly(places: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Portions of so many places each, but for the last."""
+    return [places[start : start + count] for start in range(0, len(places), count)]
+
+
+# -- handing out -----------------------------------------------------------------------------------------------------------
+
+
+def new_actor(pool: Pool, share: Any) -> Any:
+    """A worker that Ray starts where there is room. When it dies, Ray does nothing: what it lacks is known here."""
+    actor = ray.remote(Worker).options(num_cpus=pool.cpus, num_gpus=pool.gpus, max_restarts=0, max_task_retries=0)
+    return actor.remote(share)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that died, and the requests that are handed out again."""
+
+    portion: int | None
+    requests: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"a worker has died ({self.reason}); another one starts, and {self.requests} requests are run again"
+
+
+@dataclass(frozen=True)
+class WaitingPortions:
+    """The numbers of requests that are to be handed out together."""
+
+    numbers: Sequence[int]
+    tries: int = 0  # runs that ended because the worker died
+
+
+@dataclass
+class _Task:
+    """What a worker is doing: it opens the model, or runs a portion."""
+
+    worker: Any
+    tries: int  # before this one
+    portion: int | None = None
+    left: dict[int, None] = field(default_factory=dict)  # numbers of requests, in order
+
+
+@dataclass
+class Handing:
+    """Hands out portions until all requests have ended."""
+
+    new_worker: Callable[[], Any]
+    raw: Callable[[int], bytes]  # the line of a request
+    workers: int
+    waiting: deque[WaitingPortions]
+    _tasks: dict[Any, _Task] = field(default_factory=dict)  # by what Ray knows each by
+    _idle: list[Any] = field(default_factory=list)
+    _portions: int = 0  # that were handed out
+
+    def said(self, ending: Event) -> Iterator[WorkerMessage | Lost]:
+        """What workers say. Returns soon after `ending` is set."""
+        for _ in range(self.workers):
+            self._open(0)
+        while self._tasks and not ending.is_set():
+            ready, _ = ray.wait([*self._tasks], num_returns=1, timeout=POLL_SECONDS)
+            for stream in ready:
+                yield from self._next(stream)
+
+    def _next(self, stream: Any) -> Iterator[WorkerMessage | Lost]:
+        task = self._tasks[stream]
+        try:
+            reference = next(stream, None)
+            said = None if reference is None else ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            raise ValueError(f"a worker cannot go on: {_last_line(error)}; {RESUME} tries again") from error
+        except ray.exceptions.RayError as error:
+            yield self._lost(stream, _last_line(error))
+            return
+        if said is None:
+            del self._tasks[stream]
+            self._idle.append(task.worker)
+            self._hand_out()
+            return
+        if said.outcome is not None:
+            del task.left[said.outcome.index]
+        yield said
+
+    def _open(self, tries: int) -> None:
+        worker = self.new_worker()
+        self._tasks[worker.open.options(num_returns="streaming").remote()] = _Task(worker, tries)
+
+    def _hand_out(self) -> None:
+        while self._idle and self.waiting:
+            worker, given, number = self._idle.pop(), self.waiting.popleft(), self._portions
+            self._portions += 1
+            portion = Portion(number, tuple((one, self.raw(one)) for one in given.numbers))
+            stream = worker.run.options(num_returns="streaming").remote(portion)
+            self._tasks[stream] = _Task(worker, given.tries, number, dict.fromkeys(given.numbers))
+
+    def _lost(self, stream: Any, reason: str) -> Lost:
+        """Puts what a worker that died has not done before everything that waits, and another worker in its place."""
+        task = self._tasks.pop(stream)
+        ray.kill(task.worker)  # it may be alive where it cannot be reached
+        opens = task.portion is None
+        if (task.left or opens) and task.tries == RETRIES:
+            doing = "while they opened the model" if opens else f"while they ran the same {len(task.left)} requests"
+            raise ValueError(f"{RETRIES + 1} workers have died {doing} ({reason}); {RESUME} goes on with what is left")
+        if task.left:
+            self.waiting.appendleft(WaitingPortions([*task.left], task.tries + 1))
+        if self.waiting:
+            self._open(task.tries + 1 if opens else 0)
+        return Lost(task.portion, len(task.left), reason)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:LONGEST_REASON]
