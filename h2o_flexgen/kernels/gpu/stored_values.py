@@ -22,11 +22,6 @@ from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.gpu.codes import widened
 from h2o_flexgen.kernels.stored_values import sections_of
 
-# -- stored values ---------------------------------------------------------------------------------------------------------
-# What kernels on a checkpoint's own formats share: words of codes, what codes share, and codes as floats. All is said for
-# words: `row` (rows, 1) and `word` (1, words) -> (rows, words). The four codes of each half of a word are first made the
-# four bytes of one; a format of 8 bits has one half. Nothing here is fused, so that values have the bits of torch.
-
 FP4, FP8 = tl.constexpr(layouts.FLOAT4), tl.constexpr(layouts.FLOAT8)
 EXPONENT = tl.constexpr(layouts.EXPONENT)
 FIFTH_BITS = tl.constexpr(layouts.FIFTH_BITS)
