@@ -28,11 +28,11 @@ from h2o_flexgen.engine.head import Picker, positions_at_once
 from h2o_flexgen.engine.job import Job, Requests
 from h2o_flexgen.engine.reports import OnStage, OnTick, Ticker
 from h2o_flexgen.engine.resources import keep_few_compiled_products, set_threads
+from h2o_flexgen.engine.restarted_run import OnShrink
 from h2o_flexgen.engine.row_maker import Forced, Params, RowMaker, for_each, workload_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnLogits, OnToken
 from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_groups, params_of, read_pairs, scored_of, way_of
-from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.memory.threads import do_without_lost_threads

@@ -16,8 +16,8 @@ from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.arrivals import Arrival, Arrivals
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED

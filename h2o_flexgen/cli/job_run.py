@@ -16,8 +16,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import BrokenRequest, Outcome
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import Stage, Tick, summed
-from h2o_flexgen.engine.restarted_run import RestartedRun
-from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.index import SOUND, ChangedInput, Index
 from h2o_flexgen.jobs.openai_answers import BROKEN, RecordMaker

@@ -31,8 +31,8 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.jobs.file_job import LineReading

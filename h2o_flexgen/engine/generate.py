@@ -15,9 +15,9 @@ from h2o_flexgen.engine.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import MADE_AGAIN, OnStage, Stage, Ticker, how_far, made_again
+from h2o_flexgen.engine.restarted_run import OnShrink, RowsOfBlocks, Shrink, Unfinished, run_blocks
 from h2o_flexgen.engine.row_state import RowState, completion_of
 from h2o_flexgen.engine.rows import OnToken
-from h2o_flexgen.engine.shrink import OnShrink, RowsOfBlocks, Shrink, Unfinished, run_blocks
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan

@@ -14,7 +14,7 @@ from h2o_flexgen.core.option import by_own_names, check_options, option, options
 from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
-from h2o_flexgen.core.workload import MOST_BATCHES, PROMPTS, TOKENS, check_num_prompts
+from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, PROMPTS, TOKENS, check_num_prompts
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.policies.full import Full
@@ -97,7 +97,10 @@ class Plan:
     kv: Shares = ALL_DEVICE
     hidden: Shares = ALL_DEVICE
     prefill_tokens: int = option(
-        1024, TOKENS, "N", "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces"
+        1024,
+        Bounds(1, MOST_PROMPTS * MOST_TOKENS),
+        "N",
+        "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces",
     )
     buffers: int = option(  # 1 means no overlap
         2, Bounds(1, MOST_BUFFERS), "N", "layers that may have weights under way or in use at once", also_called=("slots",)

@@ -1,6 +1,6 @@
 """Sampling: one token per row from a batch of logits.
 
-The order is vLLM's, each step working on the result of the one before: the changes of `adjusting`, temperature, min_p, top_k,
+The order is vLLM's, each step working on the result of the one before: those of `logits`, temperature, min_p, top_k,
 top_p. A row's token depends only on its own logits, its params, the tokens before it, its place in the whole input and the
 step: the one random number it needs is a pure function of (seed, row, step, number of the completion), and it is looked up in
 the row's own cumulative distribution.

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request, without_number
-from h2o_flexgen.engine.shrink import OnShrink
+from h2o_flexgen.engine.restarted_run import OnShrink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import one_params

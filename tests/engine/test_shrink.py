@@ -20,7 +20,7 @@ import torch
 from h2o_flexgen.core.workload import BlockSize
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory import host, shortage

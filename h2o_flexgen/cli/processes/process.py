@@ -21,9 +21,8 @@ from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.open_llm import make_llm
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
-from h2o_flexgen.engine.restarted_run import RestartedRun
+from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.jobs.file_job import Apart, LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import SharedWeights

@@ -14,9 +14,8 @@ from inspect import signature
 from typing import TYPE_CHECKING, TypeAlias
 
 from h2o_flexgen.core.allowed_values import AUTO, whole_number
-from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.hints import did_you_mean, not_installed, shown
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.lm_eval import MISSING
 from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
@@ -28,7 +27,8 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(MISSING if error.name == "lm_eval" else str(error)) from error
+    missing = not_installed("lm-evaluation-harness", "eval")
+    raise ModuleNotFoundError(missing if error.name == "lm_eval" else str(error)) from error
 
 from jinja2.exceptions import TemplateError
 from tqdm import tqdm

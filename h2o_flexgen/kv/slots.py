@@ -1,14 +1,10 @@
-"""SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and its
-worth when it was written.
-
-They stay in the compute device's memory even if keys and values are moved. Here a policy's data become tensors: which prompt
-tokens are kept, and which slot the newest token takes over in decode.
-"""
+"""Slots of a KV head: how their values are stored, and what an evicting policy knows of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -16,16 +12,62 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX
+from h2o_flexgen.formats.table import FORMATS, PLAIN
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.evict import LAST, Notes, chances, note, weighed
 from h2o_flexgen.kernels.operations import evict
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.policy import AGE, CHANCE, KVPolicy
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Coding: how the values of a slot are stored: in the dtype of computation, or as a format's bytes. Each head's values of
+    one token are encoded separately, so that a slot can be rewritten by itself."""
+
+    format: str
+    dtype: torch.dtype  # used in computation
+    head_dim: int
+
+    @cached_property
+    def is_plain(self) -> bool:
+        return self.format == PLAIN
+
+    @cached_property
+    def kept_dtype(self) -> torch.dtype:
+        return self.dtype if self.is_plain else torch.uint8
+
+    @cached_property
+    def width(self) -> int:
+        """The stored length of a head's values for one token, in elements of `kept_dtype`."""
+        return FORMATS[self.format].nbytes((self.head_dim,), self.dtype.itemsize) // self.kept_dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Encodes (..., head_dim) to (..., width)."""
+        if self.is_plain:
+            return values
+        kept = torch.empty(*values.shape[:-1], self.width, dtype=torch.uint8, device=values.device)
+        operations.encode(self.format, values, kept)
+        return kept
+
+    def decode(self, kept: Tensor) -> Tensor:
+        """Decodes (..., width) to (..., head_dim)."""
+        if self.is_plain:
+            return kept
+        values = torch.empty(*kept.shape[:-1], self.head_dim, dtype=self.dtype, device=kept.device)
+        operations.decode(self.format, kept.contiguous(), values)
+        return values
+
 
 NO_TOKEN = -1  # position of a slot that was never filled
 
 
 @dataclass(frozen=True)
 class SlotScores:
+    """SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and
+    its worth when it was written. They stay in the compute device's memory even if keys and values are moved. Here a
+    policy's data become tensors: which prompt tokens are kept, and which slot the newest token takes over in decode."""
+
     policy: KVPolicy
     positions: Tensor  # (rows, kv_heads, slots), int32
     scores: Tensor | None  # (rows, kv_heads, slots), fp32; None if the policy does not rank by attention
