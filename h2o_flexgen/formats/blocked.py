@@ -29,7 +29,7 @@ class Blocked:
 
     @property
     def values(self) -> int:
-        """Of a block."""
+        """The number of values in a block."""
         return self.layout.block_values
 
     @property

@@ -12,7 +12,7 @@ from h2o_flexgen.formats.sectioned import SCALE_BYTES, Sectioned
 
 @dataclass(frozen=True)
 class Fp8(Sectioned):
-    """With a scale for each block of outputs and inputs: w = code * scale."""
+    """Codes with a scale for each block of outputs and inputs: w = code * scale."""
 
     block_rows: int  # 0: all
     block_columns: int  # 0: all

@@ -14,7 +14,7 @@ MIDDLE = 8  # the zero of codes that have no other
 
 @dataclass(frozen=True)
 class Int4(Sectioned):
-    """Two to a byte, the lower half first; a group of inputs of an output shares a scale and a zero:
+    """Codes two to a byte, the lower half first; a group of inputs of an output shares a scale and a zero:
     w = (code - zero) * scale. Codes may lie in another order than the inputs, which is then the last section."""
 
     group: int

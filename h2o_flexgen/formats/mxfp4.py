@@ -19,7 +19,7 @@ MXFP4_BLOCKS = Blocked(
 
 @dataclass(frozen=True)
 class Fp4(Sectioned):
-    """In sections, as safetensors have them: two codes to a byte, the lower half first."""
+    """MXFP4 in sections, as safetensors have them: two codes to a byte, the lower half first."""
 
     group: int = 32
     scale: str = E8M0
