@@ -194,7 +194,7 @@ def _scale_and_minimum(blocks: Tensor, at: int) -> Shares:
 
 
 def _six_bits(blocks: Tensor, at: int) -> Shares:
-    """Of 8 groups, in 12 bytes behind the two numbers of the block."""
+    """Scales and minima of 8 groups, in 12 bytes behind the two numbers of the block."""
     low, high, rest = blocks[:, at + 4 : at + 4 + SCALES].split(4, dim=1)
     scales = torch.cat((low & 63, rest & 15 | low >> 6 << 4), dim=1)
     minima = torch.cat((high & 63, rest >> 4 | high >> 6 << 4), dim=1)
