@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from h2o_flexgen.formats.layout import (
+from h2o_flexgen.formats.byte_layout import (
     FIFTH_BITS,
     PLANES_OF_ONE,
     PLANES_OF_TWO,
@@ -16,7 +16,7 @@ from h2o_flexgen.formats.layout import (
     SCALE_AND_MINIMUM,
     SIX_BITS,
     SIXTEENS,
-    Layout,
+    ByteLayout,
 )
 
 
@@ -24,7 +24,7 @@ from h2o_flexgen.formats.layout import (
 class Blocked:
     name: str
     gguf_type: int  # ggml's number of it
-    layout: Layout
+    layout: ByteLayout
     rows_together: int = 1
 
     @property
@@ -51,14 +51,14 @@ class Blocked:
 
 SMALL, LARGE = 32, 256  # values of a block; large ones share two numbers, and their groups of 16 or 32 have others
 IN_GGUF = (
-    Blocked("q4_0", 2, Layout(SMALL, 18, span=16, codes_at=2, zero=8, shared=SCALE)),
-    Blocked("q4_1", 3, Layout(SMALL, 20, span=16, codes_at=4, shared=SCALE_AND_MINIMUM)),
-    Blocked("q5_0", 6, Layout(SMALL, 22, span=16, codes_at=6, zero=16, upper=FIFTH_BITS, upper_at=2, shared=SCALE)),
-    Blocked("q5_1", 7, Layout(SMALL, 24, span=16, codes_at=8, upper=FIFTH_BITS, upper_at=4, shared=SCALE_AND_MINIMUM)),
-    Blocked("q8_0", 8, Layout(SMALL, 34, bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE)),
-    Blocked("q4_K", 12, Layout(LARGE, 144, span=32, codes_at=16, shared=SIX_BITS)),
-    Blocked("q5_K", 13, Layout(LARGE, 176, span=32, codes_at=48, upper=PLANES_OF_ONE, upper_at=16, shared=SIX_BITS)),
+    Blocked("q4_0", 2, ByteLayout(SMALL, 18, span=16, codes_at=2, zero=8, shared=SCALE)),
+    Blocked("q4_1", 3, ByteLayout(SMALL, 20, span=16, codes_at=4, shared=SCALE_AND_MINIMUM)),
+    Blocked("q5_0", 6, ByteLayout(SMALL, 22, span=16, codes_at=6, zero=16, upper=FIFTH_BITS, upper_at=2, shared=SCALE)),
+    Blocked("q5_1", 7, ByteLayout(SMALL, 24, span=16, codes_at=8, upper=FIFTH_BITS, upper_at=4, shared=SCALE_AND_MINIMUM)),
+    Blocked("q8_0", 8, ByteLayout(SMALL, 34, bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE)),
+    Blocked("q4_K", 12, ByteLayout(LARGE, 144, span=32, codes_at=16, shared=SIX_BITS)),
+    Blocked("q5_K", 13, ByteLayout(LARGE, 176, span=32, codes_at=48, upper=PLANES_OF_ONE, upper_at=16, shared=SIX_BITS)),
     Blocked(
-        "q6_K", 14, Layout(LARGE, 210, span=64, zero=32, upper=PLANES_OF_TWO, upper_at=128, shared=SIXTEENS, shared_at=192)
+        "q6_K", 14, ByteLayout(LARGE, 210, span=64, zero=32, upper=PLANES_OF_TWO, upper_at=128, shared=SIXTEENS, shared_at=192)
     ),
 )

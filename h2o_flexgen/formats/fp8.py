@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
-from h2o_flexgen.formats.layout import FLOAT8, Layout
+from h2o_flexgen.formats.byte_layout import FLOAT8, ByteLayout
 from h2o_flexgen.formats.sectioned import SCALE_BYTES, Sectioned
 
 
@@ -24,8 +24,8 @@ class Fp8(Sectioned):
         return f"fp8-{self.block_rows}x{self.block_columns}-{self.scale}"
 
     @property
-    def layout(self) -> Layout:
-        return Layout(codes=FLOAT8, bits=8, shared_rows=self.block_rows, shared_inputs=self.block_columns)
+    def layout(self) -> ByteLayout:
+        return ByteLayout(codes=FLOAT8, bits=8, shared_rows=self.block_rows, shared_inputs=self.block_columns)
 
     @property
     def sharing(self) -> str:

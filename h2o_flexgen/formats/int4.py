@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
-from h2o_flexgen.formats.layout import Layout
+from h2o_flexgen.formats.byte_layout import ByteLayout
 from h2o_flexgen.formats.sectioned import SCALE_BYTES, Sectioned
 
 MIDDLE = 8  # the zero of codes that have no other
@@ -28,8 +28,10 @@ class Int4(Sectioned):
         return "-".join(["int4", str(self.group), self.scale, *["zeros"] * self.zeros, *["ordered"] * self.ordered])
 
     @property
-    def layout(self) -> Layout:
-        return Layout(zero=0 if self.zeros else MIDDLE, shared_inputs=self.group, has_zeros=self.zeros, is_ordered=self.ordered)
+    def layout(self) -> ByteLayout:
+        return ByteLayout(
+            zero=0 if self.zeros else MIDDLE, shared_inputs=self.group, has_zeros=self.zeros, is_ordered=self.ordered
+        )
 
     def sections(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         rows, columns = shape

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
+from h2o_flexgen.formats.byte_layout import FLOAT8
 from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
-from h2o_flexgen.formats.layout import FLOAT8
 from h2o_flexgen.formats.table import FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, STORED, TILED, Stored
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.layout import EXPONENT, FLOAT4, Layout
+from h2o_flexgen.formats.byte_layout import EXPONENT, FLOAT4, ByteLayout
 from h2o_flexgen.formats.sectioned import E8M0, Sectioned
 
 ZERO = 12  # is added to twice the value of a code: codes are whole numbers without a sign
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-FP4_IN_BYTES = Layout(codes=FLOAT4, table=tuple(value + ZERO for value in TWICE), zero=ZERO)
+FP4_IN_BYTES = ByteLayout(codes=FLOAT4, table=tuple(value + ZERO for value in TWICE), zero=ZERO)
 MXFP4_BLOCKS = Blocked(
     "mxfp4", 39, replace(FP4_IN_BYTES, block_values=32, block_bytes=17, span=16, codes_at=1, shared=EXPONENT)
 )
@@ -30,7 +30,7 @@ class Fp4(Sectioned):
         return f"fp4-{self.group}"
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ByteLayout:
         return replace(FP4_IN_BYTES, shared_inputs=self.group)
 
     def sections(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from itertools import accumulate
 from typing import ClassVar
 
-from h2o_flexgen.formats.layout import Layout
+from h2o_flexgen.formats.byte_layout import ByteLayout
 
 SECTION_ALIGNMENT = 64
 WHOLE = 1 << 40  # rows that lie together: more than any matrix has
@@ -31,7 +31,7 @@ class Sectioned(ABC):
 
     @property
     @abstractmethod
-    def layout(self) -> Layout: ...
+    def layout(self) -> ByteLayout: ...
 
     @property
     def sharing(self) -> str:

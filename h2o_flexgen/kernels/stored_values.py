@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.fp8 import Fp8
-from h2o_flexgen.formats.kernel_sizes import DTYPES, twin_values
-from h2o_flexgen.formats.layout import (
+from h2o_flexgen.formats.byte_layout import (
     EXPONENT,
     FIFTH_BITS,
     FLOAT4,
@@ -25,8 +23,10 @@ from h2o_flexgen.formats.layout import (
     SCALE_AND_MINIMUM,
     SIX_BITS,
     SIXTEENS,
-    Layout,
+    ByteLayout,
 )
+from h2o_flexgen.formats.fp8 import Fp8
+from h2o_flexgen.formats.kernel_sizes import DTYPES, twin_values
 from h2o_flexgen.formats.sectioned import E8M0, SCALE_BYTES, Sectioned, section_starts
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
@@ -112,7 +112,7 @@ def _apart(codes: Tensor) -> Tensor:
     return torch.cat((codes & 15, codes >> 4), dim=-1)
 
 
-def _looked_up(layout: Layout, codes: Tensor) -> Tensor:
+def _looked_up(layout: ByteLayout, codes: Tensor) -> Tensor:
     """What codes of 4 bits stand for."""
     if not layout.table:
         return codes
@@ -144,7 +144,7 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
 # -- codes of blocks ---------------------------------------------------------------------------------------------------------
 
 
-def _codes(layout: Layout, blocks: Tensor) -> Tensor:
+def _codes(layout: ByteLayout, blocks: Tensor) -> Tensor:
     """(blocks, values), uint8"""
     nbytes = layout.block_values * layout.bits // 8
     stored = blocks[:, layout.codes_at : layout.codes_at + nbytes]

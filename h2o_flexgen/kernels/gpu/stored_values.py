@@ -14,24 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.formats import layout as layouts
+from h2o_flexgen.formats import byte_layout
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.layout import WORD_BYTES, Layout
+from h2o_flexgen.formats.byte_layout import WORD_BYTES, ByteLayout
 from h2o_flexgen.formats.sectioned import E8M0
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.gpu.codes import widened
 from h2o_flexgen.kernels.stored_values import sections_of
 
-FP4, FP8 = tl.constexpr(layouts.FLOAT4), tl.constexpr(layouts.FLOAT8)
-EXPONENT = tl.constexpr(layouts.EXPONENT)
-FIFTH_BITS = tl.constexpr(layouts.FIFTH_BITS)
-PLANES_OF_ONE = tl.constexpr(layouts.PLANES_OF_ONE)
-PLANES_OF_TWO = tl.constexpr(layouts.PLANES_OF_TWO)
-SCALE = tl.constexpr(layouts.SCALE)
-SCALE_AND_MINIMUM = tl.constexpr(layouts.SCALE_AND_MINIMUM)
-SECTIONS = tl.constexpr(layouts.SECTIONS)
-SIX_BITS = tl.constexpr(layouts.SIX_BITS)
-SIXTEENS = tl.constexpr(layouts.SIXTEENS)
+FP4, FP8 = tl.constexpr(byte_layout.FLOAT4), tl.constexpr(byte_layout.FLOAT8)
+EXPONENT = tl.constexpr(byte_layout.EXPONENT)
+FIFTH_BITS = tl.constexpr(byte_layout.FIFTH_BITS)
+PLANES_OF_ONE = tl.constexpr(byte_layout.PLANES_OF_ONE)
+PLANES_OF_TWO = tl.constexpr(byte_layout.PLANES_OF_TWO)
+SCALE = tl.constexpr(byte_layout.SCALE)
+SCALE_AND_MINIMUM = tl.constexpr(byte_layout.SCALE_AND_MINIMUM)
+SECTIONS = tl.constexpr(byte_layout.SECTIONS)
+SIX_BITS = tl.constexpr(byte_layout.SIX_BITS)
+SIXTEENS = tl.constexpr(byte_layout.SIXTEENS)
 
 
 class Parts(NamedTuple):
@@ -56,7 +56,7 @@ def parts_of(format: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
     )
 
 
-def load_bytes(layout: Layout, parts: Parts, row_bytes: int) -> int:
+def load_bytes(layout: ByteLayout, parts: Parts, row_bytes: int) -> int:
     """The bytes of a word that can be loaded at once, wherever it lies. Memory begins at a multiple of any word."""
     return gcd(WORD_BYTES, layout.block_bytes, layout.codes_at, layout.upper_at, row_bytes, parts.codes.storage_offset())
 

@@ -1,5 +1,5 @@
-"""Layout: how the bytes of a checkpoint's own format lie. Decoders in torch and in Triton are made of it; those in C say it in
-their own words (kernels/stored_values.h), and tests hold them together.
+"""ByteLayout: how the bytes of a checkpoint's own format lie. Decoders in torch and in Triton are made of it. Those in C say it
+in their own words (kernels/stored_values.h), and tests hold them together.
 
 The codes of a row are seen as words of 32 bits, eight codes of 4 bits or four of 8. What codes share (a scale, a minimum, a
 zero) lies in the block of the word, or in sections of its own.
@@ -21,7 +21,7 @@ WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class ByteLayout:
     block_values: int = 0  # 0: there are no blocks
     block_bytes: int = WORD_BYTES
     codes: str = INTEGER
