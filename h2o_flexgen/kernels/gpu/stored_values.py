@@ -177,7 +177,7 @@ def as_float(code, LAYOUT: tl.constexpr):
         found = _half(((code & 0x80) << 8) | ((code & 0x7F) << 7)) * 256.0
         found = tl.where((code & 0x7F) == 0x7F, float("nan"), found)
     else:  # the last bits of a large number
-        whole = _looked_up(code, LAYOUT) if LAYOUT.table else code
+        whole = _looked_up(code, LAYOUT) if LAYOUT.has_table else code
         found = (whole | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LAYOUT.zero)
     return found
 
