@@ -67,7 +67,15 @@ from tests.kernels.variants import used
 from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
 
-MIXTURES = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")  # one of each architecture with experts
+MIXTURES = (
+    "mixtral",
+    "olmoe",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+    "glm4-moe",
+    "granite-moe",
+)  # one of each architecture with experts
 SEEDS = [(seed, ("cpu", "pretended")[seed % 2]) for seed in range(14)]
 NOT_IN_ARENAS = ("working space", "disk buffers", "loading", "libraries")
 PAGE = 4096
