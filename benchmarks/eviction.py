@@ -36,13 +36,11 @@ from benchmarks.comparison.command import commit
 from benchmarks.portable import portable
 from benchmarks.recalled import NOT_MEASURED, Asked, Recalled
 from h2o_flexgen.checkpoints.hub import WHOLE_MODELS
+from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, local_place
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.demo.fetched import FETCHED_MODELS
-from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.evaluation.answer_settings import model_identity
 from h2o_flexgen.formats.table import PLAIN, matrix_format
 from h2o_flexgen.llm import LLM
@@ -50,7 +48,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import lane_bounds
-from h2o_flexgen.planning.workload_plan import DoesNotFit
+from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import OWN
 from h2o_flexgen.policies.policy import PROBE
@@ -58,7 +56,7 @@ from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import head_budgets_of, probe_of
-from h2o_flexgen.text.made_up import made_up_prompts
+from h2o_flexgen.text.given_prompts import made_up_prompts
 
 FULL = 1.0
 EQUAL = "equal"

@@ -33,7 +33,7 @@ from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
-from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.schedule.ops import COMPUTE_LANE

@@ -58,9 +58,8 @@ from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.profiling.products import small_opt
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Key, Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 MODEL, PROMPT_LEN, GEN_LEN = "facebook/opt-30b", 512, 32

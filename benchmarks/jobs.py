@@ -27,17 +27,17 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from h2o_flexgen.checkpoints.model_places import held_out_prose
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Block, Workload
-from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.seating import Seating
+from h2o_flexgen.planning.workload_plan import largest
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.sampling.params import SamplingParams
 

@@ -39,8 +39,7 @@ from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
 from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece, read_fully

@@ -28,12 +28,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
 from benchmarks.comparison.command import commit
+from h2o_flexgen.checkpoints.model_places import held_out_prose
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.sampling.params import SamplingParams

@@ -6,7 +6,7 @@ The first model keeps everything, the second evicts at every step; both continue
 from __future__ import annotations
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.demo import held_out_prose
+from h2o_flexgen.checkpoints.model_places import held_out_prose
 
 PROMPT_WORDS = 200
 

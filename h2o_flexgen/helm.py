@@ -23,7 +23,7 @@ from h2o_flexgen.evaluation.answer_settings import TOKENIZER, model_settings, pl
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.params import SEED, SamplingParams
-from h2o_flexgen.serving.desks import SECONDS, Desks, Lengths, Turns
+from h2o_flexgen.server.desks import SECONDS, Desks, Lengths, Turns
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.prompts import Prompt, read_chat, read_prompts

@@ -21,23 +21,20 @@ from h2o_flexgen.core.hints import refuse_unknown
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
-from h2o_flexgen.engine.chunked_logits import positions_at_once
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
-from h2o_flexgen.engine.generate import PreparedRows, Running
-from h2o_flexgen.engine.head import Picker
+from h2o_flexgen.engine.generate import OnCompletion, PreparedRows, Running, UseTqdm, shown_progress
+from h2o_flexgen.engine.head import Picker, positions_at_once
 from h2o_flexgen.engine.job import Job, Requests
-from h2o_flexgen.engine.prompts_done import OnCompletion, UseTqdm, shown_progress
+from h2o_flexgen.engine.reports import OnStage, OnTick, Ticker
+from h2o_flexgen.engine.resources import keep_few_compiled_products, set_threads
+from h2o_flexgen.engine.restarted_run import OnShrink
 from h2o_flexgen.engine.row_maker import Forced, Params, RowMaker, for_each, workload_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnLogits, OnToken
 from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_groups, params_of, read_pairs, scored_of, way_of
-from h2o_flexgen.engine.shrink import OnShrink
-from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.engine.thread_options import keep_few_compiled_products, set_threads
-from h2o_flexgen.engine.tick import OnTick, Ticker
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
@@ -224,7 +221,7 @@ class LLM(ModelUnderPlan):
             planned = self.planned(arriving(room), None, scored_at_once)
             if planned.fits(self.limits):
                 break
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         return Arrivals(planned, self._row_maker)
 
     def generate_arriving(
@@ -259,7 +256,7 @@ class LLM(ModelUnderPlan):
         while may_share_less and stream.longest_shared and not planned.fits(self.limits):
             stream = Stream(job, self._row_maker, streamed, stream.longest_shared // 2)
             planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         if stream.longest_shared < all_shared:
             warnings.warn(
                 f"the longest prefix that prompts share has {all_shared} tokens, and there is no room for more than "
@@ -278,7 +275,7 @@ class LLM(ModelUnderPlan):
     ) -> PreparedRows:
         own = self._planned_for(workload_of(rows), any(row.wants_prompt_logprobs for row in rows), on_stage)
         planned = planned if planned == own else own
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         return PreparedRows(rows, planned)
 
     def _planned_for(self, workload: Workload, asks_of_prompts: bool, on_stage: OnStage | None) -> WorkloadPlan:

@@ -17,7 +17,7 @@ from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.main import working_half
 from h2o_flexgen.core.hints import not_installed
 
-NAME, CLASS = "h2o_flexgen", "h2o_flexgen.lm_eval_model:LmEvalModel"
+NAME, CLASS = "h2o_flexgen", "h2o_flexgen.evaluation.lm_eval_model:LmEvalModel"
 MISSING = not_installed("lm-evaluation-harness", "eval")
 
 

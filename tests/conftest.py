@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 
-from h2o_flexgen.demo.fetched import SMOLLM2
+from h2o_flexgen.checkpoints.model_places import SMOLLM2
 
 if TYPE_CHECKING:  # tests without an engine do not import torch
     from h2o_flexgen.text.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ import pytest
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, Closed, TooLong
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.shrink import Shrink
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams

@@ -15,9 +15,9 @@ import pytest
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.arrivals import Arrival, Arrivals
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.shrink import Shrink
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED
@@ -25,8 +25,8 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.serving.counts import ServerCounts
-from h2o_flexgen.serving.desks import Desks
+from h2o_flexgen.server.counts import ServerCounts
+from h2o_flexgen.server.desks import Desks
 from h2o_flexgen.text.prompts import Prompt
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.helpers import tiny

@@ -8,8 +8,8 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.checkpoints.hub import resolve_model
+from h2o_flexgen.checkpoints.model_places import ARCHITECTURES, DEMO, demo_folder, held_out_prose
 from h2o_flexgen.cli.run_request import DEMO_PROMPTS
-from h2o_flexgen.demo import ARCHITECTURES, DEMO, demo_folder, held_out_prose
 
 NAMES = [f"{DEMO}-{architecture}" for architecture in ARCHITECTURES]
 LARGEST_BYTES = {"demo-llama": 12_000_000, "demo-opt": 4_000_000, "demo-neox": 4_000_000}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import evaluate
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli import evaluate_work
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.cells import FILE, Cells
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity
 from h2o_flexgen.llm import LLM

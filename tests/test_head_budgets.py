@@ -18,7 +18,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier

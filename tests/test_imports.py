@@ -28,13 +28,12 @@ SPELL_CUDA_FOLDERS = ("kernels/",)
 ROOMS = {
     "formats": (),
     "core": ("formats",),
-    "demo": ("core",),
     "schedule": ("core",),
     "policies": ("core", "formats"),
     "planning": ("core", "formats", "policies", "schedule"),
     "kernels": ("formats",),
     "memory": ("core", "formats", "kernels"),
-    "checkpoints": ("core", "demo", "formats", "kernels"),
+    "checkpoints": ("core", "formats", "kernels"),
     "models": ("checkpoints", "core", "formats", "kernels"),
     "kv": ("core", "formats", "kernels", "models", "policies"),
     "sampling": ("core",),
@@ -219,17 +218,17 @@ def test_jobs_know_of_the_engine_only_what_a_job_is(imported: Mapping[Path, set[
 
 def test_only_the_server_knows_what_it_listens_with(imported: Mapping[Path, set[str]]) -> None:
     places = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
-    others = [path for path, place in places.items() if not place.startswith("serving/") and place != "cli/serve_work.py"]
-    named = {name for path in others for name in imported[path] if below(name, *HTTP, f"{ROOT}.serving")}
-    assert [name for name in named if not below(name, f"{ROOT}.serving.desks")] == []
-    assert importing(imported, files_in("serving"), *HTTP) != []
+    others = [path for path, place in places.items() if not place.startswith("server/") and place != "cli/serve_work.py"]
+    named = {name for path in others for name in imported[path] if below(name, *HTTP, f"{ROOT}.server")}
+    assert [name for name in named if not below(name, f"{ROOT}.server.desks")] == []
+    assert importing(imported, files_in("server"), *HTTP) != []
 
 
 def test_desks_need_nothing_that_the_server_listens_with(imported: Mapping[Path, set[str]]) -> None:
-    known, found = {module_name(path): path for path in FILES}, [f"{ROOT}.serving.desks"]
+    known, found = {module_name(path): path for path in FILES}, [f"{ROOT}.server.desks"]
     for name in found:  # which grows
         found += sorted(imported[known[name]].intersection(known).difference(found))
-    assert f"{ROOT}.serving.desk" in found
+    assert f"{ROOT}.server.desk" in found
     assert importing(imported, [known[name] for name in found], *HTTP) == []
 
 

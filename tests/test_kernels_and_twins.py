@@ -29,9 +29,8 @@ from h2o_flexgen.kernels.evict import Notes, evict_twin, weighed
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_codes import group_encode_twin
 from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows_twin
-from h2o_flexgen.kv import slot_scores
-from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv import slots
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
@@ -121,7 +120,7 @@ def written_down() -> Iterator[list[Decision]]:
     with (
         patch.object(Coding, "encode", of_encoding(decisions, Coding.encode)),
         patch.object(Factor, "made", of_rounding(decisions, Factor.made)),
-        patch.object(slot_scores, "evict", of_eviction(decisions, slot_scores.evict)),
+        patch.object(slots, "evict", of_eviction(decisions, slots.evict)),
         patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
     ):

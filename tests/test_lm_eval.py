@@ -122,7 +122,7 @@ def by_hf(models: dict[str, Path], tasks: Path) -> Iterator[dict[str, Results]]:
 
 
 def own_model(folder: Path, offload: Path, **options: Any) -> Any:
-    from h2o_flexgen.lm_eval_model import LmEvalModel
+    from h2o_flexgen.evaluation.lm_eval_model import LmEvalModel
 
     return closing(LmEvalModel(str(folder), device="cpu", dtype="float32", offload_dir=offload, **options))
 
@@ -285,7 +285,7 @@ def test_requests_with_options_of_their_own_come_back_in_their_order(models: dic
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str, models: dict[str, Path]) -> None:
-    from h2o_flexgen.lm_eval_model import LmEvalModel
+    from h2o_flexgen.evaluation.lm_eval_model import LmEvalModel
 
     with pytest.raises(ValueError, match=message) as caught:
         LmEvalModel(**{"pretrained": str(models["opt"]), "device": "cpu", **options})
@@ -312,7 +312,7 @@ def test_sizes_of_batches_come_from_the_harness_or_from_the_plan(
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    from h2o_flexgen.lm_eval_model import LmEvalModel
+    from h2o_flexgen.evaluation.lm_eval_model import LmEvalModel
 
     tiny.save_tiny("opt", tmp_path)
     with pytest.raises(ValueError, match="has no tokenizer that reads words; put its files beside the model"):
@@ -354,8 +354,8 @@ def test_its_own_command_line_knows_the_model_and_argument_strings(
 def test_the_name_can_be_registered_twice_and_leads_to_the_class() -> None:
     from lm_eval.api.registry import get_model
 
+    from h2o_flexgen.evaluation.lm_eval_model import LmEvalModel
     from h2o_flexgen.lm_eval import NAME, register
-    from h2o_flexgen.lm_eval_model import LmEvalModel
 
     register()
     register()

@@ -12,11 +12,11 @@ SAID = "lm-evaluation-harness is not installed; it comes with the extra [eval]: 
 
 @pytest.fixture(autouse=True)
 def the_harness_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "lm_eval", "h2o_flexgen.lm_eval_model")
+    hide(monkeypatch, "lm_eval", "h2o_flexgen.evaluation.lm_eval_model")
 
 
 def test_one_line_names_the_extra() -> None:
-    assert said_by("h2o_flexgen.lm_eval_model") == SAID
+    assert said_by("h2o_flexgen.evaluation.lm_eval_model") == SAID
 
 
 def test_so_does_the_command(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.working_space import SLACK
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Key
+from h2o_flexgen.schedule.ops import Key, Op
 from tests.helpers.contract import Case, compare, generate_with
 from tests.helpers.side_by_side import KIND, SideBySideCheckpoints, registered
 from tests.helpers.tiny import tiny_config

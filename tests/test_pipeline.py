@@ -14,19 +14,18 @@ from torch import Tensor
 
 from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.workload import Batch, Workload
-from h2o_flexgen.engine.device_parts import PartsThere
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.rows import RowsPart
+from h2o_flexgen.engine.rows import PartsThere, RowsPart
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
+from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import predict
-from h2o_flexgen.planning.sections import device_of_layers, layers_of, only_layers
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.task import Visit
+from h2o_flexgen.schedule.ops import Visit
 from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, generate_with, hold_contract
 from tests.helpers.pairwise import covering
 from tests.helpers.pretended import pretend

@@ -21,7 +21,7 @@ import pytest
 from torch import Tensor
 
 from h2o_flexgen import SamplingParams, batch, run
-from h2o_flexgen.checkpoints.handed import HandedSource
+from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import Mendable
 from h2o_flexgen.cli.processes import supervisor

@@ -31,7 +31,7 @@ from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import BrokenRequest
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.jobs.line import LineReader
 from h2o_flexgen.jobs.line_fields import Options as LineOptions

@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli import run_work
 from h2o_flexgen.cli.report import run_report
 from h2o_flexgen.cli.watch import RunWatch
-from h2o_flexgen.engine import opened_limits
+from h2o_flexgen.engine import resources
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.formats.kernel_table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
@@ -266,7 +266,7 @@ def test_a_share_for_a_gpu_that_is_not_there_is_shown_beside_what_it_went_to(com
     assert float(weights.split()[6]) == pytest.approx(50, abs=10)
 
 
-def test_the_slots_that_are_shown_are_those_of_the_schedule(command: Any, opt: Path) -> None:
+def test_the_buffers_that_are_shown_are_those_of_the_schedule(command: Any, opt: Path) -> None:
     shown = {}
     for flags in ((), ("--buffers", 3), ("--overlap", 0), ("--schedule", "flexgen_barrier"), ("--schedule", "row_by_row")):
         out = command("--model", opt, *SMALL, "--dry-run", *flags).out
@@ -274,7 +274,7 @@ def test_the_slots_that_are_shown_are_those_of_the_schedule(command: Any, opt: P
     assert list(shown.values()) == [
         "2 buffers for weights and 3 for KV and activations",
         "3 buffers for weights and 4 for KV and activations",
-        "1 slot",
+        "1 buffer",
         "2 buffers for weights and 3 for KV and activations",
         "2 buffers",
     ]
@@ -801,9 +801,7 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(command: Any, t
 
 
 def test_a_plan_that_does_not_fit_says_what_would(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        opened_limits, "bytes_to_begin_with", lambda: 320 << 20
-    )  # what tests before this left here may be too much
+    monkeypatch.setattr(resources, "bytes_to_begin_with", lambda: 320 << 20)  # what tests before this left here may be too much
     model = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", 16, "--gen-len", 4)
     error = command(*model, "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB").error
     assert re.search(r"needs \d\.\d\d GB on host .*, the limit is 2\.00 GB; would fit: .*percent", error), error

@@ -14,7 +14,7 @@ import torch
 from h2o_flexgen import SamplingParams
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine import chunked_logits, scoring
+from h2o_flexgen.engine import scoring
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.scoring import Scored, decode_groups
 from h2o_flexgen.planning.plan import Plan
@@ -93,7 +93,7 @@ def test_few_positions_at_once_score_as_many_do(
     checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs, sizes = ragged_pairs(), list[int]()
-    monkeypatch.setattr(chunked_logits, "LOGITS_AT_ONCE", 7 * tiny.VOCAB)
+    monkeypatch.setattr("h2o_flexgen.engine.head.LOGITS_AT_ONCE", 7 * tiny.VOCAB)
     with Case("neox-parallel").open(checkpoints, offload) as llm:
         head = llm.model.head
 

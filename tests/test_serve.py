@@ -23,11 +23,11 @@ from h2o_flexgen import serve
 from h2o_flexgen.cli import serve_work
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.serve_request import parse, request_of
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.jobs.line import COMPLETIONS
-from h2o_flexgen.serving.counts import ServerCounts
-from h2o_flexgen.serving.desk import Desk
-from h2o_flexgen.serving.listening import ServerAddress
+from h2o_flexgen.server.counts import ServerCounts
+from h2o_flexgen.server.desk import Desk
+from h2o_flexgen.server.listening import ServerAddress
 from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
@@ -186,7 +186,7 @@ def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.Monke
 
 DIES = """
 import os, signal
-from h2o_flexgen.serving.counts import ServerCounts
+from h2o_flexgen.server.counts import ServerCounts
 tick = ServerCounts.tick
 def dies(counts, one):
     tick(counts, one)

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.checkpoints.model_places import SMOLLM2, held_out_prose
 from h2o_flexgen.cli.main import main
-from h2o_flexgen.demo import held_out_prose
-from h2o_flexgen.demo.fetched import SMOLLM2
 from tests.helpers.dequantised import dequantised_model
 
 pytestmark = pytest.mark.smollm2

@@ -14,13 +14,11 @@ from benchmarks.baselines.installed import versions_of
 from benchmarks.baselines.process import bytes_read, disk_seconds
 from benchmarks.baselines.request import Answer, Ready, Request
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.kernels.native import in_use
-from h2o_flexgen.planning.workload_plan import DoesNotFit
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Task
-from h2o_flexgen.text.made_up import made_up_prompts
+from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
+from h2o_flexgen.schedule.ops import Op, Task
+from h2o_flexgen.text.given_prompts import made_up_prompts
 
 MOST_ROWS = 4096
 ROWS_AT_ONCE = 256  # of a batch, where the options do not say

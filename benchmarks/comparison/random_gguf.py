@@ -23,7 +23,7 @@ from benchmarks.baselines.gguf_file import add_sizes
 from h2o_flexgen.checkpoints.model_files import require_free_space
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.config_values import Config
 
 OF_DENSE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}

@@ -1,4 +1,4 @@
-"""WeightSource: what the engine asks of weights. Checkpoint: a model folder's weights, straight from its safetensors files.
+"""WeightSource: what the engine asks of weights. Checkpoint: the weights of a folder or a GGUF file, straight from its files.
 
 Only headers are read here. A source says where a tensor lies, or makes it; moving the bytes is the disk tier's work.
 """
@@ -6,7 +6,7 @@ Only headers are read here. A source says where a tensor lies, or makes it; movi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,13 +15,14 @@ import torch
 from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
 from h2o_flexgen.checkpoints.experts import each_expert, matrices_of_each
-from h2o_flexgen.checkpoints.gguf_format import is_gguf
+from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_gguf
 from h2o_flexgen.checkpoints.gguf_model import stored_in
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
-from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_architecture import USUAL_NAMES, GgufModel, TensorNames
+from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor, unchecked
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.formats.table import PLAIN
 
@@ -40,6 +41,30 @@ class WeightSource(Protocol):
         in files, which `locate` finds."""
 
     def close(self) -> None: ...
+
+
+class HandedSource:
+    """The weights of a process, read by another process. Weights that stay on a device are handed over tensor by tensor; those
+    that every step reads from disk are read from their files."""
+
+    def __init__(self, source: WeightSource, take: Callable[[torch.Tensor], None]) -> None:
+        """`take` receives the next tensor's bytes, in the order in which the reading process sends them."""
+        self._source = source
+        self._take = take
+
+    def stored_as(self, name: str) -> StoredAs:
+        return self._source.stored_as(name)
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
+        """The places of tensors, without checks: the process that reads has checked them."""
+        return {name: unchecked(stored) for name, stored in self._source.locate(tensors).items()}
+
+    def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
+        self._take(out.view(-1).view(torch.uint8))
+        return True
+
+    def close(self) -> None:
+        self._source.close()
 
 
 class Checkpoint:
@@ -156,7 +181,9 @@ def _bare_name(name: str) -> str:
     return name
 
 
-def folder_checkpoint(folder: Path, copy: Copy | None = None, quantisation: Quantisation | None = None) -> Checkpoint:
+def folder_checkpoint(
+    folder: Path, copy: Copy | None = None, quantisation: Quantisation | None = None, names: TensorNames = USUAL_NAMES
+) -> Checkpoint:
     """Reads and checks every header in a folder of safetensors."""
     shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # named by its manifest
     if not shards.files:
@@ -166,21 +193,25 @@ def folder_checkpoint(folder: Path, copy: Copy | None = None, quantisation: Quan
     shards.check(held)
     tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
     found = find_matrices(quantisation, tensors)
-    return Checkpoint(folder, each_expert(found.tensors), matrices_of_each(found.matrices), copy)
+    return Checkpoint(folder, each_expert(found.tensors, names), matrices_of_each(found.matrices, names), copy)
 
 
-def open_checkpoint(place: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
-    """Opens safetensors and GGUF files directly, and .bin files through a converted copy in `cache_dir`, which is made once."""
+def open_checkpoint(
+    place: Path, cache_dir: Path | None = None, progress: Progress | None = None, names: TensorNames = USUAL_NAMES
+) -> Checkpoint:
+    """Opens safetensors and GGUF files directly, and .bin files through a converted copy in `cache_dir`, which is made once.
+    `names` are those of the model's architecture; a GGUF file is not read without them."""
     if is_gguf(place):
-        return Checkpoint(place, *stored_in(place))
+        assert names.gguf is not None, names
+        return Checkpoint(place, *stored_in(GgufModel(read_gguf(place), names.gguf, names.model_type)))
     if not place.is_dir():
         raise ValueError(f"model folder {place} does not exist")
     quantisation = folder_quantisation(place)
     if any((place / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
-        return folder_checkpoint(place, quantisation=quantisation)
+        return folder_checkpoint(place, quantisation=quantisation, names=names)
     if any((place / name).exists() for name in (TORCH.single, TORCH.index)):
         copy = convert(place, cache_dir, progress)
-        return folder_checkpoint(copy.path, copy, quantisation)
+        return folder_checkpoint(copy.path, copy, quantisation, names)
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
     advice = "give another folder, or dummy weights (--dummy-weights)"
     raise ValueError(f"{place} has no weights: none of {looked_for} is there; {advice}")

@@ -5,42 +5,37 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor
-from h2o_flexgen.checkpoints.gguf_metadata import Metadata
 from h2o_flexgen.checkpoints.model_files import AGAIN
-from h2o_flexgen.core.hints import reason, shown
+from h2o_flexgen.checkpoints.stored_architecture import (
+    CLIP,
+    DENSE_BLOCKS,
+    GATING,
+    NORMED,
+    SOFTMAX,
+    WEIGHTS_SCALE,
+    WINDOW,
+    GgufArchitecture,
+    GgufModel,
+    Heeded,
+)
+from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 
-ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
 OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart"  # transformers reads none of them: only a GGUF file may say so
 
-# The architectures, as files name them (Mistral's models and Mixtral come as llama), and whether llama.cpp's rows are
-# interleaved there: it has moved those of queries and keys so that values that are rotated together are neighbours.
-IN_ORDER = "qwen2", "qwen3", "olmoe", "qwen2moe", "qwen3moe", "gpt-oss", "glm4moe"
-INTERLEAVED: Mapping[str, bool] = {"llama": True, **dict.fromkeys(IN_ORDER, False)}
-GPT_OSS, GLM = "gpt_oss", "glm4_moe"
-OF_QWEN = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-MIXTURES = {"llama": "mixtral", "olmoe": "olmoe", **OF_QWEN, "gpt-oss": GPT_OSS, "glm4moe": GLM}  # where there are experts
-SUMS_TO_ONE = ("mixtral", "qwen3_moe", GPT_OSS)  # the weights of a token's experts, as llama.cpp has it for these
-EXPERT, SHARED_EXPERT, QUERY_NORM = (f"blk.{{}}.{name}.weight" for name in ("ffn_gate_exps", "ffn_gate_shexp", "attn_q_norm"))
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
-
 # keys behind the name of the architecture
-CLIP, NORMED, GATING, WEIGHTS_SCALE = "attention.clamp_kqv", "expert_weights_norm", "expert_gating_func", "expert_weights_scale"
-DENSE_BLOCKS, MORE_TOKENS, ROTATED = "leading_dense_block_count", "nextn_predict_layers", "rope.dimension_count"
-SCALING, WINDOW = "rope.scaling", "attention.sliding_window"
+ROTATED, SCALING = "rope.dimension_count", "rope.scaling"
 LINEAR, YARN = "linear", "yarn"
 MIX = f"{SCALING}.yarn_ext_factor"
-PARTLY_ROTATED = (GLM,)
 
-# what would change a layer's arithmetic -> the values with which it does not
-WITHOUT_EFFECT: Mapping[str, tuple[float, ...]] = {
+# what would change the arithmetic of a layer -> the values with which it does not
+WITHOUT_EFFECT: Heeded = {
     DENSE_BLOCKS: (0,),
     "expert_group_count": (0, 1),
     GATING: (0, SOFTMAX),
@@ -60,19 +55,14 @@ WITHOUT_EFFECT: Mapping[str, tuple[float, ...]] = {
     f"{SCALING}.yarn_log_multiplier": (0,),
     "rope.freq_base_swa": (),
 }
-# architecture -> what its own layers do with it; None: whatever is said
-DONE_BY: Mapping[str, Mapping[str, tuple[float, ...] | None]] = {
-    "olmoe": {CLIP: None},
-    "gpt-oss": {GATING: (0, SOFTMAX_OF_CHOSEN), f"{WINDOW}_pattern": (2,)},
-    "glm4moe": {GATING: (0, SIGMOID), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, "rope.dimension_sections": ()},
-}
 
 
-def config_in(gguf: Gguf) -> dict[str, Any]:
-    """What a config.json would say of the model."""
-    said = GgufArchitecture.of(gguf.metadata)
-    tensors = {tensor.name: tensor for tensor in gguf.tensors}
-    heads = _heads(said)
+def config_in(gguf: Gguf, known: Mapping[str, GgufArchitecture]) -> dict[str, Any]:
+    """What a config.json would say of the model, if it is of one of the architectures that are known, by model_type."""
+    said = GgufModel.of(gguf, known)
+    _refuse_other_arithmetic(said)
+    heads, weighing = _heads(said), _weighing(said)
+    own = {key: read(said) for key, read in said.architecture.keys.items()}
     return {
         "model_type": said.model_type,
         "hidden_size": said.whole("embedding_length"),
@@ -81,154 +71,69 @@ def config_in(gguf: Gguf) -> dict[str, Any]:
         "max_position_embeddings": said.whole("context_length"),
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
-        "vocab_size": _vocabulary(gguf.metadata, tensors),
-        "tie_word_embeddings": HEAD not in tensors,
-        "attention_bias": any(name.endswith(".bias") and ".attn_" in name for name in tensors),
-        "mlp_bias": any(name.endswith(".bias") and ".ffn_" in name for name in tensors),
-        "rope_interleave": INTERLEAVED[said.architecture],
+        "vocab_size": _vocabulary(said),
+        "tie_word_embeddings": HEAD not in said.tensors,
+        "attention_bias": _has_bias(said, ".attn_"),
+        "mlp_bias": _has_bias(said, ".ffn_"),
+        "rope_interleave": said.architecture.is_interleaved,
         **heads,
-        **_experts(said, tensors),
+        **({"num_experts_per_tok": said.whole("expert_used_count")} if said.experts else {}),
+        **weighing,
         **_window(said),
-        **_rope(said, heads["head_dim"], tensors.get(ROPE_DIVISORS)),
-        **_ids(gguf.metadata),
+        **_rope(said, heads["head_dim"]),
+        **own,
+        **_ids(said),
     }
 
 
-@dataclass(frozen=True)
-class GgufArchitecture:
-    """The metadata of an architecture that is known. Its keys begin with its name."""
-
-    metadata: Metadata
-    architecture: str
-
-    @classmethod
-    def of(cls, metadata: Metadata) -> GgufArchitecture:
-        """Refuses an architecture that is not known, and features that no layer here has."""
-        kind = metadata.text(KIND, MODEL)
-        if kind != MODEL:
-            raise ValueError(
-                f"{metadata.path} holds no model but something of the type {shown(kind)}; give the model's own file"
-            )
-        architecture = metadata.text(ARCHITECTURE)
-        if architecture not in INTERLEAVED:
-            known = ", ".join(INTERLEAVED)
-            raise ValueError(
-                f"{metadata.path} is of the architecture {shown(architecture)}, which is not read; known are {known}"
-            )
-        said = cls(metadata, architecture)
-        for name, harmless in {**WITHOUT_EFFECT, **DONE_BY.get(architecture, {})}.items():
-            if said.has(name) and harmless is not None and metadata.values[said.key(name)] not in harmless:
-                raise said.refusal(name, "which the layers here do not do; give another model")
-        if said.experts and architecture not in MIXTURES:
-            raise said.refusal("expert_count", f"and {architecture} with experts is not read; give another model")
-        if not said.experts and architecture != "llama" and architecture in MIXTURES:
-            raise said.refusal("expert_count", f"and {architecture} without experts is not read; {AGAIN}")
-        return said
-
-    @property
-    def experts(self) -> int:
-        return self.whole("expert_count", 0)
-
-    @property
-    def blocks(self) -> int:
-        """The blocks of the model itself. Those after them predict tokens further ahead, and are not used."""
-        return self.whole("block_count") - self.whole(MORE_TOKENS, 0)
-
-    @property
-    def model_type(self) -> str:
-        """The name of transformers. Of the models that files call llama, those with a sliding window are Mistral's."""
-        if self.experts:
-            return MIXTURES[self.architecture]
-        is_mistral = self.architecture == "llama" and self.whole("attention.sliding_window", 0) > 0
-        return "mistral" if is_mistral else self.architecture
-
-    def key(self, name: str) -> str:
-        return f"{self.architecture}.{name}"
-
-    def has(self, name: str) -> bool:
-        return self.key(name) in self.metadata
-
-    def whole(self, name: str, otherwise: int | None = None) -> int:
-        return self.metadata.whole(self.key(name), otherwise)
-
-    def number(self, name: str, otherwise: float | None = None) -> float:
-        return self.metadata.number(self.key(name), otherwise)
-
-    def refusal(self, name: str, why: str) -> ValueError:
-        value = shown(self.metadata.values.get(self.key(name)))
-        return ValueError(f"{self.metadata.path} has {value} as {shown(self.key(name))}, {why}")
+def _refuse_other_arithmetic(said: GgufModel) -> None:
+    """Refuses features that no layer here has."""
+    for name, harmless in {**WITHOUT_EFFECT, **said.architecture.heeds}.items():
+        if said.has(name) and harmless is not None and said.value(name) not in harmless:
+            raise said.refusal(name, "which the layers here do not do; give another model")
 
 
-def _heads(said: GgufArchitecture) -> dict[str, int]:
+def _has_bias(said: GgufModel, part: str) -> bool:
+    return any(name.endswith(".bias") and part in name for name in said.tensors)
+
+
+def _heads(said: GgufModel) -> dict[str, int]:
     heads = said.whole("attention.head_count")
     width = said.whole("attention.key_length", said.whole("embedding_length") // max(heads, 1))
-    for name in ("attention.value_length", *([] if said.model_type in PARTLY_ROTATED else [ROTATED])):
+    for name in ("attention.value_length", *([] if said.architecture.rotates_parts else [ROTATED])):
         if said.whole(name, width) != width:
             raise said.refusal(name, f"but heads of {width} values; layers in which the two differ are not read")
     kv_heads = said.whole("attention.head_count_kv", heads)
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
 
 
-def _experts(said: GgufArchitecture, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """How many there are, how wide they are, and how they are chosen."""
+def _weighing(said: GgufModel) -> dict[str, bool]:
+    """How the experts of a token are weighed."""
     if not said.experts:
         return {}
-    is_glm = said.model_type == GLM  # its files may say either
-    sums_to_one = said.metadata.flag(said.key(NORMED), False) if is_glm else said.model_type in SUMS_TO_ONE
-    if said.has(NORMED) and said.metadata.values[said.key(NORMED)] is not sums_to_one:
+    sums_to_one = said.architecture.sums_to_one
+    if sums_to_one is None:
+        sums_to_one = said.flag(NORMED, False)
+    if said.has(NORMED) and said.value(NORMED) is not sums_to_one:
         raise said.refusal(NORMED, f"which is not how {said.model_type} weighs its experts; give another model")
-    if (dense := said.whole(DENSE_BLOCKS, 0)) >= said.blocks:
+    if said.whole(DENSE_BLOCKS, 0) >= said.blocks:
         raise said.refusal(DENSE_BLOCKS, f"and it has {said.blocks} blocks, so none with experts; give another file")
-    inner = _rows(said, tensors, EXPERT.format(dense), 3)
-    found: dict[str, Any] = {"num_experts_per_tok": said.whole("expert_used_count"), "norm_topk_prob": sums_to_one}
-    if is_glm:
-        return {**found, **_experts_of_glm(said, tensors), "moe_intermediate_size": inner}
-    if said.model_type == GPT_OSS:
-        found["experts_apart"] = True  # elsewhere it has gate and up in one matrix
-    if said.model_type in ("mixtral", GPT_OSS):
-        return {**found, "num_local_experts": said.experts, "intermediate_size": inner}
-    if said.model_type == "olmoe":
-        return {**found, "num_experts": said.experts, "intermediate_size": inner, "clip_qkv": said.number(CLIP, 0.0) or None}
-    found |= {"num_experts": said.experts, "moe_intermediate_size": inner, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    if said.model_type == "qwen2_moe":
-        found["shared_expert_intermediate_size"] = _rows(said, tensors, SHARED_EXPERT.format(0), 2)
-    return found
+    return {"norm_topk_prob": sums_to_one}
 
 
-def _experts_of_glm(said: GgufArchitecture, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    return {
-        "n_routed_experts": said.experts,
-        "n_shared_experts": said.whole("expert_shared_count"),
-        "first_k_dense_replace": said.whole(DENSE_BLOCKS, 0),
-        "routed_scaling_factor": said.number(WEIGHTS_SCALE, 0.0) or 1.0,
-        "use_qk_norm": QUERY_NORM.format(0) in tensors,
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def _rows(said: GgufArchitecture, tensors: Mapping[str, GgufTensor], name: str, dimensions: int) -> int:
-    """The outputs of a matrix, or of each of several."""
-    tensor = tensors.get(name)
-    if tensor is None or len(tensor.shape) != dimensions:
-        what = "has no" if tensor is None else f"has {len(tensor.shape)} instead of {dimensions} dimensions for"
-        older = " (files from before 2024 have experts apart)" if "ffn_gate_exps" in name else ""
-        raise ValueError(f"{said.metadata.path} {what} {name}{older}; {AGAIN}")
-    return tensor.shape[-2]
-
-
-def _window(said: GgufArchitecture) -> dict[str, Any]:
-    if said.model_type == GPT_OSS:  # which says itself what layers have it
-        return {"sliding_window": said.whole(WINDOW)}
+def _window(said: GgufModel) -> dict[str, Any]:
+    """The window of all layers, unless the architecture has keys of its own for that."""
     window = said.whole(WINDOW, 0)
     if not window:
         return {"sliding_window": None}
     return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
 
 
-def _rope(said: GgufArchitecture, head_dim: int, divisors: GgufTensor | None) -> dict[str, Any]:
+def _rope(said: GgufModel, head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_theta": said.number("rope.freq_base", 10000.0)}
-    if said.model_type in PARTLY_ROTATED:
+    if said.architecture.rotates_parts:
         found["partial_rotary_factor"] = said.whole(ROTATED, head_dim) / max(head_dim, 1)
+    divisors = said.tensors.get(ROPE_DIVISORS)
     kind = said.metadata.text(said.key(f"{SCALING}.type"), LINEAR)
     if kind not in ("none", LINEAR, YARN):
         raise said.refusal(f"{SCALING}.type", f"a scaling of positions that is not read; none, {LINEAR} and {YARN} are")
@@ -244,7 +149,7 @@ def _rope(said: GgufArchitecture, head_dim: int, divisors: GgufTensor | None) ->
     return {**found, "rope_divisors": _divisors(divisors, count)}
 
 
-def _refuse_other_mix(said: GgufArchitecture, kind: str) -> None:
+def _refuse_other_mix(said: GgufModel, kind: str) -> None:
     """Refuses a file if its kind of scaling and its share of YaRN's mix contradict each other. In ggml the share alone decides:
     with 0 scaling is linear, whatever it is called, and with 1 it is YaRN. llama.cpp takes the share from the kind, and from
     files of a few architectures only, which are not read here. So two that differ have no known meaning. Below 0 the kind
@@ -255,12 +160,12 @@ def _refuse_other_mix(said: GgufArchitecture, kind: str) -> None:
         raise said.refusal(MIX, f"but positions are scaled by the kind {kind}, which goes with {of_kind:g}; give another file")
 
 
-def _yarn(said: GgufArchitecture) -> dict[str, Any]:
+def _yarn(said: GgufModel) -> dict[str, Any]:
     return {
         "original_max_position_embeddings": said.whole(f"{SCALING}.original_context_length", said.whole("context_length")),
         "beta_fast": said.number(f"{SCALING}.yarn_beta_fast", 32.0),
         "beta_slow": said.number(f"{SCALING}.yarn_beta_slow", 1.0),
-        "truncate": said.model_type != GPT_OSS,  # which no file says, but the config of the model does
+        "truncate": said.architecture.rounds_waves,
     }
 
 
@@ -280,9 +185,9 @@ def _divisors(tensor: GgufTensor, count: int) -> list[float]:
     return found.tolist()
 
 
-def _vocabulary(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> int:
+def _vocabulary(said: GgufModel) -> int:
     """The rows of the table, of which a tokenizer may leave some unused."""
-    table = tensors.get(EMBEDDING)
+    metadata, table = said.metadata, said.tensors.get(EMBEDDING)
     if table is None or len(table.shape) != 2:
         what = "has no" if table is None else "has no matrix as"
         raise ValueError(f"{metadata.path} {what} {EMBEDDING}, the table of its tokens; {AGAIN}")
@@ -292,8 +197,8 @@ def _vocabulary(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> int:
     return table.shape[0]
 
 
-def _ids(metadata: Metadata) -> dict[str, int | None]:
+def _ids(said: GgufModel) -> dict[str, int | None]:
     """Tokens with a meaning; None where a file has none, for the library would put in some of its own."""
-    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    metadata, names = said.metadata, {"bos": "bos", "eos": "eos", "pad": "padding"}
     keys = {f"{short}_token_id": f"tokenizer.ggml.{name}_token_id" for short, name in names.items()}
     return {name: metadata.whole(key) if key in metadata else None for name, key in keys.items()}

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, first_part, has_magic, is_gguf
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH
+from h2o_flexgen.checkpoints.model_places import DEMO_MODELS, FETCHED_MODELS, demo_folder
 from h2o_flexgen.core.hints import did_you_mean
-from h2o_flexgen.demo import DEMO_MODELS, demo_folder
-from h2o_flexgen.demo.fetched import FETCHED_MODELS
 
 TEXTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template*")

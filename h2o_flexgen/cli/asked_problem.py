@@ -20,10 +20,9 @@ from h2o_flexgen.formats.kernel_table import TRITON, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import SearchProblem
 from h2o_flexgen.profiling.profile_cache import is_profiled, machine_before_profile, this_machine
 from h2o_flexgen.session.opened_model import OpenedModel

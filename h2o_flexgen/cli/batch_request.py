@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     GPUS,
     PACK,
@@ -38,9 +39,8 @@ from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.hints import not_installed
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.jobs.input_check import CheckedFile, check_file
+from h2o_flexgen.jobs.index import CheckedFile, check_file
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Manifest, Settings, manifest_file
@@ -132,6 +132,11 @@ class BatchRequest:
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
         return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
+
+    @property
+    def needed_style(self) -> str:
+        """How chats become text. Where there are none, a style that every model has will do."""
+        return self.style if self.checked.chats else AUTO
 
     # -- what the answers depend on ------------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from types import TracebackType
 from h2o_flexgen.cli.watch import Crowd, clock, show_stage
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import NO_TICK, Tick
+from h2o_flexgen.engine.reports import NO_TICK, Stage, Tick
 from h2o_flexgen.jobs.file_job import RequestSizes
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.sampling.completion import Completion

@@ -32,9 +32,8 @@ from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.jobs.file_job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.index import SOUND
 from h2o_flexgen.jobs.manifest import Manifest, Settings, versions
-from h2o_flexgen.jobs.openai_answers import Answers
+from h2o_flexgen.jobs.openai_answers import Answers, RecordMaker
 from h2o_flexgen.jobs.output import JobOutput, OrderedOutput
-from h2o_flexgen.jobs.records import RecordMaker
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
@@ -157,7 +156,7 @@ class PreparedBatch:
     @property
     def _reading(self) -> LineReading:
         tokenizer = self.llm.tokenizer
-        style = choose_style(self.request.style, tokenizer) if self.request.checked.chats else None
+        style = choose_style(self.request.needed_style, tokenizer)
         size_of = RowMaker(self.llm.spec, self.llm.plan, tokenizer).size
         return LineReading(tokenizer, style, size_of, partial(prefix_finder, self.llm.plan))
 

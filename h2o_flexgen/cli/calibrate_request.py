@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.checkpoints.probe_file import FILE as PROBE_FILE
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, model_of, site_of
 from h2o_flexgen.cli.flags import TRACEBACK, Group, Parser
 from h2o_flexgen.cli.output_files import OUTPUT, check_output_file, check_picture
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.workload import TOKENS
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.policies.head_budgets import FILE, OWN
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
+from h2o_flexgen.checkpoints.model_places import local_place
 from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.environment import cores
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import DEVICE, HOST
-from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.formats.table import BY_BITS
 from h2o_flexgen.planning.machine import Machine

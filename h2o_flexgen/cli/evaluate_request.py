@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
 from h2o_flexgen.cli.flags import (
     PLAN,
@@ -23,9 +24,8 @@ from h2o_flexgen.core.allowed_values import Bounds, decimal_number, whole_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import TOKENS
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, BudgetShare, BudgetSlots, Grid
-from h2o_flexgen.evaluation.study.asked_facts import FactsAsked
+from h2o_flexgen.evaluation.recall_questions import FactsAsked
 from h2o_flexgen.evaluation.tasks.task import (
     EXAMPLES,
     GEN_LEN,

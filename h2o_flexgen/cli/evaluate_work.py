@@ -27,12 +27,9 @@ from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.grid_picture import draw_quality, panels_of
 from h2o_flexgen.evaluation.grid_run import Evaluation
 from h2o_flexgen.evaluation.result_table import Results, details, tables
-from h2o_flexgen.evaluation.study.facts import study_facts
-from h2o_flexgen.evaluation.study.facts_picture import draw_facts
-from h2o_flexgen.evaluation.study.facts_study import FactsStudy
-from h2o_flexgen.evaluation.study.heavy_hitter_study import HeavyHitterStudy
-from h2o_flexgen.evaluation.study.heavy_hitters import study
-from h2o_flexgen.evaluation.study.pictures import draw
+from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
+from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
+from h2o_flexgen.evaluation.study.pictures import draw, draw_facts
 from h2o_flexgen.evaluation.study.text_reading import OnLayer
 from h2o_flexgen.evaluation.tasks.task import EvaluationTask, window_of
 from h2o_flexgen.evaluation.texts import windows

@@ -13,7 +13,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, Choice, Truth
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice
 from h2o_flexgen.core.environment import cores, threads
 from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
@@ -22,7 +22,7 @@ from h2o_flexgen.core.units import SIZE
 from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.plan import MOST_GPUS, Plan, six_numbers
-from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import SINKS
 from h2o_flexgen.policies.table import POLICIES
@@ -35,7 +35,6 @@ NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": Tr
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 REPEATABLE = "may be given several times"
 PLAN, KV = options_of(Plan), options_of(KVOptions)
-SECONDS = Bounds(0, 1e9, is_whole=False, without_least=True)
 
 
 # -- the parser ---------------------------------------------------------------------------------------------------------
@@ -164,10 +163,8 @@ class Parser(argparse.ArgumentParser):
         group.truth("--allow-4bit", text=bits)
         rounded = f"products of {INT8} may be taken for packed weights, where that is faster; it changes what the model says"
         group.truth("--allow-int8", text=rounded)
-        limit = "from the first prompt of a block to its last token (default: no limit)"
-        group.value("--latency-limit", "SECONDS", limit, SECONDS)
-        wish = "what is best: most tokens per second, or the block that is over soonest"
-        group.choice("--prefer", PREFERENCES, wish, THROUGHPUT)
+        for one in options_of(PlanRequirements).values():
+            group.option(one)
         return group
 
     def add_kv(self) -> None:
@@ -225,7 +222,7 @@ class Group:
 
     def switch(self, flag: str, default: bool, text: str) -> None:
         """A flag with a value of 0 or 1; without one it is on."""
-        self.value(flag, "0|1", text, Truth(), default, nargs="?", const=True)
+        self.value(flag, "0|1", text, TRUTH, default, nargs="?", const=True)
 
     def verbose(self, text: str) -> None:
         """Adds --verbose; without a level it means more than usual."""

@@ -15,15 +15,12 @@ from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import BrokenRequest, Outcome
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.restarted_run import RestartedRun
-from h2o_flexgen.engine.shrink import Shrink
-from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import Tick, summed
+from h2o_flexgen.engine.reports import Stage, Tick, summed
+from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.index import SOUND, ChangedInput, Index
-from h2o_flexgen.jobs.output import JobOutput
-from h2o_flexgen.jobs.recording import Recording
-from h2o_flexgen.jobs.records import BROKEN, RecordMaker
+from h2o_flexgen.jobs.openai_answers import BROKEN, RecordMaker
+from h2o_flexgen.jobs.output import JobOutput, Recording
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.llm import LLM
 

@@ -8,7 +8,7 @@ from h2o_flexgen.cli.common_requests import GPUS, ModelRequest, SiteRequest, sit
 from h2o_flexgen.cli.watch import OpeningReport
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import OnStage
+from h2o_flexgen.engine.reports import OnStage
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.plan import Plan

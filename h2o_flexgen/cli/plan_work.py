@@ -14,7 +14,7 @@ from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.thread_options import set_threads
+from h2o_flexgen.engine.resources import set_threads
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.planning.search import Candidate, SearchProblem, SearchResult, refuse_what_never_fits, search

@@ -15,7 +15,7 @@ from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.thread_options import set_threads
+from h2o_flexgen.engine.resources import set_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
 from h2o_flexgen.planning.machines import machine_file

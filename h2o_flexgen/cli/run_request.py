@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     DEMO_SAMPLING,
     GPUS,
@@ -36,15 +37,13 @@ from h2o_flexgen.cli.flags import (
 from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.made_up import DEFAULT_TOKENS
-from h2o_flexgen.text.prompt_file import given_prompts
+from h2o_flexgen.text.given_prompts import DEFAULT_TOKENS, given_prompts
 
 PROGRAM = "python -m h2o_flexgen.run"
 FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"

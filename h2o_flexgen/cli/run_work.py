@@ -33,9 +33,9 @@ from h2o_flexgen.planning.predict import predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling.profile_cache import profile_at_hand
 from h2o_flexgen.sampling.sampler import resolve_seed
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Task
 from h2o_flexgen.session.plan_finder import PlanSearch
-from h2o_flexgen.text.made_up import check_room, made_up_prompts
+from h2o_flexgen.text.given_prompts import check_room, made_up_prompts
 from h2o_flexgen.text.prompts import Prompt
 
 WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"

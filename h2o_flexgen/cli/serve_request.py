@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     ModelRequest,
     SiteRequest,
@@ -31,7 +32,6 @@ from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_numbe
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import SIZE, parse_bytes
 from h2o_flexgen.core.workload import GATHER, PROMPTS, TOKENS
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements

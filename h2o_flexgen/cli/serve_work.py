@@ -31,8 +31,8 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.jobs.file_job import LineReading
@@ -45,18 +45,17 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.planning.prefix_room import first_that_fits, rooms_to_search
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.serving.app import make_app
-from h2o_flexgen.serving.batches.batch_threads import BatchWork
-from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
-from h2o_flexgen.serving.batches.routes import BatchRoutes
-from h2o_flexgen.serving.bodies import Limits
-from h2o_flexgen.serving.counts import ServerCounts
-from h2o_flexgen.serving.desk import Desk, Terms
-from h2o_flexgen.serving.hosts import Hosts
-from h2o_flexgen.serving.keys import Keys
-from h2o_flexgen.serving.listening import ServerAddress, bound, is_loopback, listening, place_of
-from h2o_flexgen.serving.service import Service
-from h2o_flexgen.serving.status import Facts, Tier
+from h2o_flexgen.server.access import Hosts, Keys
+from h2o_flexgen.server.app import make_app
+from h2o_flexgen.server.batches.batch_threads import BatchWork
+from h2o_flexgen.server.batches.routes import BatchRoutes
+from h2o_flexgen.server.batches.stored_files import DataFolder, data_folder
+from h2o_flexgen.server.bodies import Limits
+from h2o_flexgen.server.counts import ServerCounts
+from h2o_flexgen.server.desk import Desk, Terms
+from h2o_flexgen.server.listening import ServerAddress, bound, is_loopback, listening, place_of
+from h2o_flexgen.server.service import Service
+from h2o_flexgen.server.status_page import Facts, Tier
 from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.dialogue import choose_style
 

@@ -16,12 +16,12 @@ from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.environment import cache_folder, cores
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import MADE_AGAIN, Stage, how_far, made_again
-from h2o_flexgen.engine.thread_options import crowding, get_num_threads, make_room_for_others
+from h2o_flexgen.engine.reports import MADE_AGAIN, Stage, how_far, made_again
+from h2o_flexgen.engine.resources import crowding, get_num_threads, make_room_for_others
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.profiling.busy_cores import Others
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Task
 
 COPIES = {  # how copies are made, and where in the cache they are kept
     Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", CONVERTED),

@@ -139,6 +139,9 @@ class Truth(Allowed):
         return "true or false"
 
 
+TRUTH = Truth()
+
+
 @dataclass(frozen=True)
 class Several(Allowed):
     """A list of values, each of which is typed by itself."""

@@ -21,12 +21,11 @@ from typing import NamedTuple
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.engine.job import Request, prompt_of
-from h2o_flexgen.engine.kv_usage import HeldBytes, held_bytes
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
-from h2o_flexgen.engine.sharing import NOTHING, Sharing
+from h2o_flexgen.engine.seated_rows import HeldBytes, held_bytes
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
-from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.engine.waiting import NOTHING, Sharing, Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion

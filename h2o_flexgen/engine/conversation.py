@@ -26,7 +26,7 @@ from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams, one_params
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Task
 from h2o_flexgen.text.prompts import token_ids
 from h2o_flexgen.text.tokenizer import Tokenizer
 

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.engine.chunked_logits import LogitsOf
-from h2o_flexgen.engine.device_parts import PartsThere
 from h2o_flexgen.engine.executor import Executor, shortage_in
 from h2o_flexgen.engine.graphs import Compute, GraphPlace, StepGraphs
-from h2o_flexgen.engine.head import AtHead
+from h2o_flexgen.engine.head import AtHead, LogitsOf
+from h2o_flexgen.engine.reports import OnPass, Pass
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows, RowsPart
+from h2o_flexgen.engine.rows import BatchRows, PartsThere, RowsPart
 from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
@@ -34,7 +33,6 @@ from h2o_flexgen.engine.stores.judges import judges_of
 from h2o_flexgen.engine.stores.kv_levels import KVLevels
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
-from h2o_flexgen.engine.tick import OnPass, Pass
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.layer_cache import LayerCache
 from h2o_flexgen.memory.host import give_back_freed
@@ -44,13 +42,11 @@ from h2o_flexgen.memory.threads import refuse_forked
 from h2o_flexgen.models import base
 from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.placement import place_weights
+from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.sections import device_of_layers, layers_of, only_layers
 from h2o_flexgen.schedule.lanes import Lanes, longest_by_kind, sum_by_kind
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task, Visit
 from h2o_flexgen.schedule.trace import Trace
 
 Thing = TypeVar("Thing")

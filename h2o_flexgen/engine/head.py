@@ -1,19 +1,114 @@
-"""The head of the model: what happens to a batch after the last layer. Generation picks tokens from the last logits.
+"""The head of the model: what happens to a batch after the last layer. Generation picks tokens from the last logits, and
+prompts get their log-probabilities. Logits of many positions are made some positions at a time.
 
 The engine gives the hidden states and a function that makes logits; the AtHead given to `Engine.run` chooses which logits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.chunked_logits import LogitsOf
-from h2o_flexgen.engine.prompt_logprobs import read_prompts
-from h2o_flexgen.engine.rows import BatchRows, OnLogits, OnToken
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.rows import BatchRows, OnLogits, OnToken, SharedOf
+from h2o_flexgen.engine.stores.prefix_store import Prefix
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.completion import StepLogprobs
+from h2o_flexgen.sampling.logits import logprobs_of
 from h2o_flexgen.sampling.sampler import Sampler
+
+LogitsOf = Callable[[Tensor], Tensor]  # hidden (positions, width) -> (positions, vocab), in the dtype of the model
+LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
+
+
+def positions_at_once(plan: Plan, vocab: int) -> int:
+    """How many positions have their logits made together. The plan counts those of a step of a batch in any case."""
+    return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
+
+
+def side_by_side(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
+    """Joins states (tokens, width) into pieces of this many positions, and copies at most one piece at a time."""
+    held: list[Tensor] = []
+    room = positions
+    for piece in pieces:
+        while len(piece):
+            held.append(piece[:room])
+            room -= len(held[-1])
+            piece = piece[len(held[-1]) :]
+            if room == 0:
+                yield torch.cat(held)
+                held, room = [], positions
+    if held:
+        yield torch.cat(held)
+
+
+def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions: int) -> None:
+    """Gives rows that ask for them the log-probabilities of their prompts, from the pass that reads these. In it every token
+    sees all tokens before it unchanged, whatever a policy keeps of them afterwards and in however few bits. Those of a shared
+    prefix are computed once for all its rows. `positions`: how many have their logits made at once."""
+    rows.note_prefixes(hidden)
+    asking = [_Asking.of(row, own, rows.prefix_of(row)) for row, own in rows.prompts(hidden) if row.wants_prompt_logprobs]
+    found = _logprobs([each for one in asking for each in one.scored], logits_of, positions)
+    for one in asking:
+        shared = () if one.shared is None else _of_prefix(*one.shared, one.count, logits_of, positions)
+        one.row.prompt_logprobs = (None, *shared, *found[: one.positions])
+        del found[: one.positions]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Hidden states (tokens, width), the token that follows each of them, and how many of the likeliest tokens are asked for
+    beside it."""
+
+    hidden: Tensor
+    tokens: Sequence[int]
+    count: int
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A row that asks for the log-probabilities of its prompt, and the states of the prompt that it does not share."""
+
+    row: RowState
+    shared: SharedOf | None
+    scored: Sequence[_Scored]
+    count: int
+
+    @classmethod
+    def of(cls, row: RowState, own: Tensor, shared: SharedOf | None) -> _Asking:
+        count, ids = row.params.prompt_logprobs or 0, row.prompt_ids[-len(own) :]
+        scored = [_Scored(own[:-1], ids[1:], count)]
+        if shared is not None and shared.prefix.hidden is not None:
+            scored.insert(0, _Scored(shared.prefix.hidden[shared.tokens - 1 : shared.tokens], ids[:1], count))
+        return cls(row, shared, scored, count)
+
+    @property
+    def positions(self) -> int:
+        return sum(len(each.tokens) for each in self.scored)
+
+
+def _of_prefix(prefix: Prefix, tokens: int, count: int, logits_of: LogitsOf, positions: int) -> Sequence[StepLogprobs]:
+    """The log-probabilities of the first tokens of a prefix. They are computed again only if a row asks for more of the
+    likeliest tokens than all rows before."""
+    assert prefix.hidden is not None
+    if count > prefix.likeliest:
+        prefix.logprobs = _logprobs([_Scored(prefix.hidden[:-1], prefix.ids[1:], count)], logits_of, positions)
+        prefix.likeliest = count
+    return [replace(one, top=one.top[:count]) for one in prefix.logprobs[: tokens - 1]]
+
+
+def _logprobs(each: Sequence[_Scored], logits_of: LogitsOf, positions: int) -> list[StepLogprobs]:
+    tokens = [token for one in each for token in one.tokens]
+    counts = [one.count for one in each for _ in one.tokens]
+    found: list[StepLogprobs] = []
+    for piece in side_by_side([one.hidden for one in each], positions):
+        here = slice(len(found), len(found) + len(piece))
+        found += logprobs_of(logits_of(piece), torch.tensor(tokens[here]), counts[here])
+    return found
 
 
 class AtHead(Protocol):

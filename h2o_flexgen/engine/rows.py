@@ -7,7 +7,7 @@ living rows from the end fill the gaps, so that living rows always come first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
 from h2o_flexgen.kv.step import KVStep, Upload
+from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
@@ -291,3 +292,21 @@ def _last(part: RowsPart, hidden: Tensor) -> Tensor:
     if hidden.shape[1] == 1:
         return hidden[:, 0]
     return hidden[part.now.row_index, part.now.lengths[:, 0, 0] - 1]
+
+
+class PartsThere:
+    """The parts of a step on a device other than the one that picked their tokens. It serves one device. The data of a step are
+    copied to it once for all its layers."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: dict[tuple[int, int | None], tuple[RowsPart, RowsPart]] = {}  # batch and first row -> a part, and it there
+
+    def of(self, batch: int, part: RowsPart) -> RowsPart:
+        known = self._known.get((batch, part.rows.start))
+        if known is None or known[0] is not part:
+            target = self._device.torch_device
+            levels = tuple(now.on(target, self._device.upload) for now in part.levels)
+            known = part, replace(part, levels=levels, tokens=part.tokens.to(target, non_blocking=True))
+            self._known[batch, part.rows.start] = known
+        return known[1]

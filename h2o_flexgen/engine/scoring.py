@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.chunked_logits import LogitsOf, side_by_side
+from h2o_flexgen.engine.head import LogitsOf, side_by_side
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnToken
 from h2o_flexgen.formats.table import PLAIN

@@ -9,6 +9,7 @@ and that is not kept yet, is a part of its own before theirs; it may begin with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,33 @@ from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, padded
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import KVStep, Upload
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.queues import read_together
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
+
+
+class HeldBytes(NamedTuple):
+    held: int
+    of_seats: int  # that can be held at most
+
+
+def held_bytes(planned: BlockPlan, rows: Sequence[tuple[RowState, SeatNeed | None]]) -> HeldBytes:
+    """`rows`: each with its need for slots of its own, once that is known. Shared prefixes are not counted."""
+    kv = HeldKV(planned.spec, planned.levels, planned.block)
+    places = [(layer, batch) for layer in planned.spec.kv_layers for batch in range(len(planned.block.batches))]
+    of_head = planned.spec.kv_bytes_per_head
+    heads = [sum(map(len, level.heads)) for level in planned.levels]
+    needed = ((row, need or SeatNeed(row.prompt_len, row.max_tokens)) for row, need in rows)
+    held = sum(of_head * own * _slots(planned, level, *each) for each in needed for level, own in enumerate(heads))
+    return HeldBytes(held, sum(kv.image_bytes(*place) for place in places))
+
+
+def _slots(planned: BlockPlan, level: int, row: RowState, need: SeatNeed) -> int:
+    """Slots that a row holds in each head of a level, between two passes."""
+    return planned.levels[level].policy.alone(need).counts(row.num_generated)[0]
 
 
 class SeatedRows(BatchRows):

@@ -13,9 +13,9 @@ from itertools import accumulate
 from h2o_flexgen.core.prefix_groups import PrefixGroups
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Job, Request, Requests, RequestSize, prefix_finder, prompt_of, workload_of_job
+from h2o_flexgen.engine.reports import Ticker
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
-from h2o_flexgen.engine.tick import Ticker
 from h2o_flexgen.engine.waiting import WaitingJob
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.text.prompts import Prompt, read_prompts

@@ -16,6 +16,7 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import load_config, tensor_names
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.profiling.measure import describe_machine
@@ -56,7 +57,7 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
 def folder_digest(place: Path) -> str:
     """A digest of config, tokenizer and weights: of a model in parts, the first may have nothing but what is said of it."""
     beside = [place] if is_gguf(place) else [place / name for name in (CONFIG, *TOKENIZER_FILES)]
-    with closing(open_checkpoint(place)) as checkpoint:
+    with closing(open_checkpoint(place, names=tensor_names(load_config(str(place))))) as checkpoint:
         return _digest(dict.fromkeys([*filter(Path.is_file, beside), *checkpoint.files]))
 
 

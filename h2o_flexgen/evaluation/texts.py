@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.model_places import held_out_prose
 from h2o_flexgen.core.files import read_text
-from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 

@@ -32,13 +32,13 @@ class LineReading:
     """How lines become what the model reads."""
 
     tokenizer: Tokenizer
-    style: Style | None  # how chats are written down; None: there are none
+    style: Style  # how chats are written down
     size_of: SizeOf
     new_finder: Callable[[], PrefixFinder | None] = lambda: None  # what looks for prefixes that requests of a job share
 
     def request(self, number: int, line: Line) -> Request:
         prompt, params = line.read_with(self.tokenizer, self.style), line.options.params
-        if line.is_chat and self.style is not None and self.style.stops:
+        if line.is_chat and self.style.stops:
             params = replace(params, stop=(*params.stop_strings, *self.style.stops))
         return Request(prompt, params, number)
 

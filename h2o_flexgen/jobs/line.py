@@ -34,10 +34,9 @@ class Line:
     is_chat: bool
     options: Options
 
-    def read_with(self, tokenizer: Tokenizer, style: Style | None) -> Prompt:
+    def read_with(self, tokenizer: Tokenizer, style: Style) -> Prompt:
         """The prompt in tokens. `style` writes chats down."""
         if self.is_chat:
-            assert style is not None, "chats were counted"
             return style.whole(self.prompt)  # type: ignore[arg-type]
         if isinstance(self.prompt, str):
             return Prompt(self.prompt, tuple(tokenizer.encode(self.prompt)))

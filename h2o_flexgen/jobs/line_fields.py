@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import Allowed, Rule, Truth, mapping, whole_number
+from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Rule, mapping, whole_number
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
 MAX_TOKENS, OTHER_MAX_TOKENS, BIAS, BEST_OF = "max_tokens", "max_completion_tokens", "logit_bias", "best_of"
-_SWITCH = Truth()
 
 
 def _text(value: object) -> str:
@@ -28,7 +27,7 @@ _TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prom
 # fields that have no bearing on an answer, or none with a model that lacks what they are about, with the types of OpenAI
 UNUSED: Mapping[str, Allowed] = {
     **dict.fromkeys(("model", *_TEXTS, "reasoning_effort", "verbosity"), _TEXT),
-    **dict.fromkeys(("store", "parallel_tool_calls"), _SWITCH),
+    **dict.fromkeys(("store", "parallel_tool_calls"), TRUTH),
     "metadata": Rule(mapping(_text, _text), "an object with texts as values"),
 }
 _NO_TOOLS = "there are no tools; write them into the prompt"
@@ -111,8 +110,8 @@ def _options(
             raise ValueError(f"{name} is {shown(found[name])}; {otherwise}")
     changed = {name: value for name, value in found.items() if name in _TAKEN_AS_THEY_ARE}
     changed |= _max_tokens(found) | _bias(found) | (_chat_logprobs(found) if is_chat else _logprobs(found))
-    echo = not is_chat and (_SWITCH.value(ECHO, found[ECHO]) if ECHO in found else defaults.echo)
-    token_ids = _SWITCH.value(TOKEN_IDS, found[TOKEN_IDS]) if TOKEN_IDS in found else defaults.token_ids
+    echo = not is_chat and (TRUTH.value(ECHO, found[ECHO]) if ECHO in found else defaults.echo)
+    token_ids = TRUTH.value(TOKEN_IDS, found[TOKEN_IDS]) if TOKEN_IDS in found else defaults.token_ids
     logprobs = changed.get(LOGPROBS, defaults.params.logprobs)
     if echo and logprobs is not None:
         changed[PROMPT_LOGPROBS] = logprobs
@@ -159,7 +158,7 @@ def _logprobs(found: Mapping[str, object]) -> dict[str, object]:
 def _chat_logprobs(found: Mapping[str, object]) -> dict[str, object]:
     """Whether there are any, and how many of the likeliest are shown, as a chat is asked."""
     shown_beside = _COUNT.value(TOP_LOGPROBS, found[TOP_LOGPROBS]) if TOP_LOGPROBS in found else None
-    are_asked = _SWITCH.value(LOGPROBS, found[LOGPROBS]) if LOGPROBS in found else None
+    are_asked = TRUTH.value(LOGPROBS, found[LOGPROBS]) if LOGPROBS in found else None
     if shown_beside is not None and not are_asked:
         raise ValueError(f"{TOP_LOGPROBS} is {shown_beside}, and {LOGPROBS} is not true; add it")
     return {} if are_asked is None else {LOGPROBS: (shown_beside or 0) if are_asked else None}

@@ -13,7 +13,7 @@ from typing import Any
 
 from h2o_flexgen.core.files import parse_json, read_document_text, write_durably
 from h2o_flexgen.core.hints import reason, shown
-from h2o_flexgen.jobs.input_check import InputPart
+from h2o_flexgen.jobs.index import InputPart
 from h2o_flexgen.jobs.input_file import JSON_LINES
 from h2o_flexgen.jobs.output import waiting_file
 

@@ -12,7 +12,7 @@ from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.index import Index
-from h2o_flexgen.jobs.records import BEGINNING, is_refusal
+from h2o_flexgen.jobs.openai_answers import BEGINNING, is_refusal
 
 OPEN, DONE, FAILED = range(3)  # of a request
 

@@ -21,11 +21,9 @@ from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Notes
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
-from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges import Held, Judge, Written
-from h2o_flexgen.kv.prompt_reading import PromptReading
-from h2o_flexgen.kv.prompt_repeat import attend_with_echo
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation
 

@@ -12,6 +12,7 @@ from h2o_flexgen.checkpoints.gguf_config import OWN_KEYS, config_in
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.checkpoints.model_files import read_object
+from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, TensorNames
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
@@ -19,7 +20,7 @@ from h2o_flexgen.models.config_values import check_config, parts_beside_text, wh
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
-    from h2o_flexgen.models.layout import Config
+    from h2o_flexgen.models.config_values import Config
 
 LONGEST_OBJECTION = 300  # characters of what transformers says
 
@@ -27,29 +28,47 @@ LONGEST_OBJECTION = 300  # characters of what transformers says
 MODELS: Mapping[str, tuple[str, str]] = {
     "opt": ("opt", "OPT"),
     "llama": ("llama", "Llama"),
-    "mistral": ("llama", "Llama"),
-    "qwen2": ("llama", "Llama"),
-    "qwen3": ("llama", "Llama"),
+    "mistral": ("mistral", "Mistral"),
+    "qwen2": ("qwen", "Qwen2"),
+    "qwen3": ("qwen", "Qwen3"),
     "phi3": ("phi3", "Phi3"),
-    "gemma2": ("gemma", "Gemma"),
-    "gemma3_text": ("gemma", "Gemma"),
-    "mixtral": ("mixture", "MixtureOfExperts"),
-    "olmoe": ("mixture", "MixtureOfExperts"),
-    "qwen2_moe": ("mixture", "MixtureOfExperts"),
-    "qwen3_moe": ("mixture", "MixtureOfExperts"),
+    "gemma2": ("gemma", "Gemma2"),
+    "gemma3_text": ("gemma", "Gemma3"),
+    "mixtral": ("mistral", "Mixtral"),
+    "olmoe": ("olmoe", "Olmoe"),
+    "qwen2_moe": ("qwen", "Qwen2Moe"),
+    "qwen3_moe": ("qwen", "Qwen3Moe"),
     "gpt_oss": ("gpt_oss", "GptOss"),
     "glm4_moe": ("glm", "GlmMoe"),
     "gpt_neox": ("neox", "NeoX"),
 }
 
 
+def architecture(model_type: str) -> type[Model]:
+    """The class of a model_type that is known."""
+    module, kind = MODELS[model_type]
+    found: type[Model] = getattr(import_module(f"{__name__}.{module}"), kind)
+    return found
+
+
 def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str = "") -> Model:
     """The architecture that the config names, its spec made for `dtype`; with sep_layer off a block is one layer."""
-    module, kind = MODELS[_checked_architecture(getattr(config, "model_type", None))]
+    kind = architecture(_known_type(getattr(config, "model_type", None)))
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_BYTES)}")
-    model: Model = getattr(import_module(f"{__name__}.{module}"), kind)(config, dtype, sep_layer, name)
-    return model
+    return kind(config, dtype, sep_layer, name)
+
+
+def tensor_names(config: Config) -> TensorNames:
+    """What the files of a model with this config call its tensors."""
+    kind = architecture(config.model_type)
+    return TensorNames(config.model_type, kind.patterns, kind.gguf)
+
+
+def gguf_architectures() -> Mapping[str, GgufArchitecture]:
+    """Those of which GGUF files are read, by model_type."""
+    found = {model_type: architecture(model_type).gguf for model_type in MODELS}
+    return {model_type: gguf for model_type, gguf in found.items() if gguf is not None}
 
 
 def load_config(name_or_path: str) -> Config:
@@ -60,7 +79,7 @@ def load_config(name_or_path: str) -> Config:
     except ValueError as error:
         hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
         raise ValueError(f"{error}{hint}") from error
-    values = config_in(read_gguf(place)) if is_gguf(place) else _read_folder(place)
+    values = config_in(read_gguf(place), gguf_architectures()) if is_gguf(place) else _read_folder(place)
     return _config_of(values, name_or_path)
 
 
@@ -100,12 +119,12 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
             f"the model {name!r} is of the architecture {kind}, which has {parts} beside its text part (text_config); "
             "the text part of such a model is not read yet; give a checkpoint of the text model alone"
         )
-    architecture = _checked_architecture(values.get("model_type"))
-    check_config(values, architecture, name)
+    model_type = _known_type(values.get("model_type"))
+    check_config(values, architecture(model_type).bounds, name)
     from transformers import CONFIG_MAPPING
 
     try:
-        return cast("Config", CONFIG_MAPPING[architecture].from_dict(dict(values)))
+        return cast("Config", CONFIG_MAPPING[model_type].from_dict(dict(values)))
     except Exception as error:  # whatever transformers objects to stands in a file of the user's
         raise ValueError(f"the config of {name!r} is not valid: {one_line(error)[:LONGEST_OBJECTION]}") from error
 
@@ -120,10 +139,10 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
     return {name: value for name, value in values.items() if name not in OWN_KEYS}
 
 
-def _checked_architecture(architecture: object) -> str:
-    if not isinstance(architecture, str) or architecture not in MODELS:
-        raise ValueError(f"architecture {shown(architecture)} is not supported; known are {', '.join(MODELS)}")
-    return architecture
+def _known_type(model_type: object) -> str:
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        raise ValueError(f"architecture {shown(model_type)} is not supported; known are {', '.join(MODELS)}")
+    return model_type
 
 
 def _nearest(name: str) -> str:

@@ -6,15 +6,18 @@ where weights come from nor how many keys are kept: attention is done by the `at
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.models.config_values import Bounds, Config
 from h2o_flexgen.models.new_tokens import Attend, NewTokens
 
 
@@ -48,7 +51,42 @@ class Given:
 class Model(Protocol):
     """Its layers name methods of it. These are LayerFunctions, and a HeadFunction for the layer that makes logits."""
 
+    bounds: ClassVar[Bounds]  # of the keys of a config that it reads, beside those that all do
+    patterns: ClassVar[Mapping[str, str]]  # of what its checkpoints call tensors -> the usual names
+    gguf: ClassVar[GgufArchitecture | None]  # None: GGUF files of it are not read
     spec: ModelSpec
+
+    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None: ...
+
+
+class InHalves(ABC):
+    """A model that says what is before the attention of a layer and what is behind it. A layer is both, one behind the other.
+    Where the host attends (`ModelSpec.cut_at_attention`), each half belongs to a layer of its own. So a pass over all other
+    batches fits between them, and no weights are held any longer for it. The first one then hands on hidden states with the
+    outcome of attention behind them."""
+
+    bounds: ClassVar[Bounds] = {}
+    patterns: ClassVar[Mapping[str, str]] = {}
+    gguf: ClassVar[GgufArchitecture | None] = None
+    spec: ModelSpec
+
+    @abstractmethod
+    def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        """What `given.attend` makes of the hidden states' queries, keys and values."""
+
+    @abstractmethod
+    def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
+        """The hidden states behind the layer, from those before it and what was attended."""
+
+    def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return self.with_attended(hidden, self.attended(hidden, weights, given), weights)
+
+    def before_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return torch.cat((hidden, self.attended(hidden, weights, given)), dim=-1)
+
+    def behind_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        width = self.spec.width
+        return self.with_attended(hidden[..., :width], hidden[..., width:].contiguous(), weights)
 
 
 # (model, hidden (rows, tokens, width), weights, given) -> hidden. A layer that takes tokens has (rows, tokens) of them instead:

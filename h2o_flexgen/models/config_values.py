@@ -1,10 +1,10 @@
-"""Checks the sizes in a model's config.json before anything is built from them: missing sizes, values that are no numbers and
-sizes beyond any model's are refused here, so that no later code divides by zero or counts to 2**62."""
+"""Configs of models, and the bounds of what they say. Missing sizes, values that are no numbers and sizes beyond those of any
+model are refused here, before anything is built from them, so that no later code divides by zero or counts to 2**62."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH
@@ -12,60 +12,66 @@ from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH
 BLOCKS, HEADS, VOCAB, POSITIONS = 1 << 12, 1 << 14, 1 << 26, 1 << 30  # as with those of a width: far more than any model has
 MOST_EXPERTS = 1 << 12
 
-REQUIRED = {
-    "num_hidden_layers": BLOCKS,
-    "hidden_size": MOST_WIDTH,
-    "num_attention_heads": HEADS,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": POSITIONS,
+
+class Config(Protocol):
+    """A PretrainedConfig of transformers, or anything with its attributes: they differ by architecture and version."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class Whole(NamedTuple):
+    """The bounds of a whole number from 1 on."""
+
+    most: int
+    is_required: bool = False
+    may_be_zero: bool = False  # which stands for none
+
+
+class Number(NamedTuple):
+    least: float
+    most: float
+
+
+Bounds = Mapping[str, Whole | Number]  # of the keys of a config
+FACTOR = Number(1e-3, 1e3)
+SOFTCAP = Number(1e-3, 1e6)
+
+# of the keys that several architectures read
+SHARED_BOUNDS: Bounds = {
+    "num_hidden_layers": Whole(BLOCKS, is_required=True),
+    "hidden_size": Whole(MOST_WIDTH, is_required=True),
+    "num_attention_heads": Whole(HEADS, is_required=True),
+    "vocab_size": Whole(VOCAB, is_required=True),
+    "max_position_embeddings": Whole(POSITIONS, is_required=True),
+    "intermediate_size": Whole(MOST_WIDTH, is_required=True),
+    "num_key_value_heads": Whole(HEADS),
+    "head_dim": Whole(MOST_HEAD_DIM),
+    "sliding_window": Whole(POSITIONS, may_be_zero=True),
+    "original_max_position_embeddings": Whole(POSITIONS),
+    "moe_intermediate_size": Whole(MOST_WIDTH),
+    "rope_theta": Number(1.0, 1e12),
+    "rotary_emb_base": Number(1.0, 1e12),
+    "rotary_pct": Number(0.0, 1.0),
+    "partial_rotary_factor": Number(0.0, 1.0),
+    "rms_norm_eps": Number(0.0, 1.0),
+    "layer_norm_eps": Number(0.0, 1.0),
+    "routed_scaling_factor": Number(0.0, 1e6),
 }
-MLP_WIDTH, MLP_WIDTH_OF_OPT = "intermediate_size", "ffn_dim"
-OPTIONAL = {
-    "num_key_value_heads": HEADS,
-    "head_dim": MOST_HEAD_DIM,
-    "word_embed_proj_dim": MOST_WIDTH,
-    "sliding_window": POSITIONS,
-    "original_max_position_embeddings": POSITIONS,
-    "query_pre_attn_scalar": MOST_WIDTH,
-    "moe_intermediate_size": MOST_WIDTH,
-    "shared_expert_intermediate_size": MOST_WIDTH,
-    "n_shared_experts": MOST_EXPERTS,
-    "decoder_sparse_step": BLOCKS,
-}
-NONE_IF_ZERO = ("sliding_window",)
 EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
-BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # smallest and largest value
-LIMITS, FACTORS = (0.0, 1e6), (1e-3, 1e3)
-SOFTCAP = (1e-3, 1e6)
-NUMBERS = {
-    "rope_theta": BASE,
-    "rotary_emb_base": BASE,
-    "rotary_pct": SHARE,
-    "partial_rotary_factor": SHARE,
-    "rms_norm_eps": SMALL,
-    "layer_norm_eps": SMALL,
-    "routed_scaling_factor": LIMITS,
-    "first_k_dense_replace": LIMITS,
-    "swiglu_limit": LIMITS,
-    "swiglu_alpha": FACTORS,
-    "final_logit_softcapping": SOFTCAP,
-    "attn_logit_softcapping": SOFTCAP,
-}
 EOS = "eos_token_id"
 TEXT_PART, NO_PARTS = "text_config", ("quantization_config", "generation_config")
 
 
-def check_config(values: Mapping[str, Any], architecture: str, name: str) -> None:
-    """`values` are the contents of config.json."""
+def check_config(values: Mapping[str, Any], own: Bounds, name: str) -> None:
+    """`values` are the contents of config.json, `own` the bounds that its architecture has beside the shared ones."""
+    bounds = {**SHARED_BOUNDS, **own}
     try:
-        mlp_width = MLP_WIDTH_OF_OPT if architecture == "opt" else MLP_WIDTH
-        for key, most in {**REQUIRED, mlp_width: MOST_WIDTH}.items():
-            _check_size(key, values.get(key), most)
-        for key, most in OPTIONAL.items():
-            if values.get(key) is not None and not (key in NONE_IF_ZERO and values[key] == 0):
-                _check_size(key, values[key], most)
+        for key, bound in bounds.items():
+            if isinstance(bound, Whole):
+                _check_whole(key, values.get(key), bound)
+        numbers = {key: bound for key, bound in bounds.items() if isinstance(bound, Number)}
         for place in _places_of_numbers(values):
-            _check_numbers(place)
+            _check_numbers(place, numbers)
         if values.get("sliding_window") == 1:
             raise ValueError("sliding_window is 1, in which a token would see itself alone")
         _check_heads(values)
@@ -95,11 +101,12 @@ def parts_beside_text(values: Mapping[str, Any]) -> list[str]:
     return named or ["other parts"]
 
 
-def _check_size(key: str, value: object, most: int) -> None:
-    if value is None:
+def _check_whole(key: str, value: object, bound: Whole) -> None:
+    if value is None and bound.is_required:
         raise ValueError(f"{key} is missing")
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {most}")
+    is_none = value is None or (bound.may_be_zero and value == 0)
+    if not is_none and (type(value) is not int or not 1 <= value <= bound.most):
+        raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {bound.most}")
 
 
 def _places_of_numbers(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -111,8 +118,8 @@ def _places_of_numbers(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
             yield from (own for own in place.values() if isinstance(own, Mapping))
 
 
-def _check_numbers(values: Mapping[str, Any]) -> None:
-    for key, (least, most) in NUMBERS.items():
+def _check_numbers(values: Mapping[str, Any], bounds: Mapping[str, Number]) -> None:
+    for key, (least, most) in bounds.items():
         value = values.get(key)
         if value is not None and (type(value) not in (int, float) or not least <= value <= most):
             raise ValueError(f"{key} is {shown(value)}, which is no number from {least:g} to {most:g}")
@@ -129,10 +136,8 @@ def _check_heads(values: Mapping[str, Any]) -> None:
 
 def _check_experts(values: Mapping[str, Any]) -> None:
     for key in (key for key in EXPERTS if values.get(key) is not None):
-        _check_size(key, values[key], MOST_EXPERTS)
-        chosen = values.get(CHOSEN)
-        if chosen is not None:
-            _check_size(CHOSEN, chosen, values[key])
+        _check_whole(key, values[key], Whole(MOST_EXPERTS))
+        _check_whole(CHOSEN, values.get(CHOSEN), Whole(values[key]))
 
 
 def eos_ids_of(value: object) -> frozenset[int]:

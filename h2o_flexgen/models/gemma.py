@@ -7,19 +7,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.model_spec import LayerSpec
+from h2o_flexgen.core.model_spec import MOST_WIDTH, LayerSpec
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.layout import Config, Origin
-from h2o_flexgen.models.llama import FULL, MLP, SLIDING, Llama, Traits, attention_parameters, windows_by_kind
-from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.config_values import SOFTCAP, Bounds, Config, Whole
+from h2o_flexgen.models.layout import Origin
+from h2o_flexgen.models.llama import FULL, MLP, SLIDING, Decoder, Traits, attention_parameters, head_width, windows_by_kind
 from h2o_flexgen.models.rotary import Rope, Rotary
 
-SECOND = "gemma2"
 BEHIND_ATTENTION, BEFORE_MLP, BEHIND_MLP = (
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -27,7 +27,15 @@ BEHIND_ATTENTION, BEFORE_MLP, BEHIND_MLP = (
 )
 
 
-class Gemma(Llama):
+class Gemma(Decoder):
+    """What both have in common."""
+
+    bounds: ClassVar[Bounds] = {
+        "query_pre_attn_scalar": Whole(MOST_WIDTH),
+        "final_logit_softcapping": SOFTCAP,
+        "attn_logit_softcapping": SOFTCAP,
+    }
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         if getattr(config, "use_bidirectional_attention", False):
             raise ValueError("use_bidirectional_attention is set, but tokens are made one after the other; take another model")
@@ -37,27 +45,23 @@ class Gemma(Llama):
         self._rotary_near = near.rotary(self.spec.head_dim)
         scale = torch.tensor(config.hidden_size**0.5, dtype=getattr(torch, dtype))  # rounded as the model was trained with
         self._embedding_scale = float(scale)
-        self._query_scale = math.sqrt(self.spec.head_dim / config.query_pre_attn_scalar)  # beside that of every attention
-        self._most_logit = getattr(config, "final_logit_softcapping", None)
 
     # -- what it says otherwise --------------------------------------------------------------------------------------------
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
-        bias, is_third = config.attention_bias, config.model_type != SECOND
-        cap = None if is_third else config.attn_logit_softcapping  # the third has a word for it, and no use
-        return Traits(bias, bias, head_norm=is_third, windows=windows_by_kind(config), attention_cap=cap)
+        return Traits(
+            config.attention_bias,
+            config.attention_bias,
+            windows=windows_by_kind(config),
+            query_scale=math.sqrt(head_width(config) / config.query_pre_attn_scalar),
+            logit_cap=getattr(config, "final_logit_softcapping", None),
+        )
 
     @staticmethod
     def activation_of(config: Config) -> str:
         name: str = config.hidden_activation
         return name
-
-    def ropes_of(self, config: Config) -> Sequence[Rope]:
-        """The rotations of layers with a window, and of those that see everything."""
-        if config.model_type == SECOND:
-            return super().ropes_of(config)
-        return [Rope.of(config, kind, partly=self.rotates_parts) for kind in (SLIDING, FULL)]
 
     def rotary_of(self, config: Config) -> Rotary:
         *_, everything = self.ropes_of(config)
@@ -71,21 +75,13 @@ class Gemma(Llama):
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         return super().embed(tokens, weights, given).mul_(self._embedding_scale)
 
-    def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        return self._attended(hidden, weights, given, self._rotary)
-
-    def _attended(self, hidden: Tensor, weights: Weights, given: Given, rotary: Rotary) -> Tensor:
-        x, q, k, v = self.asked(hidden, weights)
-        q = q if self._query_scale == 1.0 else q.mul_(self._query_scale)
-        return given.attend(NewTokens(q, k, v, rotary, x))
-
     def near_attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         """The attention of a layer with a window."""
-        return self.with_attended(hidden, self._attended(hidden, weights, given, self._rotary_near), weights)
+        return self.with_attended(hidden, self.attended_by(self._rotary_near, hidden, weights, given), weights)
 
     def before_near_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         """The first half of it, as `InHalves` has halves."""
-        return torch.cat((hidden, self._attended(hidden, weights, given, self._rotary_near)), dim=-1)
+        return torch.cat((hidden, self.attended_by(self._rotary_near, hidden, weights, given)), dim=-1)
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         return self.normed(tensor_ops.linear(out, weights, "self_attn.o_proj"), weights, BEHIND_ATTENTION).add_(hidden)
@@ -93,10 +89,6 @@ class Gemma(Llama):
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         out = self.gated(self.normed(hidden, weights, BEFORE_MLP), weights, MLP)
         return self.normed(out, weights, BEHIND_MLP).add_(hidden)
-
-    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        logits, most = super().head(hidden, weights), self._most_logit
-        return logits if most is None else logits.div_(most).tanh_().mul_(most)
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 
@@ -114,4 +106,20 @@ class Gemma(Llama):
 
     def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
         norms = (layout.norm(name, width, bias=False) for name in (BEFORE_MLP, BEHIND_MLP))
-        return layout.mlp(Llama.mlp, layout.joined(*norms, MLP.parameters(width, inner)), width, inner, origin)
+        return layout.mlp(Decoder.mlp, layout.joined(*norms, MLP.parameters(width, inner)), width, inner, origin)
+
+
+class Gemma2(Gemma):
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return replace(Gemma.traits_of(config), attention_cap=config.attn_logit_softcapping)
+
+
+class Gemma3(Gemma):
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return replace(Gemma.traits_of(config), head_norm=True)  # it has a word for a cap of scores, and no use
+
+    def ropes_of(self, config: Config) -> Sequence[Rope]:
+        """The rotations of layers with a window, and of those that see everything."""
+        return [Rope.of(config, kind, partly=self.rotates_parts) for kind in (SLIDING, FULL)]

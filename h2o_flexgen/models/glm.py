@@ -3,20 +3,60 @@ their weights. Its first blocks have a single mlp."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.stored_architecture import (
+    ATTENTION,
+    DENSE_BLOCKS,
+    EXPERTS,
+    GATING,
+    HEAD_NORMS,
+    MLP,
+    NORMS_BY_PLACE,
+    QKV,
+    ROUTER,
+    SIGMOID,
+    WEIGHTS_SCALE,
+    GgufArchitecture,
+    biases,
+    shared_expert,
+    weights,
+)
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.layout import Config, Parameters
-from h2o_flexgen.models.llama import GatedMlp, Traits
-from h2o_flexgen.models.mixture import ROUTER, Mixture, MixtureOfExperts
+from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Number, Whole
+from h2o_flexgen.models.layout import Parameters
+from h2o_flexgen.models.llama import Traits
+from h2o_flexgen.models.mixture import SHARED, Mixture, MixtureOfExperts
 
-CORRECTION = f"{ROUTER}.e_score_correction_bias"
-SHARED = GatedMlp.of("mlp.shared_experts")
+CORRECTION = "mlp.gate.e_score_correction_bias"
 LEAST_SUM = 1e-20  # prevents a division by zero
 
 
 class GlmMoe(MixtureOfExperts):
+    bounds: ClassVar[Bounds] = {"n_shared_experts": Whole(MOST_EXPERTS), "first_k_dense_replace": Number(0.0, 1e6)}
+    gguf = GgufArchitecture(
+        "glm4moe",
+        {
+            **weights(ATTENTION, HEAD_NORMS, MLP, EXPERTS, ROUTER, shared_expert(SHARED), NORMS_BY_PLACE),
+            **biases(QKV),
+            "exp_probs_b.bias": CORRECTION,
+        },
+        keys={
+            "n_routed_experts": lambda said: said.experts,
+            "n_shared_experts": lambda said: said.whole("expert_shared_count"),
+            "first_k_dense_replace": lambda said: said.whole(DENSE_BLOCKS, 0),
+            "moe_intermediate_size": lambda said: said.expert_width,
+            "routed_scaling_factor": lambda said: said.number(WEIGHTS_SCALE, 0.0) or 1.0,
+            "use_qk_norm": lambda said: "blk.0.attn_q_norm.weight" in said.tensors,
+            "num_nextn_predict_layers": lambda said: 0,
+        },
+        heeds={GATING: (0, SIGMOID), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, "rope.dimension_sections": ()},
+        has_experts=True,
+        rotates_parts=True,
+    )
     rotates_parts = True
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
@@ -37,23 +77,16 @@ class GlmMoe(MixtureOfExperts):
         return block >= int(config.first_k_dense_replace)
 
     def routing(self, width: int) -> Parameters:
-        mixture = self._mixture
-        return layout.joined(
-            layout.norm("post_attention_layernorm", width, bias=False),
-            layout.router(ROUTER, mixture.experts, width),
-            layout.wide(CORRECTION, mixture.experts),
-            SHARED.parameters(width, mixture.shared),
-        )
+        return layout.joined(super().routing(width), layout.wide(CORRECTION, self._mixture.experts))
 
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         correction = tensor_ops.plain(weights, CORRECTION)
         assert correction is not None
-        scores = tensor_ops.sigmoid(tensor_ops.wide_linear(x, weights, ROUTER))  # in 16 bits it would choose others
+        scores = tensor_ops.sigmoid(
+            tensor_ops.wide_linear(x, weights, self._mixture.router)
+        )  # in 16 bits it would choose others
         experts = (scores + correction).topk(self._mixture.chosen, dim=-1).indices
         shares = scores.gather(-1, experts)
         if self._mixture.sums_to_one:
             shares /= shares.sum(dim=-1, keepdim=True) + LEAST_SUM
         return shares.mul_(self._factor), experts
-
-    def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
-        return self.gated(x, weights, SHARED).float()

@@ -7,24 +7,53 @@ products are parted; in GGUF files they are two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
+from h2o_flexgen.checkpoints.stored_architecture import (
+    ATTENTION,
+    EXPERTS,
+    GATING,
+    NORMS_BY_PLACE,
+    SOFTMAX_OF_CHOSEN,
+    WINDOW,
+    GgufArchitecture,
+    biases,
+    weights,
+)
 from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.layout import Config, Parameters
-from h2o_flexgen.models.llama import Traits, windows_by_kind
+from h2o_flexgen.models.config_values import FACTOR, Bounds, Config, Number
+from h2o_flexgen.models.layout import Parameters
+from h2o_flexgen.models.llama import SINKS, Traits, windows_by_kind
 from h2o_flexgen.models.mixture import ExpertGroup, Mixture, MixtureOfExperts
 
-ROUTER = "mlp.router"
+ROUTER = {"ffn_gate_inp": "mlp.router"}  # its names in GGUF files and here
 LIMIT, ALPHA = 7.0, 1.702  # of configs that are older than the keys
 
 
 class GptOss(MixtureOfExperts):
-    expert_bias = True
+    bounds: ClassVar[Bounds] = {"swiglu_limit": Number(0.0, 1e6), "swiglu_alpha": FACTOR}
+    gguf = GgufArchitecture(
+        "gpt-oss",
+        {
+            **weights(ATTENTION, EXPERTS, ROUTER, NORMS_BY_PLACE),
+            **biases(ATTENTION, EXPERTS, ROUTER),
+            "attn_sinks.weight": SINKS,
+        },
+        keys={
+            "num_local_experts": lambda said: said.experts,
+            "intermediate_size": lambda said: said.expert_width,
+            "experts_apart": lambda said: True,  # elsewhere it has gate and up in one matrix
+            "sliding_window": lambda said: said.whole(WINDOW),  # its config says itself which layers have it
+        },
+        heeds={GATING: (0, SOFTMAX_OF_CHOSEN), f"{WINDOW}_pattern": (2,)},
+        has_experts=True,
+        sums_to_one=True,
+        rounds_waves=False,
+    )
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._are_apart = bool(getattr(config, "experts_apart", False))  # of a GGUF file: transformers has no such key
@@ -39,23 +68,22 @@ class GptOss(MixtureOfExperts):
 
     @staticmethod
     def mixture_of(config: Config) -> Mixture:
-        return Mixture(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, sums_to_one=True)
+        return Mixture(
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            config.intermediate_size,
+            sums_to_one=True,
+            of_chosen=True,
+            router="mlp.router",
+            router_bias=True,
+            expert_bias=True,
+        )
 
     @staticmethod
     def activation_of(config: Config) -> str:
         return "silu"  # gates are defined by their sigmoid, whatever the config says
 
-    @staticmethod
-    def has_experts(config: Config, block: int) -> bool:
-        return True
-
     # -- its layers --------------------------------------------------------------------------------------------------------
-
-    def routing(self, width: int) -> Parameters:
-        return layout.joined(
-            layout.norm("post_attention_layernorm", width, bias=False),
-            layout.router(ROUTER, self._mixture.experts, width, bias=True),
-        )
 
     def expert(self, number: int, width: int) -> Parameters:
         if self._are_apart:
@@ -67,10 +95,6 @@ class GptOss(MixtureOfExperts):
         )
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
-
-    def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        likeliest, experts = tensor_ops.linear(x, weights, ROUTER).topk(self._mixture.chosen, dim=-1)
-        return functional.softmax(likeliest, dim=-1, dtype=torch.float32), experts
 
     def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
         if self._are_apart:

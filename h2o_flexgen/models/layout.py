@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
-from h2o_flexgen.models.base import HeadFunction, LayerFunction
-from h2o_flexgen.models.halves import InHalves
+from h2o_flexgen.models.base import HeadFunction, InHalves, LayerFunction
+from h2o_flexgen.models.config_values import Config
 
 MLP_STATES = 3  # of the inner width, at once: what goes up, the gate beside it, and what an activation makes of them
-
-
-class Config(Protocol):
-    """A PretrainedConfig of transformers, or anything with its attributes: they differ by architecture and version."""
-
-    def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,27 @@
-"""LLaMA and its relatives Mistral, Qwen2 and Qwen3: RMS norm, rotary positions, gated mlp, grouped keys and values."""
+"""LLaMA: RMS norm, rotary positions, gated mlp, grouped keys and values.
+
+A relative is a class below `Decoder`. Its `traits_of` says which keys of a config it reads, and what they mean. What no trait
+says is a method that it overrides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.stored_architecture import ATTENTION, OF_LLAMA, GgufArchitecture, biases
+from h2o_flexgen.checkpoints.stored_architecture import MLP as MLP_IN_FILES
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, tensor_ops
-from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.halves import InHalves
-from h2o_flexgen.models.layout import Config, Origin, Parameters
+from h2o_flexgen.models.base import Given, InHalves, Weights
+from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rope, Rotary
 
@@ -32,19 +39,14 @@ class Traits:
     clip: float | None = None  # queries, keys and values are no larger
     sinks: bool = False  # each query head has a score beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
+    query_scale: float = 1.0  # of queries, beside that of every attention
+    residual_scale: float = 1.0  # of what attention and mlp add to the hidden states
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # logits come near it and no further
 
 
 SLIDING, FULL, SINKS = "sliding_attention", "full_attention", "self_attn.sinks"
 Windows: TypeAlias = tuple[int | None, ...] | None  # of each layer, the tokens that a token sees; None: all that are before it
-
-TRAITS: Mapping[str, Callable[[Config], Traits]] = {
-    "llama": lambda config: Traits(config.attention_bias, config.attention_bias, config.mlp_bias),
-    "mistral": lambda config: Traits(windows=same_windows(config)),
-    "qwen2": lambda config: Traits(qkv_bias=True, windows=windows_by_kind(config)),
-    "qwen3": lambda config: Traits(
-        config.attention_bias, config.attention_bias, head_norm=True, windows=windows_by_kind(config)
-    ),
-}
 
 
 class GatedMlp(NamedTuple):
@@ -70,7 +72,9 @@ class GatedMlp(NamedTuple):
 MLP = GatedMlp.of("mlp")
 
 
-class Llama(InHalves):
+class Decoder(InHalves):
+    """What LLaMA and its relatives have in common, and the ways in which they differ."""
+
     rotates_parts = False  # of each head, where the config asks for it
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
@@ -84,8 +88,8 @@ class Llama(InHalves):
     # -- what relatives say otherwise --------------------------------------------------------------------------------------
 
     @staticmethod
-    def traits_of(config: Config) -> Traits:
-        return TRAITS[config.model_type](config)
+    @abstractmethod
+    def traits_of(config: Config) -> Traits: ...
 
     @staticmethod
     def activation_of(config: Config) -> str:
@@ -123,8 +127,12 @@ class Llama(InHalves):
         return tensor_ops.embedding(tokens, weights, "embed_tokens")
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return self.attended_by(self._rotary, hidden, weights, given)
+
+    def attended_by(self, rotary: Rotary, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
-        return given.attend(NewTokens(q, k, v, self._rotary, x, tensor_ops.plain(weights, SINKS)))
+        q = q if self._traits.query_scale == 1.0 else q.mul_(self._traits.query_scale)
+        return given.attend(NewTokens(q, k, v, rotary, x, tensor_ops.plain(weights, SINKS)))
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a layer makes queries, keys and values of, and these, head by head."""
@@ -145,28 +153,33 @@ class Llama(InHalves):
         return self.normed(q, weights, "self_attn.q_norm"), self.normed(k, weights, "self_attn.k_norm")
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        out = tensor_ops.linear(out, weights, "self_attn.o_proj")
+        return self.added(tensor_ops.linear(out, weights, "self_attn.o_proj"), hidden)
+
+    def added(self, out: Tensor, hidden: Tensor) -> Tensor:
+        """The hidden states behind attention or mlp, of what it made, which is not used elsewhere."""
+        out = out if self._traits.residual_scale == 1.0 else out.mul_(self._traits.residual_scale)
         out += hidden
         return out
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        out = self.gated(self.normed(hidden, weights, "post_attention_layernorm"), weights, MLP)
-        out += hidden
-        return out
+        return self.added(self.gated(self.normed(hidden, weights, "post_attention_layernorm"), weights, MLP), hidden)
 
     def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
         made = self._gating(*tensor_ops.linears(x, weights, names.gate, names.up))  # from here on nothing holds gate or up
         return tensor_ops.linear(made, weights, names.down)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return tensor_ops.linear(self.normed(hidden, weights, "norm"), weights, "lm_head")
+        logits = tensor_ops.linear(self.normed(hidden, weights, "norm"), weights, "lm_head")
+        logits = logits if self._traits.logit_scale == 1.0 else logits.mul_(self._traits.logit_scale)
+        most = self._traits.logit_cap
+        return logits if most is None else logits.div_(most).tanh_().mul_(most)
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 
     def _spec(self, config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
         width, heads = config.hidden_size, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or width // heads
+        head_dim = head_width(config)
         widths = width, heads * head_dim, kv_heads * head_dim, head_dim
 
         def parts(index: int) -> Sequence[LayerSpec]:
@@ -177,9 +190,9 @@ class Llama(InHalves):
 
         head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight})
-        embed = layout.embedding(Llama.embed, layout.table("embed_tokens", config.vocab_size, width), {}, width, outside)
+        embed = layout.embedding(Decoder.embed, layout.table("embed_tokens", config.vocab_size, width), {}, width, outside)
         logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
-        head = layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside)
+        head = layout.head(Decoder.head, layout.norm("norm", width, bias=False), logits, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
         own = {
             "kv_heads": kv_heads,
@@ -194,7 +207,25 @@ class Llama(InHalves):
         parameters = layout.joined(
             layout.norm("post_attention_layernorm", width, bias=False), MLP.parameters(width, inner, self._traits.mlp_bias)
         )
-        return layout.mlp(Llama.mlp, parameters, width, inner, origin)
+        return layout.mlp(Decoder.mlp, parameters, width, inner, origin)
+
+
+class Llama(Decoder):
+    gguf = GgufArchitecture(
+        "llama",
+        {**OF_LLAMA, **biases(ATTENTION, MLP_IN_FILES)},
+        has_window=False,
+        is_interleaved=True,
+        has_divisors=True,
+    )
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(config.attention_bias, config.attention_bias, config.mlp_bias)
+
+
+def head_width(config: Config) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def same_windows(config: Config) -> Windows:

@@ -8,7 +8,8 @@ change a token's outcome.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -22,8 +23,9 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.operations import add_weighted
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.layout import MLP_STATES, Config, Origin
-from h2o_flexgen.models.llama import TRAITS, GatedMlp, Llama, Traits, same_windows, windows_by_kind
+from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.layout import MLP_STATES, Origin
+from h2o_flexgen.models.llama import Decoder, GatedMlp
 
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
@@ -31,9 +33,8 @@ MOST_TOGETHER = 1.5  # so many times as many rows as there are tokens are comput
 # States of an expert's inner width that are held at once, as measured: those of an mlp, and one more for the rows as a kernel
 # arranges them, or for a product of gate and up before it is parted.
 EXPERT_STATES = MLP_STATES + 1
+SHARED = "mlp.shared_experts"
 VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
-ROUTER, SHARED_GATE = "mlp.gate", "mlp.shared_expert_gate"
-SHARED = GatedMlp.of("mlp.shared_expert")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Mixture:
     inner: int  # width of an expert
     sums_to_one: bool  # the weights of the chosen ones
     shared: int = 0  # width of an mlp that all tokens pass through beside theirs; 0: there is none
+    shared_name: str = SHARED
+    of_chosen: bool = False  # the weights are a softmax of the scores of the chosen ones alone
+    router: str = "mlp.gate"
+    router_bias: bool = False
+    expert_bias: bool = False
 
     @property
     def share(self) -> float:
@@ -55,29 +61,6 @@ class Mixture:
         """The experts of each slice."""
         step = max(1, min(-(-self.experts // SLICES), MOST_VALUES // (3 * width * self.inner)))
         return (range(first, min(first + step, self.experts)) for first in range(0, self.experts, step))
-
-
-OF_QWEN = "qwen2_moe", "qwen3_moe"
-
-MIXTURES: Mapping[str, Callable[[Config], Mixture]] = {
-    "mixtral": lambda config: Mixture(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, True),
-    "olmoe": lambda config: _of_qwen(config, config.intermediate_size),
-    "qwen2_moe": lambda config: _of_qwen(config, config.moe_intermediate_size, config.shared_expert_intermediate_size),
-    "qwen3_moe": lambda config: _of_qwen(config, config.moe_intermediate_size),
-}
-
-TRAITS_OF_MIXTURES: Mapping[str, Callable[[Config], Traits]] = {
-    "mixtral": TRAITS["mistral"],
-    "olmoe": lambda config: Traits(config.attention_bias, config.attention_bias, whole_norm=True, clip=config.clip_qkv),
-    "qwen2_moe": lambda config: Traits(qkv_bias=getattr(config, "qkv_bias", True), windows=windows_by_kind(config)),
-    "qwen3_moe": lambda config: Traits(
-        config.attention_bias, config.attention_bias, head_norm=True, windows=same_windows(config)
-    ),
-}
-
-
-def _of_qwen(config: Config, inner: int, shared: int = 0) -> Mixture:
-    return Mixture(config.num_experts, config.num_experts_per_tok, inner, bool(config.norm_topk_prob), shared)
 
 
 class Routed(NamedTuple):
@@ -106,10 +89,8 @@ class Routed(NamedTuple):
         return 2 * width + (width + 2 * chosen) * FLOAT_BYTES // DTYPE_BYTES[dtype]
 
 
-class MixtureOfExperts(Llama):
-    """LLaMA's relatives with experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
-
-    expert_bias = False
+class MixtureOfExperts(Decoder):
+    """LLaMA's relatives with experts. `mixture_of` says which keys of a config a relative reads for them."""
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._mixture = self.mixture_of(config)
@@ -118,12 +99,13 @@ class MixtureOfExperts(Llama):
         self._names = [GatedMlp.of(f"mlp.experts.{number}") for number in range(self._mixture.experts)]
 
     @staticmethod
-    def traits_of(config: Config) -> Traits:
-        return TRAITS_OF_MIXTURES[config.model_type](config)
+    @abstractmethod
+    def mixture_of(config: Config) -> Mixture: ...
 
     @staticmethod
-    def mixture_of(config: Config) -> Mixture:
-        return MIXTURES[config.model_type](config)
+    def has_experts(config: Config, block: int) -> bool:
+        """Whether a block has experts; otherwise it has a single mlp."""
+        return True
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 
@@ -157,33 +139,22 @@ class MixtureOfExperts(Llama):
         made = replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing)
         return replace(made, reads_back=True, overwrites=not (is_first or is_last))
 
-    @staticmethod
-    def has_experts(config: Config, block: int) -> bool:
-        """Whether a block has experts; in Qwen's models some may have a single mlp."""
-        if config.model_type not in OF_QWEN:
-            return True
-        if block in (getattr(config, "mlp_only_layers", None) or ()):
-            return False
-        return (block + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
-
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
-        return GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, self.expert_bias, mixture.share)
+        return GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, mixture.expert_bias, mixture.share)
 
     def routing(self, width: int) -> layout.Parameters:
         """What stands before the experts."""
         mixture = self._mixture
         norm = layout.norm("post_attention_layernorm", width, bias=False)
-        router = layout.router(ROUTER, mixture.experts, width)
-        if not mixture.shared:
-            return layout.joined(norm, router)
-        shared_gate = layout.router(SHARED_GATE, 1, width)
-        return layout.joined(norm, router, shared_gate, SHARED.parameters(width, mixture.shared))
+        router = layout.router(mixture.router, mixture.experts, width, mixture.router_bias)
+        shared = GatedMlp.of(mixture.shared_name).parameters(width, mixture.shared) if mixture.shared else {}
+        return layout.joined(norm, router, shared)
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = tensor_ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
+        x = self.normed(hidden, weights, "post_attention_layernorm")
         shares, experts = self.chosen(x, weights)
         given.chosen(experts)
         total = self.through_shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
@@ -191,16 +162,19 @@ class MixtureOfExperts(Llama):
 
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Chooses experts for each token: their weights, in fp32, and their numbers. (rows, tokens, chosen) each"""
-        likely = functional.softmax(tensor_ops.linear(x, weights, ROUTER), dim=-1, dtype=torch.float32)
+        scores = tensor_ops.linear(x, weights, self._mixture.router)
+        if self._mixture.of_chosen:
+            highest, experts = scores.topk(self._mixture.chosen, dim=-1)
+            return functional.softmax(highest, dim=-1, dtype=torch.float32), experts
+        likely = functional.softmax(scores, dim=-1, dtype=torch.float32)
         shares, experts = likely.topk(self._mixture.chosen, dim=-1)
         if self._mixture.sums_to_one:
             shares /= shares.sum(dim=-1, keepdim=True)
         return shares, experts
 
     def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
-        """What comes of the mlp that all tokens pass through."""
-        gate = tensor_ops.sigmoid(tensor_ops.linear(x, weights, SHARED_GATE))
-        return self.gated(x, weights, SHARED).float().mul_(gate)
+        """What comes of the mlp that all tokens pass through, in fp32."""
+        return self.gated(x, weights, GatedMlp.of(self._mixture.shared_name)).float()
 
     def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         """Adds what these experts make of the tokens that they were given."""
@@ -235,7 +209,7 @@ class MixtureOfExperts(Llama):
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         state = Routed.of(joined, self.spec.width, self._mixture.chosen)
-        return state.hidden + state.total.to(joined.dtype)
+        return self.added(state.total.to(joined.dtype, copy=True), state.hidden)
 
 
 class ExpertGroup(NamedTuple):

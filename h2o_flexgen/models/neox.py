@@ -7,9 +7,9 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import layout, tensor_ops
-from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.halves import InHalves
-from h2o_flexgen.models.layout import Config, Origin, Parameters
+from h2o_flexgen.models.base import Given, InHalves, Weights
+from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rope
 

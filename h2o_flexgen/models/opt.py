@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.model_spec import MOST_WIDTH, LayerSpec, ModelSpec
 from h2o_flexgen.models import layout, tensor_ops
-from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.halves import InHalves
-from h2o_flexgen.models.layout import Config, Origin, Parameters
+from h2o_flexgen.models.base import Given, InHalves, Weights
+from h2o_flexgen.models.config_values import Bounds, Config, Whole
+from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 
 POSITION_OFFSET = 2  # the first rows of the position table belong to padding, which is never embedded here
 
 
 class OPT(InHalves):
+    bounds: ClassVar[Bounds] = {
+        "ffn_dim": Whole(MOST_WIDTH, is_required=True),
+        "intermediate_size": Whole(MOST_WIDTH),
+        "word_embed_proj_dim": Whole(MOST_WIDTH),
+    }
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self.spec = _spec(config, dtype, sep_layer, name)
         self._norm_first = bool(config.do_layer_norm_before)

@@ -10,14 +10,15 @@ from torch import Tensor
 from h2o_flexgen.core.model_spec import LayerSpec
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.layout import Config, Origin
-from h2o_flexgen.models.llama import GatedMlp, Llama, Traits, same_windows
+from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.layout import Origin
+from h2o_flexgen.models.llama import Decoder, GatedMlp, Traits, same_windows
 
 QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
 FUSED_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
 
 
-class Phi3(Llama):
+class Phi3(Decoder):
     rotates_parts = True
 
     @staticmethod
@@ -51,4 +52,4 @@ class Phi3(Llama):
             layout.linear(INTO_MLP, 2 * inner, width, bias=False),
             layout.linear(OUT_OF_MLP, width, inner, bias=False),
         )
-        return replace(layout.mlp(Llama.mlp, parameters, width, inner, origin), passing_width=FUSED_STATES * inner)
+        return replace(layout.mlp(Decoder.mlp, parameters, width, inner, origin), passing_width=FUSED_STATES * inner)

@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.operations import rotate
-from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.config_values import Config
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 

@@ -12,10 +12,17 @@ from functools import cached_property
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
-from h2o_flexgen.planning.held_kv import HeldKV
-from h2o_flexgen.planning.placement import Placement, place, place_weights, placed_shares, traffic
+from h2o_flexgen.planning.placement import (
+    HeldKV,
+    Placement,
+    layers_of,
+    only_layers,
+    place,
+    place_weights,
+    placed_shares,
+    traffic,
+)
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.sections import layers_of, only_layers
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule

@@ -19,9 +19,8 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.seating import Seating
-from h2o_flexgen.schedule.ops import LANES, Data, Op
+from h2o_flexgen.schedule.ops import LANES, Data, Key, Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Key, Task
 
 
 class AtLevel(NamedTuple):

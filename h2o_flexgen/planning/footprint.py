@@ -28,8 +28,7 @@ from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.held_kv import Place
-from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.placement import Place, Placement
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
 from h2o_flexgen.schedule.schedule import Schedule

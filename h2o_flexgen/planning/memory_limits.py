@@ -1,12 +1,14 @@
-"""MemoryLimits: the bytes that may be held on every tier."""
+"""MemoryLimits: the bytes that may be held on every tier; and what of a machine's memory is not planned with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.planning.footprint import WEIGHTS, Footprint
+from h2o_flexgen.planning.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class MemoryLimits:
 
     def needs(self, footprint: Footprint, tier: str) -> int:
         return sum(self.held(footprint, tier).values())
+
+    def room(self, footprint: Footprint, tier: str) -> float:
+        """Bytes that a plan leaves of a limit."""
+        limit = self.of(tier)
+        return inf if limit is None else limit - self.needs(footprint, tier)
 
     def held(self, footprint: Footprint, tier: str) -> dict[str, int]:
         """Bytes by what they hold on a tier, of all processes."""
@@ -58,3 +65,17 @@ class MemoryLimits:
         base = self.base(HOST)
         host = None if self.host is None else base + max(0, self.host - base) // 2
         return replace(self, device=None if self.device is None else self.device // 2, host=host)
+
+
+HOST_SHARE = 0.05  # the kernel, its page tables, other processes
+HOST_LEAST, HOST_MOST = 10**9, 8 * 10**9
+DEVICE_SHARE = 0.02  # what a driver keeps, error correction included: a T4 of 16 GB has 15.8
+CONTEXT_BYTES = 500 * 10**6  # a CUDA context, with the libraries for products
+
+
+def left_to_system(machine: Machine) -> Mapping[str, int]:
+    """Bytes per tier left to the system: a machine's figures are those of the whole; the system, the driver of a GPU and other
+    programs need a share. A disk needs none: its figure is what is free there."""
+    host = min(max(int(HOST_SHARE * machine.host_bytes), HOST_LEAST), HOST_MOST)
+    device = int(DEVICE_SHARE * machine.device_bytes) + CONTEXT_BYTES if machine.has_accelerator else 0
+    return {DEVICE: min(device, machine.device_bytes), HOST: min(host, machine.host_bytes)}

@@ -1,4 +1,5 @@
-"""Placement: the exact tier of every tensor, of the KV of every (layer, batch) and of every batch's activations.
+"""Placement: where everything of a block lies: the layers of each device, the KV that their heads hold, and the exact tier of
+every tensor, of the KV of every (layer, batch) and of every batch's activations.
 
 Nothing is ever split over two tiers. What a tier got too much or too little is carried over to the next item, so that over the
 first layers, however many, and so over all, each tier is within one item of what the plan asks. Only tables that are larger
@@ -7,18 +8,128 @@ than any layer of a block come first: each buffer of weights is as large as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
-from h2o_flexgen.core.buffer_layout import hidden_bytes
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.buffer_layout import KVLayout, hidden_bytes
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.planning.held_kv import HeldKV, Place
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.sections import device_of_layers
 from h2o_flexgen.policies.levels import Level
+from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.schedule.traffic import Traffic
+
+
+def device_of_layers(spec: ModelSpec, devices: int) -> tuple[int, ...]:
+    """The device of every layer; none if there is only one device. The heaviest range is as light as can be, where
+    a layer weighs as many values as a token is multiplied with."""
+    if devices == 1:
+        return ()
+    if devices > len(spec.kv_layers):
+        raise ValueError(
+            f"a pipeline of {devices} devices was asked for, and {spec.name} has {len(spec.kv_layers)} decoder layers; "
+            "give no more devices than that"
+        )
+    starts = (0, *spec.kv_layers[1:], len(spec.layers))  # the embedding comes with the first, the head with the last
+    weights = [sum(layer.matmul_values for layer in spec.layers[first:behind]) for first, behind in pairwise(starts)]
+    sizes = _even_cuts(weights, devices)
+    ranges = enumerate(pairwise(sizes))
+    return tuple(device for device, (first, behind) in ranges for _ in range(starts[first], starts[behind]))
+
+
+def layers_of(device_of: tuple[int, ...], device: int) -> tuple[int, ...]:
+    return tuple(layer for layer, own in enumerate(device_of) if own == device)
+
+
+def only_layers(spec: ModelSpec, layers: tuple[int, ...]) -> ModelSpec:
+    """The model as seen by the device that computes these layers: all others are there, and empty."""
+    return replace(spec, layers=tuple(one if at in layers else _emptied(one) for at, one in enumerate(spec.layers)))
+
+
+def _emptied(layer: LayerSpec) -> LayerSpec:
+    return replace(
+        layer,
+        tensors=(),
+        products=(),
+        has_kv=False,
+        passing_width=0,
+        token_table=None,
+        logit_matrix=None,
+        halves=(),
+        behind=frozenset(),
+    )
+
+
+def _even_cuts(weights: list[float], parts: int) -> list[int]:
+    """The beginnings of parts, and the end of the last, where the heaviest part is as light as can be. For every number of
+    items the best cuts into one part are found, then into one more."""
+    before = [0.0]
+    for weight in weights:
+        before.append(before[-1] + weight)
+    best: list[tuple[float, list[int]]] = [(total, [0]) for total in before]
+    for part in range(1, parts):
+        best = [
+            min(
+                ((max(best[cut][0], before[end] - before[cut]), [*best[cut][1], cut]) for cut in range(part, end)),
+                default=(float("inf"), []),
+            )
+            for end in range(len(before))
+        ]
+    return [*best[-1][1], len(weights)]
+
+
+Place = tuple[int, int]  # layer of the schedule, batch
+
+
+@dataclass(frozen=True)
+class HeldKV:
+    """HeldKV: the KV of a block, in levels of heads that keep the same number of tokens. It says what each level holds in
+    which layer. The size of a layer is found here, as a whole or level by level. Without head budgets there is one level,
+    of all heads in all layers."""
+
+    spec: ModelSpec
+    levels: tuple[Level, ...]  # the one that keeps most comes first
+    block: Block
+
+    @classmethod
+    def of(cls, spec: ModelSpec, plan: Plan, block: Block) -> HeldKV:
+        return cls(spec, plan.levels(spec), block)
+
+    def only(self, spec: ModelSpec, is_kept: Callable[[int], bool]) -> HeldKV:
+        """The same of a part of the model, which has only those layers with KV that are kept."""
+        places = [place for place, layer in enumerate(self.spec.kv_layers) if is_kept(layer)]
+        return replace(self, spec=spec, levels=tuple(level.only(places) for level in self.levels))
+
+    @cached_property
+    def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
+        """The occupancy of each level, in each batch."""
+        batches, gen_len = self.block.batches, self.block.gen_len
+        return tuple(tuple(level.policy.occupancy(batch, gen_len) for batch in batches) for level in self.levels)
+
+    @cached_property
+    def _heads(self) -> Mapping[int, tuple[int, ...]]:
+        by_level = zip(*(map(len, level.heads) for level in self.levels))
+        return dict(zip(self.spec.kv_layers, by_level))
+
+    def heads(self, layer: int) -> tuple[int, ...]:
+        """How many KV heads of a layer each level has; nothing of a layer without KV."""
+        return self._heads.get(layer, ())
+
+    def most_heads(self, level: int) -> int:
+        """KV heads that a level has in the layer where it has most."""
+        return max((heads[level] for heads in self._heads.values()), default=0)
+
+    def layouts(self, layer: int, batch: int) -> tuple[KVLayout | None, ...]:
+        """How the KV of a batch lies in one layer, of each level; nothing of those that have none of the layer's heads."""
+        heads = self._heads[layer]
+        return tuple(each[batch].layout(self.spec, own) if own else None for each, own in zip(self.occupancies, heads))
+
+    def image_bytes(self, layer: int, batch: int) -> int:
+        """Bytes of the KV of a batch in one layer, in memory."""
+        return sum(layout.image_bytes for layout in self.layouts(layer, batch) if layout is not None)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import AUTO, Bounds, Choice, Instance, Truth, decimal_number
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Instance, decimal_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
-from h2o_flexgen.core.workload import MOST_BATCHES, PROMPTS, TOKENS, check_num_prompts
+from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, PROMPTS, TOKENS, check_num_prompts
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
+from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
@@ -88,16 +89,12 @@ class Plan:
     hidden: Shares = ALL_DEVICE
     prefill_tokens: int = option(
         1024,
-        TOKENS,
+        Bounds(1, MOST_PROMPTS * MOST_TOKENS),
         "N",
         "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces",
     )
     buffers: int = option(  # 1 means no overlap
-        2,
-        Bounds(1, MOST_BUFFERS),
-        "N",
-        "layers that may have weights under way or in use at once",
-        also_called=("slots",),
+        2, Bounds(1, MOST_BUFFERS), "N", "layers that may have weights under way or in use at once", also_called=("slots",)
     )
     attend_on: str = option(
         DEVICE,
@@ -107,8 +104,8 @@ class Plan:
         flags=("--cpu-cache-compute", "--cpu"),
         bare=HOST,
     )
-    sep_layer: bool = option(True, Truth(), "0|1", "attention and MLP are two layers of the schedule, not one", bare=True)
-    pin_weight: bool = option(True, Truth(), "0|1", "weights for a GPU lie in page-locked CPU memory", bare=True)
+    sep_layer: bool = option(True, TRUTH, "0|1", "attention and MLP are two layers of the schedule, not one", bare=True)
+    pin_weight: bool = option(True, TRUTH, "0|1", "weights for a GPU lie in page-locked CPU memory", bare=True)
     weight_codec: str = option(  # of matrices and token tables; PLAIN: as they are stored
         PLAIN,
         CODEC,
@@ -153,10 +150,10 @@ class Plan:
         "--gpu-mem is that of each",
     )
     kv_policy: str = option(
-        "full",
+        Full.name,
         Choice(POLICIES),
         "NAME",
-        f"{', '.join(POLICIES)} (default: full, or {H2O.name} where any option of this group is given)",
+        f"{', '.join(POLICIES)} (default: {Full.name}, or {H2O.name} where any option of this group is given)",
     )
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and which tokens are protected
     head_budgets: HeadBudgets | None = option(
@@ -172,7 +169,7 @@ class Plan:
         f"FILE|{OWN}",
         f"{KVzap.name}: what a token is worth is said by this file of `calibrate --probe`; {OWN}: the file beside the model",
     )
-    shared_prefixes: bool = option(True, Truth(), "0|1", "what requests begin with alike is computed and kept once", bare=True)
+    shared_prefixes: bool = option(True, TRUTH, "0|1", "what requests begin with alike is computed and kept once", bare=True)
     prefix_policy: str = option(  # JUDGED: rows take what they share into their own slots
         PINNED,
         Choice(PREFIX_POLICIES),

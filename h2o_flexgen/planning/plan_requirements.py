@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from h2o_flexgen.core.allowed_values import Bounds, Choice
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.option import check_options, option
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
@@ -13,7 +15,9 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
-from h2o_flexgen.planning.search import THROUGHPUT, SearchProblem
+from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT, SearchProblem
+
+SECONDS = Bounds(0, 1e9, is_whole=False, without_least=True)
 
 
 def refuse_to_search_pipelines(plan: Plan) -> None:
@@ -33,8 +37,17 @@ class PlanRequirements:
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
     buffers: tuple[int, ...] = ()  # numbers of buffers that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE, HOST)  # processors that may attend KV outside an accelerator in decode
-    latency_limit: float | None = None
-    prefer: str = THROUGHPUT
+    latency_limit: float | None = option(
+        None, SECONDS, "SECONDS", "from the first prompt of a block to its last token (default: no limit)"
+    )
+    prefer: str = option(
+        THROUGHPUT,
+        Choice(PREFERENCES),
+        text="what is best: most tokens per second, or the block that is over soonest",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, PlanRequirements)
 
     @property
     def is_only_speed(self) -> bool:

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import product
 from math import log2
 
-from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.units import format_bytes
@@ -26,7 +25,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
+from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, largest
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)

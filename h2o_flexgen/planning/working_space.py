@@ -17,7 +17,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, SCORED_BYTES, PromptRo
 from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.held_kv import HeldKV
+from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy

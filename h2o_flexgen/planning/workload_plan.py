@@ -6,7 +6,7 @@ would fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
@@ -18,6 +18,19 @@ from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number of rows (or of anything that needs memory) that fits; 0 if not even one does. The number is doubled
+    until it does not fit, then bisected."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
+from h2o_flexgen.core.allowed_values import TRUTH, Bounds, Choice
 from h2o_flexgen.core.option import check_options, option, options_of
 from h2o_flexgen.core.workload import MOST_TOKENS
 
@@ -40,9 +40,9 @@ class KVOptions:
         text="of keys; true: those in the text (default); rolling: their order in the cache, for texts without end",
     )
     hh_prompt_only: bool = option(
-        False, Truth(), "", "only the prompt is selected from; all that is generated is kept", bare=True
+        False, TRUTH, "", "only the prompt is selected from; all that is generated is kept", bare=True
     )
-    value_norms: bool = option(False, Truth(), "", "scores are weighed with how long a token's value is", bare=True)
+    value_norms: bool = option(False, TRUTH, "", "scores are weighed with how long a token's value is", bare=True)
 
     def __post_init__(self) -> None:
         check_options(self, KVOptions)

@@ -1,6 +1,6 @@
 """KVPolicy: a policy as data: how many slots a row has, which tokens are protected, and by what the others are ranked.
 
-Planning reads policies too, so their arithmetic does without torch; kv/slot_scores.py and kv/cache.py carry them out.
+Planning reads policies too, so their arithmetic does without torch; kv/slots.py and kv/cache.py carry them out.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.kv import image_over
 from h2o_flexgen.formats.table import PLAIN, ROW_FORMATS
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import HostTier

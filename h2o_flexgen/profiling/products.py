@@ -24,7 +24,7 @@ from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed
-from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.profiling.bench import Bench, Figures, ProfileSizes, Subject
 

@@ -29,8 +29,7 @@ from h2o_flexgen.profiling.bench import Bench, Clock, Figures, ProfileSizes, Pro
 from h2o_flexgen.profiling.products import HEAD_DIM, small_llama, small_opt
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Key, Task
+from h2o_flexgen.schedule.ops import Key, Op, Task
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 

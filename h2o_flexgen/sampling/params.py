@@ -9,10 +9,10 @@ from functools import cached_property
 
 from h2o_flexgen.core.allowed_values import (
     LARGEST_ID,
+    TRUTH,
     Bounds,
     Rule,
     Several,
-    Truth,
     any_of,
     check_tokens,
     mapping,
@@ -70,13 +70,9 @@ class SamplingParams:
         flags=("--gen-len",),
         elsewhere=("max_new_tokens", "max_length"),
     )
-    temperature: float = option(  # of several tokens that are equally likely, the one with the lowest id; above 100 hardly
-        # anything is left of what the model says
-        0.0,
-        Bounds(0, 100, is_whole=False),
-        "T",
-        "0: greedy, the likeliest token",
-        note="; 0 is greedy",
+    # of tokens that are equally likely greedy decoding takes the one with the lowest id; above 100 little is left of the model
+    temperature: float = option(
+        0.0, Bounds(0, 100, is_whole=False), "T", "0: greedy, the likeliest token", note="; 0 is greedy"
     )
     top_k: int = option(  # and what ties with the k-th
         0, Bounds(-1, LARGEST_ID), "K", "only the K likeliest tokens; 0 or -1: all", note="; 0 and -1 are off"
@@ -114,7 +110,7 @@ class SamplingParams:
         flags=("--stop-token-id",),
         elsewhere=("eos_token_id",),
     )
-    ignore_eos: bool = option(False, Truth(), "", "go on to --gen-len behind the end of the text", bare=True)
+    ignore_eos: bool = option(False, TRUTH, "", "go on to --gen-len behind the end of the text", bare=True)
     logprobs: int | None = option(  # as the model has them
         None, TOKEN_ID, "N", "show those of each token, and of the N likeliest", note=", or None (off)", bare=0
     )
@@ -137,10 +133,7 @@ class SamplingParams:
     frequency_penalty: float = option(0.0, SHIFT, "P", "the same, once for each time that a token was generated", note=_OFF)
     logit_bias: Mapping[int, float] | None = option(  # added to the logits of these tokens
         None,
-        Rule(
-            mapping(TOKEN_ID.read, BIAS.read),
-            f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
-        ),
+        Rule(mapping(TOKEN_ID.read, BIAS.read), f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"),
         note=", or None",
         hashed=False,
     )
@@ -149,7 +142,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(None, TOKEN_ID, note=", or None (off)")  # as logprobs, of the tokens of the prompt
     # the text ends after a stop string or the text of a stop token
-    include_stop_str_in_output: bool = option(False, Truth())
+    include_stop_str_in_output: bool = option(False, TRUTH)
 
     def __new__(cls, *given: object, **named: object) -> SamplingParams:
         """Explains an unknown name better than Python does."""

@@ -1,6 +1,6 @@
 """Sampling: one token per row from a batch of logits.
 
-The order is vLLM's, each step working on the result of the one before: the changes of `adjusting`, temperature, min_p, top_k,
+The order is vLLM's, each step working on the result of the one before: those of `logits`, temperature, min_p, top_k,
 top_p. A row's token depends only on its own logits, its params, the tokens before it, its place in the whole input and the
 step: the one random number it needs is a pure function of (seed, row, step, number of the completion), and it is looked up in
 the row's own cumulative distribution.
@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.sampling.adjusting import History, adjusted
 from h2o_flexgen.sampling.completion import StepLogprobs
+from h2o_flexgen.sampling.logits import History, Upload, adjusted, kth_largest, logprobs_of, portions, ranked
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.sampling.ranking import Upload, kth_largest, logprobs_of, portions, ranked
 
 FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter after it, never fewer
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from h2o_flexgen.schedule.block_order import BlockOrder
 from h2o_flexgen.schedule.issue import Issuer
-from h2o_flexgen.schedule.ops import Data
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Data, Task
+from h2o_flexgen.schedule.schedule import BlockOrder
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.core.site import DEVICE
-from h2o_flexgen.schedule.ops import WORKERS, Op
+from h2o_flexgen.schedule.ops import WORKERS, Key, Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Key, Task, Visit
 
 ORDERED_LANES = tuple(lane for lane, workers in WORKERS.items() if workers == 1)  # the order of others proves nothing
 

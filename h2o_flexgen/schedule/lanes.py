@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, LANES, PASS, READ, WRITE
-from h2o_flexgen.schedule.task import Key, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, LANES, PASS, READ, WRITE, Key, Task
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
-"""Ops, the kinds of tasks. Each has its facts in one row of a table, which all other modules read."""
+"""Ops, the kinds of tasks; visits, and their tasks. Each op has its facts in one row of a table, which all other modules read.
+A *visit* is one COMPUTE: one layer on one batch at one step; its other tasks move data for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum, unique
+from typing import NamedTuple
 
+from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
 
 READ, LOAD, COMPUTE_LANE, PASS = "read", "load", "compute", "pass"
@@ -80,3 +84,52 @@ class Op(Enum):
     def works_in(self, rings: Sequence[str]) -> list[str]:
         """Those of the rings on the way to the computation that it works in: a transfer works at both ends."""
         return [name for name in rings if name in (ring(self.data, self.places[0]), ring(self.data, self.places[1]))]
+
+
+class Visit(NamedTuple):
+    step: int
+    layer: int
+    batch: int
+
+
+class Key(NamedTuple):
+    """The name of a task. `batch` of weights is the number of a slice, if the schedule cuts layers."""
+
+    op: Op
+    step: int
+    layer: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.step}.{self.layer}.{self.batch}"
+
+    def said(self, names: Sequence[LayerName]) -> str:
+        """The key, and what its layer is if that has a name."""
+        return f"{self} ({names[self.layer].title})" if names else str(self)
+
+
+class Task(NamedTuple):
+    op: Op
+    step: int
+    layer: int
+    batch: int
+    needs: tuple[Key, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return Key(*self[:4])
+
+    @property
+    def visit(self) -> Visit:
+        """The visit that the task belongs to."""
+        return Visit(self.step, self.layer, self.batch)
+
+    @property
+    def lane(self) -> str:
+        return self.op.lane
+
+    def is_compute_of(self, layer: int) -> bool:
+        return self.op is Op.COMPUTE and self.layer == layer
+
+    def __str__(self) -> str:
+        return str(self.key)

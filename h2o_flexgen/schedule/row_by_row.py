@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from h2o_flexgen.schedule.issue import Issuer
-from h2o_flexgen.schedule.ops import Data
+from h2o_flexgen.schedule.ops import Data, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task, Visit
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from h2o_flexgen.schedule.ops import MOVED, Data, Op
-from h2o_flexgen.schedule.task import Key, Task, Visit
+from h2o_flexgen.schedule.ops import MOVED, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.traffic import Traffic
 
 
@@ -138,3 +137,18 @@ class Schedule(ABC):
             yield Touch(self._own("hidden.found", layer + 1), batch, step)
         elif op is Op.COMPUTE and layer > 0 and self.traffic.passes_on(layer - 1, batch):
             yield Touch(self._own("hidden.found", layer), batch, step)
+
+
+class BlockOrder(Schedule):
+    def visit(self, number: int) -> Visit:
+        rest, batch = divmod(number, self.traffic.batches)
+        return Visit(*divmod(rest, self.traffic.layers), batch)
+
+    def number(self, step: int, layer: int, batch: int) -> int:
+        return (step * self.traffic.layers + layer) * self.traffic.batches + batch
+
+    def weight_number(self, step: int, layer: int, batch: int) -> int:
+        return step * self.traffic.layers + layer
+
+    def weight_batch(self, batch: int) -> int:
+        return 0

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from h2o_flexgen.schedule.lanes import Lanes, kind_of
-from h2o_flexgen.schedule.ops import WORKERS
-from h2o_flexgen.schedule.task import Key, Task
+from h2o_flexgen.schedule.ops import WORKERS, Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
 ONE_DEVICE = Lanes()

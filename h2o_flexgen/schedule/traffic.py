@@ -8,8 +8,7 @@ from functools import cached_property
 
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.schedule.lanes import Lanes
-from h2o_flexgen.schedule.ops import Data, Op, ring
-from h2o_flexgen.schedule.task import Visit
+from h2o_flexgen.schedule.ops import Data, Op, Visit, ring
 
 
 @dataclass(frozen=True)

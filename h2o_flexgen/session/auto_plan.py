@@ -7,9 +7,9 @@ from functools import reduce
 from itertools import zip_longest
 
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.chunked_logits import LOGITS_AT_ONCE
+from h2o_flexgen.engine.head import LOGITS_AT_ONCE
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import OnStage
+from h2o_flexgen.engine.reports import OnStage
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
-from h2o_flexgen.checkpoints.handed import HandedSource
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.environment import cache_folder, default_offload_folder, folder_of_sockets
@@ -21,11 +21,11 @@ from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.opened_limits import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
-from h2o_flexgen.engine.stage import OnStage, Stage, Stages
+from h2o_flexgen.engine.reports import OnStage, Stage, Stages
+from h2o_flexgen.engine.resources import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.host import SharedWeights, give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed, keep_little_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories, site_of
 from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
 from h2o_flexgen.planning.machine import Machine
@@ -147,8 +147,14 @@ class ModelUnderPlan:
 
     def _fitting(self, workload: Workload, scored_at_once: int = 0) -> WorkloadPlan:
         planned = self.planned(workload, None, scored_at_once)
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         return planned
+
+    def hold_to_limits(self, planned: WorkloadPlan) -> None:
+        """Refuses what does not fit. Of what fits closely the process keeps little of what was freed, which no plan counts."""
+        planned.refuse_what_does_not_fit(self.limits)
+        if self.limits.room(planned.footprint, HOST) < FREED_BYTES:
+            keep_little_freed()
 
     def spec_under(self, plan: Plan) -> ModelSpec:
         return self._opened.spec(plan)

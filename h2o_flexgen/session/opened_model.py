@@ -17,11 +17,11 @@ from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quan
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import HOST, Site
-from h2o_flexgen.engine.stage import Stage, Stages
+from h2o_flexgen.engine.reports import Stage, Stages
 from h2o_flexgen.formats.table import can_be_parted
-from h2o_flexgen.models import create_model, known_config, load_config
+from h2o_flexgen.models import create_model, known_config, load_config, tensor_names
 from h2o_flexgen.models.base import Model
-from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
@@ -49,7 +49,7 @@ class OpenedModel:
         else:
             folder = resolve_model(name)
             config = load_config(str(folder))
-            checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING))
+            checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING), names=tensor_names(config))
             stored = checkpoint.dtype if dtype == AUTO else None
         return cls(name, config, site.usual_dtype(stored) if dtype == AUTO else dtype, folder, checkpoint)
 

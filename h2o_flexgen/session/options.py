@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 
 from h2o_flexgen.checkpoints import probe_file
+from h2o_flexgen.checkpoints.model_places import file_beside
 from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.option import by_own_names
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.demo.places import file_beside
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.search import BUFFERS

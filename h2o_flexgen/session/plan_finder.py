@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from h2o_flexgen.checkpoints.model_places import demo_folder
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares

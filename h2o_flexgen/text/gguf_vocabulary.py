@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.gguf_metadata import Metadata
+from h2o_flexgen.checkpoints.gguf_format import Metadata
 from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.text.gguf_words import DEFAULT, USUAL, WORD_RULES, WordRule

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from h2o_flexgen.core.fit import largest
+from h2o_flexgen.planning.workload_plan import largest
 from tests.helpers.tiny import tiny_config
 from tests.scripts.loading import load_script
 

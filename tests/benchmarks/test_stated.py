@@ -16,8 +16,7 @@ from h2o_flexgen.planning.machine import EVICTION, Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Key
+from h2o_flexgen.schedule.ops import Key, Op
 from tests.scripts.loading import PROJECT
 
 H100 = Machine.load(PROJECT / "configs" / "machines" / "h100.yaml")

@@ -22,7 +22,7 @@ from h2o_flexgen.checkpoints.safetensors_format import raw_header
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.cli.watch import OpeningReport
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.tiny import save_tiny

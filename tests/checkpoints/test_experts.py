@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.decoded_values import stored_values
-from h2o_flexgen.checkpoints.experts import usual_name
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import tensor_names
 from tests.helpers.contract import Case, Checkpoints, generate_with
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
@@ -28,8 +28,8 @@ def save_as_held(kind: str, folder: Path) -> None:
     assert any(name.endswith("experts.gate_up_proj") for name in load_file(folder / "model.safetensors"))
 
 
-def values_of(folder: Path, name: str) -> torch.Tensor:
-    stored = open_checkpoint(folder)._find(name)
+def values_of(kind: str, folder: Path, name: str) -> torch.Tensor:
+    stored = open_checkpoint(folder, names=tensor_names(tiny_config(kind)))._find(name)
     assert isinstance(stored, StoredTensor)
     return torch.cat([*stored_values(stored, 1)]).view(stored.shape)
 
@@ -41,7 +41,7 @@ def test_each_expert_has_the_values_that_transformers_computes_with(kind: str, s
     expected = {name: one for name, one in checkpoint_tensors(tiny_hf_model(kind)).items() if ".experts." in name}
     assert len(expected) >= 3 * 4 * 1
     for name, values in expected.items():
-        assert torch.equal(values_of(tmp_path, name), values), name
+        assert torch.equal(values_of(kind, tmp_path, name), values), name
 
 
 def test_tokens_are_the_same_from_either(tmp_path: Path, checkpoints: Checkpoints, offload: Path) -> None:
@@ -56,7 +56,7 @@ def test_tokens_are_the_same_from_either(tmp_path: Path, checkpoints: Checkpoint
 
 
 def test_names_of_mixtral_become_the_usual_ones_and_others_stay() -> None:
-    prefix = "model.layers.3."
+    prefix, usual_name = "model.layers.3.", tensor_names(tiny_config("mixtral")).usual
     assert usual_name(f"{prefix}block_sparse_moe.gate.weight") == f"{prefix}mlp.gate.weight"
     assert usual_name(f"{prefix}block_sparse_moe.experts.12.w3.qweight") == f"{prefix}mlp.experts.12.up_proj.qweight"
     for name in (f"{prefix}mlp.experts.1.up_proj.weight", f"{prefix}self_attn.q_proj.weight", "lm_head.weight"):
@@ -70,7 +70,7 @@ def test_two_tensors_for_one_matrix_are_refused(tmp_path: Path) -> None:
     )
     save_file({name: torch.zeros(2, 2) for name in (of_mixtral, usual)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"is there under another name, too \(model.layers.0.mlp.experts.0.gate_proj.weight\)"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(tmp_path, names=tensor_names(tiny_config("mixtral")))
 
 
 def test_experts_in_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:

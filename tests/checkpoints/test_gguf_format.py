@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 
-from h2o_flexgen.checkpoints.gguf_format import Gguf, read_gguf, read_metadata
-from h2o_flexgen.checkpoints.gguf_metadata import Metadata
+from h2o_flexgen.checkpoints.gguf_format import Gguf, Metadata, read_gguf, read_metadata
 from tests.helpers.gguf_files import save_gguf
 from tests.helpers.refusals import one_line
 

@@ -16,7 +16,6 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from transformers import PretrainedConfig, PreTrainedModel
 
-from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
@@ -27,6 +26,7 @@ from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import gguf_files
+from tests.helpers.contract import opened
 from tests.helpers.gguf_files import ARCHITECTURES, FORMS, save_gguf
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import KINDS
@@ -181,7 +181,7 @@ def _saved(folder: Path, **options: Any) -> Path:
 
 def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
     file = _saved(tmp_path, form="q5_0", table_form="q8_0")
-    checkpoint, data = open_checkpoint(file), file.read_bytes()
+    checkpoint, data = opened(file), file.read_bytes()
     assert {matrix.format for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
     assert checkpoint.stored_as("model.norm.weight").itemsize == 4 and checkpoint.files == (file,)
     rows = {one.name: one for one in GGUFReader(file).tensors}
@@ -198,9 +198,9 @@ def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def opened(file: Path) -> None:
+def opened_whole(file: Path) -> None:
     create_model(load_config(str(file)), "float32")
-    open_checkpoint(file)
+    opened(file)
 
 
 def edited(
@@ -227,7 +227,7 @@ def edited(
 
 
 def test_an_edited_file_is_opened_where_nothing_is_wrong_with_it(tmp_path: Path) -> None:
-    opened(edited(tmp_path, {"llama.logit_scale": 1.0, "llama.expert_count": 0, "llama.rope.scaling.type": "none"}))
+    opened_whole(edited(tmp_path, {"llama.logit_scale": 1.0, "llama.expert_count": 0, "llama.rope.scaling.type": "none"}))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_positions_are_scaled_only_as_kind_and_mix_both_say(
         found = load_config(str(file)).rope_parameters["rope_type"]
         assert found == (kind if factor != 1.0 and kind != "none" else "default")
     else:
-        message = one_line(lambda: opened(file))
+        message = one_line(lambda: opened_whole(file))
         assert (
             f"{share} as 'llama.rope.scaling.yarn_ext_factor', but positions are scaled by the kind {kind or 'linear'}"
             in message
@@ -288,7 +288,7 @@ def test_positions_are_scaled_only_as_kind_and_mix_both_say(
 )
 def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any], word: str, tmp_path: Path) -> None:
     file = edited(tmp_path, dict(values))
-    message = one_line(lambda: opened(file))
+    message = one_line(lambda: opened_whole(file))
     assert word in message and "edited.gguf" in message
 
 
@@ -308,13 +308,13 @@ def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any],
 )
 def test_layers_of_mixtures_that_do_otherwise_are_refused(kind: str, key: str, value: Any, tmp_path: Path) -> None:
     save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1, metadata={key: value})
-    assert key in one_line(lambda: opened(tmp_path / "tiny.gguf"))
+    assert key in one_line(lambda: opened_whole(tmp_path / "tiny.gguf"))
 
 
 def test_gates_of_gpt_oss_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     save_gguf("gpt-oss", file, "mxfp4", num_hidden_layers=1)
-    checkpoint, data = open_checkpoint(file), file.read_bytes()
+    checkpoint, data = opened(file), file.read_bytes()
     theirs = {one.name: one for one in GGUFReader(file).tensors}
     for part in ("gate", "up", "down"):
         ((_, stored),) = checkpoint.matrices[f"model.layers.0.mlp.experts.4.{part}_proj.weight"].segments
@@ -324,7 +324,7 @@ def test_gates_of_gpt_oss_lie_packed_where_the_file_has_them(tmp_path: Path) -> 
 @pytest.mark.parametrize("key", ["llama.embedding_length", "llama.context_length", "general.architecture", "token_embd.weight"])
 def test_what_is_missing_is_named(key: str, tmp_path: Path) -> None:
     file = edited(tmp_path, drop=[key]) if not key.startswith("general") else _without_architecture(tmp_path)
-    message = one_line(lambda: opened(file))
+    message = one_line(lambda: opened_whole(file))
     assert key in message and file.name in message
 
 
@@ -352,7 +352,7 @@ ONES = np.ones(8, dtype=np.float32)
 )
 def test_tensors_that_mean_something_else_are_refused(name: str, value: Any, word: str, tmp_path: Path) -> None:
     file = edited(tmp_path, tensors={name: value})
-    message = one_line(lambda: opened(file))
+    message = one_line(lambda: opened_whole(file))
     assert name in message and word in message and "edited.gguf" in message
 
 
@@ -373,14 +373,14 @@ def test_a_part_that_has_metadata_alone_belongs_to_the_identity_of_a_model(
         (tmp_path / f"{theta}").mkdir()
         save_gguf("llama-mha", tmp_path / f"{theta}" / "m.gguf", tensors_per_part=100, num_hidden_layers=1, rope_theta=theta)
         first = tmp_path / f"{theta}" / "m-00001-of-00002.gguf"
-        assert first not in open_checkpoint(first).files
+        assert first not in opened(first).files
         digests.add(folder_digest(first))
     assert len(digests) == 2
 
 
 def test_a_tensor_of_another_shape_or_none_is_named(tmp_path: Path) -> None:
     file = edited(tmp_path, tensors={"blk.0.attn_norm.weight": ONES}, drop=["blk.0.ffn_up.weight"])
-    spec, checkpoint = create_model(load_config(str(file)), "float32").spec, open_checkpoint(file)
+    spec, checkpoint = create_model(load_config(str(file)), "float32").spec, opened(file)
     assert "(8,)" in one_line(lambda: checkpoint.locate([spec.tensors["model.layers.0.input_layernorm.weight"]]))
     assert "mlp.up_proj" in one_line(lambda: checkpoint.locate([spec.tensors["model.layers.0.mlp.up_proj.weight"]]))
 

@@ -28,7 +28,7 @@ from h2o_flexgen.checkpoints.sums import STRETCH_BYTES
 from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.formats.grouped import TILE
 from h2o_flexgen.formats.table import PLAIN, matrix_format
 from h2o_flexgen.kernels.operations import encode

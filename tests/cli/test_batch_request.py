@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.batch_request import INSTEAD, BatchRequest, make_parser, parse, request_of
 from h2o_flexgen.cli.main import commands_with
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.sampling.params import SamplingParams

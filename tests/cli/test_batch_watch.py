@@ -11,7 +11,7 @@ import pytest
 from h2o_flexgen.cli.batch_watch import JobFigures, JobWatch, Metrics
 from h2o_flexgen.engine.job import RequestSize
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.jobs.file_job import RequestSizes
 from h2o_flexgen.jobs.recovery import DONE, FAILED, OPEN, Finished
 from h2o_flexgen.sampling.completion import Completion

@@ -23,8 +23,7 @@ from h2o_flexgen.cli.errors import UNREAD, exit_status
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Key
+from h2o_flexgen.schedule.ops import Key, Op
 from tests.helpers.patience import PATIENCE_SECONDS
 
 COMMANDS = (run, plan, profile, chat, calibrate, evaluate)

@@ -6,7 +6,7 @@ import io
 
 from h2o_flexgen.cli.watch import EvaluationWatch
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.reports import Stage
 
 
 def test_it_says_what_is_measured_and_how_many_tokens_are_done() -> None:

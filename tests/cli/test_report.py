@@ -19,8 +19,7 @@ from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Op, Task
 from tests.planning.worlds import tiny_spec
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli import serve_request
 from h2o_flexgen.cli.serve_request import KeepRequest, ServeRequest, Time, parse, request_of
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from tests.helpers.refusals import one_line

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.cli.report.summary import Timing, after_first_layers, extended_seconds, step_seconds_of
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Op, Task
 
 
 @given(st.integers(2, 20), st.integers(0, 40), st.floats(0.01, 10), st.floats(0, 1))

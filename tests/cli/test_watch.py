@@ -15,9 +15,9 @@ from h2o_flexgen.cli.watch import Crowd, RunWatch, clock, say_threads
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine import thread_options as engine_threads
+from h2o_flexgen.engine import resources as engine_threads
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost, predicted_bytes
 from h2o_flexgen.planning.plan import Plan

@@ -15,7 +15,7 @@ from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels import raw_memory
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.disk import DiskFiles
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Task
 from h2o_flexgen.session import loaded_model
 from tests.clocked.checker import Checker, listening
 from tests.clocked.device import ClockedDevice

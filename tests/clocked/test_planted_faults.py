@@ -19,8 +19,7 @@ from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.clocked.checker import Checker, current
 from tests.clocked.context import checked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.core.fit import largest
+from h2o_flexgen.planning.workload_plan import largest
 
 
 @pytest.mark.parametrize("most", [0, 1, 7, 64, 99, 100, 101, 5000])

@@ -10,8 +10,8 @@ import pytest
 
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import BrokenRequest, Request, RequestSize
+from h2o_flexgen.engine.reports import NO_TICK, OnTick, Tick
 from h2o_flexgen.engine.restarted_run import RestartedRun
-from h2o_flexgen.engine.tick import NO_TICK, OnTick, Tick
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 

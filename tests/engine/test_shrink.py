@@ -20,16 +20,15 @@ import torch
 from h2o_flexgen.core.workload import BlockSize
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory import host, shortage
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task
 from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.helpers.pairwise import covering
 

@@ -14,16 +14,16 @@ import torch
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.core.environment import SPINS
-from h2o_flexgen.engine import thread_options
-from h2o_flexgen.engine.thread_options import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
+from h2o_flexgen.engine import resources
+from h2o_flexgen.engine.resources import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
 from h2o_flexgen.memory.host import KEPT_PRODUCTS
 
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
-    monkeypatch.setattr(thread_options, "cores", lambda: 8)
-    for name in thread_options.CHOSEN:
+    monkeypatch.setattr(resources, "cores", lambda: 8)
+    for name in resources.CHOSEN:
         monkeypatch.delenv(name, raising=False)
     yield
     torch.set_num_threads(before)
@@ -48,7 +48,7 @@ def test_threads_leave_cores_to_others(busy: float, cores: int, quota: float, mo
 
 
 def test_room_is_made_and_told_of_unless_somebody_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_options, "quota_cores", lambda: math.inf)
+    monkeypatch.setattr(resources, "quota_cores", lambda: math.inf)
     torch.set_num_threads(2)
     assert make_room_for_others(3.0, None) is None and torch.get_num_threads() == 2
     assert make_room_for_others(7.0, asked=2) is None and torch.get_num_threads() == 2
@@ -76,7 +76,7 @@ def test_a_container_may_have_less_than_its_cores(tmp_path: Path, monkeypatch: p
     (tmp_path / "half").write_text("50000 100000\n")
     (tmp_path / "all").write_text("max 100000\n")
     assert [quota_cores(tmp_path / name) for name in ("half", "all", "none")] == [0.5, math.inf, math.inf]
-    monkeypatch.setattr(thread_options, "quota_cores", lambda: 0.5)
+    monkeypatch.setattr(resources, "quota_cores", lambda: 0.5)
     torch.set_num_threads(2)
     assert make_room_for_others(0.0, None) == "1 of 2: no more may be used here at a time; --threads chooses otherwise"
 
@@ -116,11 +116,11 @@ def told_in(code: str, given: dict[str, str], expected: str | None) -> None:
     assert done.stdout.split() == [str(expected)], done.stderr
 
 
-@pytest.mark.parametrize("name", thread_options.COMPILED_PRODUCTS)
+@pytest.mark.parametrize("name", resources.COMPILED_PRODUCTS)
 def test_few_compiled_products_are_kept_unless_somebody_has_chosen_how_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "5")
-    thread_options.keep_few_compiled_products()
+    resources.keep_few_compiled_products()
     assert os.environ[name] == "5"
     monkeypatch.delenv(name)
-    thread_options.keep_few_compiled_products()
+    resources.keep_few_compiled_products()
     assert os.environ[name] == str(KEPT_PRODUCTS)

@@ -17,7 +17,7 @@ from h2o_flexgen.models import create_model
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.task import Visit
+from h2o_flexgen.schedule.ops import Visit
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with
 from tests.helpers.tiny import tiny_config
 from tests.planning.worlds import block_of

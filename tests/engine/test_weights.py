@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import DISK, Site
@@ -26,12 +25,11 @@ from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.planning.placement import place, place_weights, traffic
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Op, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Visit
 from tests.engine.stores import opened_memories
-from tests.helpers.contract import Checkpoints
+from tests.helpers.contract import Checkpoints, opened
 from tests.helpers.pairwise import on_devices
 from tests.kernels.variants import used
 
@@ -57,7 +55,7 @@ def opened_store(
     format: str = PLAIN,
 ) -> Iterator[tuple[WeightStore, Schedule, ModelSpec]]:
     folder = checkpoints.folder(kind, stored)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = opened(folder)
     spec = create_model(load_config(str(folder)), dtype).spec.packed(format)
     spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_as(tensor.name).itemsize))
     source = checkpoint if format == PLAIN else PackedCheckpoint(checkpoint, spec)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.demo import DEMO, held_out_prose
+from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
 from h2o_flexgen.evaluation.recall_questions import Recall, RecallExample
 from h2o_flexgen.evaluation.texts import start_tokens
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen.checkpoints.checkpoint import Checkpoint
+from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, HOST, Site
@@ -28,6 +28,7 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import load_config, tensor_names
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
@@ -120,6 +121,11 @@ BY_HEAD: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "local"), ("head_shares", MIXED_HEADS)),
     (("kv_policy", "kvzap"), ("head_shares", MIXED_HEADS), ("probe", OF_NO_MODEL)),
 )
+
+
+def opened(place: Path) -> Checkpoint:
+    """The checkpoint of a folder or a GGUF file, by the names of its architecture."""
+    return open_checkpoint(place, names=tensor_names(load_config(str(place))))
 
 
 @dataclass(frozen=True)

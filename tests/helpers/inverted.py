@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredTensor
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.formats import kernel_table
@@ -27,7 +26,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.llm import LLM
-from tests.helpers.contract import Case, Checkpoints
+from tests.helpers.contract import Case, Checkpoints, opened
 
 TRAILER = torch.tensor([0x5A] * 7, dtype=torch.uint8)
 ODD_OFFSET = 13  # start of the first tensor in a packed file
@@ -93,7 +92,7 @@ class InvertedCheckpoint:
     """A WeightSource: plain tensors are in a checkpoint, all others in one file, as they are kept in memory."""
 
     def __init__(self, kind: str, stored: str, dtype: str, spec: ModelSpec, checkpoints: Checkpoints) -> None:
-        self._plain = open_checkpoint(checkpoints.folder(kind, stored))
+        self._plain = opened(checkpoints.folder(kind, stored))
         model, weights = checkpoints.model(kind, stored, dtype)
         values = {tensor.name: own[name] for layer, own in zip(model.spec.layers, weights) for name, tensor in layer.tensors}
         file = checkpoints.root / f"{kind}-{stored}-{dtype}.inverted"

@@ -22,9 +22,8 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
-from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges import Judge, judge_of
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits
 from h2o_flexgen.models.new_tokens import NewTokens

@@ -17,7 +17,8 @@ from torch import Tensor
 from h2o_flexgen.core.model_spec import LayerSpec
 from h2o_flexgen.models import MODELS, create_model, layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.layout import Config, Origin
+from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.layout import Origin
 from h2o_flexgen.models.llama import Llama
 from tests.helpers.contract import Checkpoints
 from tests.helpers.tiny import tiny_config

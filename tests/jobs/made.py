@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.engine.job import Request, RequestSize
-from h2o_flexgen.jobs.index import Index
-from h2o_flexgen.jobs.input_check import CheckedFile, check_file
+from h2o_flexgen.jobs.index import CheckedFile, Index, check_file
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.sampling.params import SamplingParams

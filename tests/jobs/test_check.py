@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.jobs import input_file as input_files
-from h2o_flexgen.jobs.index import ChangedInput
-from h2o_flexgen.jobs.input_check import check_file
+from h2o_flexgen.jobs.index import ChangedInput, check_file
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.line import BadLine
 from tests.helpers.refusals import one_line

@@ -42,9 +42,9 @@ def test_a_prompt_may_be_token_ids_or_the_only_one_of_a_list() -> None:
 
 
 def test_prompts_are_read_by_the_tokenizer_and_chats_by_their_style() -> None:
-    text = read({"prompt": "Hi"}).read_with(BYTES, None)
+    text = read({"prompt": "Hi"}).read_with(BYTES, Script(BYTES))
     assert (text.text, list(text.ids)) == ("Hi", BYTES.encode("Hi"))
-    ids = read({"prompt": [7, 8]}).read_with(BYTES, None)
+    ids = read({"prompt": [7, 8]}).read_with(BYTES, Script(BYTES))
     assert (ids.text, ids.ids) == (None, (7, 8))
     chat = read({"messages": [{"role": "user", "content": "Hi"}]}).read_with(BYTES, Script(BYTES))
     assert chat.text == "User: Hi\nAssistant:"

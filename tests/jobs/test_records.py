@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from h2o_flexgen.jobs.line import LineReader
-from h2o_flexgen.jobs.openai_answers import Answers
-from h2o_flexgen.jobs.records import RecordMaker, as_line, is_refusal, refusal
+from h2o_flexgen.jobs.openai_answers import Answers, RecordMaker, as_line, is_refusal, refusal
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs, TokenLogprob
 from h2o_flexgen.text.tokenizer import NoTokenizer
 from tests.jobs.made import BYTES, DEFAULTS

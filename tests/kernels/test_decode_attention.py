@@ -9,7 +9,7 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.operations import decode_attention
-from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.slots import Coding
 from tests.helpers.all_of import all_of
 from tests.kernels.test_cap import capped
 from tests.kernels.variants import VARIANTS, used

@@ -11,7 +11,7 @@ from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention
-from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.slots import Coding
 from tests.helpers.all_of import all_of
 from tests.kernels.test_cap import capped
 from tests.kernels.variants import VARIANTS, never, used

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.engine import opened_limits
+from h2o_flexgen.engine import resources
 from h2o_flexgen.memory import device as devices
 from h2o_flexgen.memory.device import ALLOCATOR_SETTINGS, CudaDevice
 from h2o_flexgen.memory.host import HostTier
@@ -173,12 +173,12 @@ def test_a_refusal_is_forgotten_by_a_kernel(cuda: PretendedTorch, monkeypatch: p
 def test_libraries_are_loaded_on_the_stream_that_computes(cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the host's memory is weighed."""
     weighed = list[int]()
-    monkeypatch.setattr(opened_limits, "bytes_to_begin_with", lambda: weighed.append(len(cuda.stream_of_product)) or 1)
+    monkeypatch.setattr(resources, "bytes_to_begin_with", lambda: weighed.append(len(cuda.stream_of_product)) or 1)
     monkeypatch.setattr(CudaDevice, "limit", lambda self, nbytes: None)
     monkeypatch.setattr(CudaDevice, "free_bytes", lambda self: 1)
     device = CudaDevice(0)
     assert cuda.stream_of_product == []
-    opened_limits.open_limits([device], None, None)
+    resources.open_limits([device], None, None)
     assert cuda.stream_of_product == [device._streams[COMPUTE_LANE]] and weighed == [1]
 
 

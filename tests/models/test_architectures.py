@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.checkpoints import hub
-from h2o_flexgen.checkpoints.experts import usual_name
-from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config
+from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config, tensor_names
 from h2o_flexgen.models.base import Given, computed, logits
-from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.rotary import Rope
 from tests.helpers.reference import reference_generate, weights_by_layer
 from tests.helpers.tiny import (
@@ -110,8 +109,9 @@ def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
 def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, sep_layer: bool, tmp_path: Path) -> None:
     spec = create_model(tiny_config(kind), "float32", sep_layer).spec
     save_tiny(kind, tmp_path, seed=3)
-    found = with_each_expert(load_file(tmp_path / "model.safetensors"))
-    stored = {usual_name(name): one for name, one in found.items()}  # tied ones once
+    usual = tensor_names(tiny_config(kind)).usual
+    found = load_file(tmp_path / "model.safetensors")  # tied ones once
+    stored = with_each_expert({usual(name): one for name, one in found.items()})
     assert {name: tensor.shape for name, tensor in spec.tensors.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in hf_tensors(kind).items())
     assert spec.weight_bytes == sum(tensor.nbytes for tensor in stored.values())

@@ -53,7 +53,6 @@ def test_a_size_that_makes_no_sense_is_named(wrong: object, values: Mapping[str,
         ({"head_dim": -4}, "head_dim is -4"),
         ({"sliding_window": "wide"}, "sliding_window is 'wide'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": "far"}}}, "rope_theta is 'far'"),
-        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         ({"sliding_window": 1}, "sliding_window is 1, in which a token would see itself alone"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, which is no whole number from 1 to 4"),
         ({"num_local_experts": 0}, "num_local_experts is 0"),
@@ -70,6 +69,23 @@ def test_a_size_that_makes_no_sense_is_named(wrong: object, values: Mapping[str,
 def test_values_that_do_not_go_together_are_named(
     changes: Mapping[str, object], problem: str, values: Mapping[str, Any], tmp_path: Path
 ) -> None:
+    assert problem in told(values, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("gemma2", {"attn_logit_softcapping": "much"}, "attn_logit_softcapping is 'much', which is no number"),
+        ("opt", {"ffn_dim": MISSING}, "ffn_dim is missing"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size is -1"),
+        ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+    ],
+)
+def test_values_that_one_architecture_reads_are_named(
+    kind: str, changes: Mapping[str, object], problem: str, tmp_path: Path
+) -> None:
+    values = json.loads(tiny_config(kind).to_json_string(use_diff=False))
     assert problem in told(values, tmp_path, **changes)
 
 

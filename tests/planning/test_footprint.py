@@ -24,8 +24,8 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Batch, Block, Workload
+from h2o_flexgen.engine.head import read_prompts
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
@@ -38,9 +38,8 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges import judge_of
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
@@ -48,15 +47,14 @@ from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
 from h2o_flexgen.planning.footprint import Footprint
-from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.memory_limits import MemoryLimits
-from h2o_flexgen.planning.placement import place_weights
+from h2o_flexgen.planning.placement import HeldKV, place_weights
 from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, picking_bytes, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.sampling.adjusting import History
+from h2o_flexgen.sampling.logits import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.table import SCHEDULES

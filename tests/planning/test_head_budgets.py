@@ -27,8 +27,7 @@ from h2o_flexgen.planning.search import search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.ops import Data, Op
-from h2o_flexgen.schedule.task import Key
+from h2o_flexgen.schedule.ops import Data, Key, Op
 from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.tiny import BLOCKS
 from tests.planning.allocations import peak_allocated

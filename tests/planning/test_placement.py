@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
-from h2o_flexgen.planning.held_kv import HeldKV
-from h2o_flexgen.planning.placement import Placement, place, placed_shares, spread, traffic
+from h2o_flexgen.planning.placement import HeldKV, Placement, place, placed_shares, spread, traffic
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.table import SCHEDULES

@@ -17,10 +17,10 @@ from h2o_flexgen.planning.predict import (
     predict,
     sampled_blocks,
     sampled_steps,
+    step_seconds,
     sum_of_steps,
 )
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.some_steps import step_seconds
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on

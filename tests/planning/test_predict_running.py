@@ -13,10 +13,8 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.predict import BlockPrediction, predict
-from h2o_flexgen.planning.predict_running import ALL_PASSES, stretches
+from h2o_flexgen.planning.predict import ALL_PASSES, BlockPrediction, predict, simulated, step_seconds, stretches
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.some_steps import simulated, step_seconds
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from tests.helpers.pairwise import covering
 from tests.planning.test_predict import SLOW_DISK

@@ -14,9 +14,8 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
-from h2o_flexgen.schedule.ops import READ, Op
+from h2o_flexgen.schedule.ops import READ, Key, Op
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Key
 from tests.helpers.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
 from tests.planning.worlds import block_of, last_block_of, tiny_spec, with_experts

@@ -12,8 +12,8 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.batch_pass import tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
@@ -21,9 +21,8 @@ from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.ops import Data
+from h2o_flexgen.schedule.ops import Data, Key
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Key
 from tests.helpers.contract import Case, Checkpoints, distinct_prompts
 from tests.helpers.pairwise import on_devices
 from tests.planning.worlds import tiny_spec

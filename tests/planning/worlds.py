@@ -10,8 +10,7 @@ from random import Random
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
-from h2o_flexgen.schedule.ops import COMPUTE_LANE
-from h2o_flexgen.schedule.task import Key, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, Key, Task
 from h2o_flexgen.schedule.traffic import Traffic
 
 TIER_MIXES = ([DEVICE], [HOST], [DISK], [HOST, DISK], [DEVICE, HOST, DISK])

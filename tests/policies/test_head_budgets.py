@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.checkpoints.model_places import SMOLLM2, folders_beside
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.demo.fetched import SMOLLM2
-from h2o_flexgen.demo.places import folders_beside
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import FILE, HeadBudgets, read_head_budgets, write_head_budgets, written
 from h2o_flexgen.policies.levels import levels_of

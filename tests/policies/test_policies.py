@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.prompt_attention import column_sums
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import Judge, Linear
 from h2o_flexgen.kv.judges import judge_of as judge_that_needs_no_file
-from h2o_flexgen.kv.slot_scores import NO_TOKEN, SlotScores
+from h2o_flexgen.kv.slots import NO_TOKEN, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rotary

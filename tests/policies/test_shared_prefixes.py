@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan

@@ -51,7 +51,7 @@ from h2o_flexgen.profiling.products import small_llama, small_opt
 from h2o_flexgen.profiling.profile_cache import profiled
 from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
 from h2o_flexgen.profiling.visits import Between, visits
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Task
 from tests.helpers.inverted import Inverted, registered
 from tests.helpers.pretended import PretendedDevice
 from tests.profiling.profiles import TINY

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 
 from h2o_flexgen.core.allowed_values import Bounds, Several
 from h2o_flexgen.core.workload import MOST_TOKENS
-from h2o_flexgen.sampling.adjusting import History, adjusted
+from h2o_flexgen.sampling.logits import History, adjusted
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler, resolve_seed, uniform
 from tests.helpers.adjusted_by_hand import adjusted_by_hand

@@ -12,10 +12,9 @@ from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Key, Op, Task
 from h2o_flexgen.schedule.row_by_row import RowByRow
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.traffic import Traffic
 from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.planning.worlds import random_moves

@@ -11,10 +11,9 @@ import pytest
 
 from h2o_flexgen.core.site import DEVICE
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
-from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.ops import Key, Op, Task
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.simulate import simulate
-from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.traffic import Traffic
 from tests.planning.worlds import random_moves
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.core.model_spec import LayerName
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Key
+from h2o_flexgen.schedule.ops import Key, Op
 from h2o_flexgen.schedule.trace import Span, Trace
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.checkpoints.hub import resolve_model
+from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, KIND, SMOLLM2
 from h2o_flexgen.core.environment import cache_folder
-from h2o_flexgen.demo.fetched import FETCHED_MODELS, KIND, SMOLLM2
 from tests.scripts.loading import load_script
 
 CONTENTS = b"GGUF" + bytes(range(256)) * 40

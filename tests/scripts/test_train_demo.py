@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.demo import ARCHITECTURES, held_out_prose
+from h2o_flexgen.checkpoints.model_places import ARCHITECTURES, held_out_prose
 from h2o_flexgen.evaluation.recall_questions import Recall
 from tests.scripts.loading import PROJECT
 

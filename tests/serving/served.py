@@ -17,22 +17,21 @@ from openai import AsyncOpenAI, OpenAI
 from h2o_flexgen.cli.common_requests import ModelRequest
 from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.cli.serve_work import facts_of, usual_options
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.serving.app import make_app
-from h2o_flexgen.serving.batches.batch_threads import BatchWork
-from h2o_flexgen.serving.batches.data_folder import data_folder
-from h2o_flexgen.serving.batches.routes import BatchRoutes
-from h2o_flexgen.serving.bodies import Limits
-from h2o_flexgen.serving.counts import ServerCounts
-from h2o_flexgen.serving.desk import Desk, Terms
-from h2o_flexgen.serving.hosts import Hosts
-from h2o_flexgen.serving.keys import Keys
-from h2o_flexgen.serving.listening import ServerAddress, bound, listening, place_of
-from h2o_flexgen.serving.service import Service
+from h2o_flexgen.server.access import Hosts, Keys
+from h2o_flexgen.server.app import make_app
+from h2o_flexgen.server.batches.batch_threads import BatchWork
+from h2o_flexgen.server.batches.routes import BatchRoutes
+from h2o_flexgen.server.batches.stored_files import data_folder
+from h2o_flexgen.server.bodies import Limits
+from h2o_flexgen.server.counts import ServerCounts
+from h2o_flexgen.server.desk import Desk, Terms
+from h2o_flexgen.server.listening import ServerAddress, bound, listening, place_of
+from h2o_flexgen.server.service import Service
 from h2o_flexgen.text.dialogue import choose_style
 from tests.helpers.patience import PATIENCE_SECONDS
 

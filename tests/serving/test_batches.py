@@ -17,19 +17,17 @@ from psutil import Process
 
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.append import AppendFile
-from h2o_flexgen.jobs.input_check import InputPart
+from h2o_flexgen.jobs.index import InputPart
 from h2o_flexgen.jobs.manifest import Settings
-from h2o_flexgen.jobs.recording import Recording
-from h2o_flexgen.jobs.records import as_line
+from h2o_flexgen.jobs.openai_answers import as_line
+from h2o_flexgen.jobs.output import Recording
 from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.serving.batches import batch_threads
-from h2o_flexgen.serving.batches.batch_run import BatchRun
-from h2o_flexgen.serving.batches.batch_threads import BatchWork
-from h2o_flexgen.serving.batches.data_folder import DataFolder, data_folder
-from h2o_flexgen.serving.batches.registry import Batches
-from h2o_flexgen.serving.batches.stored_batch import (
+from h2o_flexgen.server.batches import batch_threads
+from h2o_flexgen.server.batches.batch_run import BatchRun
+from h2o_flexgen.server.batches.batch_threads import BatchWork
+from h2o_flexgen.server.batches.stored_batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -37,11 +35,12 @@ from h2o_flexgen.serving.batches.stored_batch import (
     FAILED,
     FINALIZING,
     IN_PROGRESS,
+    Batches,
     StoredBatch,
 )
-from h2o_flexgen.serving.batches.stored_files import StoredFiles
-from h2o_flexgen.serving.bodies import Limits
-from h2o_flexgen.serving.service import Service
+from h2o_flexgen.server.batches.stored_files import DataFolder, StoredFiles, data_folder
+from h2o_flexgen.server.bodies import Limits
+from h2o_flexgen.server.service import Service
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served
 from tests.serving.test_desk import Asking, breaking

@@ -17,7 +17,7 @@ from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.serving.desk import RequestListener
+from h2o_flexgen.server.desk import RequestListener
 from h2o_flexgen.text.prompts import read_prompts
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.serving.served import GEN_LEN, MODEL, Served, served

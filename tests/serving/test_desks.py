@@ -12,12 +12,12 @@ import pytest
 
 from h2o_flexgen.engine.arrivals import Arrivals, Closed
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.serving.counts import ServerCounts
-from h2o_flexgen.serving.desks import THREAD, Desks, Lengths, Turns
+from h2o_flexgen.server.counts import ServerCounts
+from h2o_flexgen.server.desks import THREAD, Desks, Lengths, Turns
 from h2o_flexgen.text.prompts import Prompt
 from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.patience import PATIENCE_SECONDS

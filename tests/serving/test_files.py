@@ -17,10 +17,9 @@ from openai import OpenAI
 from psutil import Process
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.serving.batches import registry, stored_files
-from h2o_flexgen.serving.batches.data_folder import data_folder, write_document
-from h2o_flexgen.serving.batches.stored_files import NewFile, StoredFiles
-from h2o_flexgen.serving.bodies import Limits
+from h2o_flexgen.server.batches import stored_batches, stored_files
+from h2o_flexgen.server.batches.stored_files import NewFile, StoredFiles, data_folder, write_document
+from h2o_flexgen.server.bodies import Limits
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.refusals import one_line
 from tests.serving.served import Served, served
@@ -242,7 +241,7 @@ def test_who_looks_does_not_wait_for_the_disk(
         lambda: http.post("/v1/files", **FINE),
         lambda: http.post("/v1/batches", json=wish),
     ]
-    for module, ask in zip((stored_files, registry), asks):
+    for module, ask in zip((stored_files, stored_batches), asks):
         with monkeypatch.context() as held, ThreadPoolExecutor(1) as other:
             held.setattr(module, "write_document", slow)
             answer = other.submit(ask)

@@ -17,7 +17,7 @@ from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.cli.serve_work import facts_of
 from h2o_flexgen.engine.arrivals import GIVEN_UP
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.serving.desk import LOST
+from h2o_flexgen.server.desk import LOST
 from tests.helpers.contract import Case, Checkpoints
 from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
 from tests.serving.test_answers import metrics

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.serving.bodies import Limits
-from h2o_flexgen.serving.hosts import Hosts
+from h2o_flexgen.server.access import Hosts
+from h2o_flexgen.server.bodies import Limits
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.tiny import VOCAB
 from tests.serving.served import MODEL, PROMPT_LEN, Served, served

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from h2o_flexgen.checkpoints.gguf_format import read_metadata
-from h2o_flexgen.checkpoints.gguf_metadata import Metadata
-from h2o_flexgen.demo import demo_folder
-from h2o_flexgen.demo.fetched import SMOLLM2
+from h2o_flexgen.checkpoints.gguf_format import Metadata, read_metadata
+from h2o_flexgen.checkpoints.model_places import SMOLLM2, demo_folder
 from h2o_flexgen.text.gguf_tokenizer import tokenizer_of
 from h2o_flexgen.text.gguf_vocabulary import GgufVocabulary, TokenType
 from h2o_flexgen.text.gguf_words import WORD_RULES

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.text.growth import refuse_growth
-from h2o_flexgen.text.load_tokenizer import load_tokenizer
+from h2o_flexgen.text.load_tokenizer import load_tokenizer, refuse_growth
 from tests.helpers.refusals import one_line
 
 

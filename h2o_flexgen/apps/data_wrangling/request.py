@@ -35,12 +35,12 @@ from h2o_flexgen.apps.data_wrangling.question_prompts import (
     requests_of,
 )
 from h2o_flexgen.apps.data_wrangling.questions import FULL_STOP, Questions, Serialising
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchOptions, BatchRequest, add_engine, add_job
 from h2o_flexgen.cli.flags import NOISE, Group, Parser, typed
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.files import write_durably
 from h2o_flexgen.core.workload import MOST_PROMPTS, PROMPTS, TOKENS
-from h2o_flexgen.demo import DEMO
 from h2o_flexgen.jobs.input_file import JSON_LINES, InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.manifest import Manifest

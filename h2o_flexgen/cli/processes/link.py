@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from h2o_flexgen.cli.errors import BY_SIGNAL, INTERRUPTED
 from h2o_flexgen.core.interrupted import raised_again
 from h2o_flexgen.engine.job import BrokenRequest
-from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Stage, Tick
 from h2o_flexgen.sampling.completion import Completion
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from h2o_flexgen.cli.processes.process import RequestsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.job import BrokenRequest, Outcome
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion
@@ -33,8 +33,7 @@ def outcomes_of_processes(
     llm: LLM, request: BatchRequest, seed: int, left: FileJob, listening: Listening
 ) -> Generator[Outcome, None, None]:
     """What becomes of the requests that are left of a job, as processes say it."""
-    style = request.style if request.checked.chats else None
-    parts = [RequestsPart(part.apart, style, seed) for part in dealt_requests(left, request.site.gpus)]
+    parts = [RequestsPart(part.apart, request.needed_style, seed) for part in dealt_requests(left, request.site.gpus)]
     with Processes(llm, request.model, request.site, parts) as processes:
         for number, news in processes.said(listening.interrupts.put_aside):  # nothing is lost by ending then
             if isinstance(news, (Completion, BrokenRequest)):

@@ -21,8 +21,8 @@ from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stats import Peaks, Stats
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed

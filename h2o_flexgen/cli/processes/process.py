@@ -21,9 +21,8 @@ from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.open_llm import make_llm
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
-from h2o_flexgen.engine.restarted_run import RestartedRun
+from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.jobs.file_job import Apart, LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import SharedWeights
@@ -78,12 +77,12 @@ class RequestsPart:
     """Requests of a file, which are read again here."""
 
     requests: Apart
-    style: str | None  # how chats are written down; None: there are none
+    style: str  # how chats are written down
     seed: int
 
     def run(self, llm: LLM, link: ProcessLink) -> None:
-        style = None if self.style is None else choose_style(self.style, llm.tokenizer)
-        reading = LineReading(llm.tokenizer, style, RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
+        sizes = RowMaker(llm.spec, llm.plan, llm.tokenizer).size
+        reading = LineReading(llm.tokenizer, choose_style(self.style, llm.tokenizer), sizes)
         left = self.requests.read_with(reading)
         heard: dict[str, Any] = {"on_stage": link.stage, "on_shrink": partial(_note, link)}
         for outcome in RestartedRun(partial(llm.generate_stream, seed=self.seed, **heard), left, link.say).outcomes():

@@ -15,7 +15,7 @@ from h2o_flexgen.checkpoints.stale_files import RAY_PREFIX, held_folder
 from h2o_flexgen.cli.batch_request import LOCAL, RAY, WORKERS, RayRequest
 from h2o_flexgen.core.environment import cores, folder_of_sockets
 from h2o_flexgen.core.hints import one_line
-from h2o_flexgen.engine.thread_options import quota_cores, threads_beside
+from h2o_flexgen.engine.resources import quota_cores, threads_beside
 
 LONGEST_REASON = 400  # characters
 LOOPBACK = "127.0.0.2"  # Ray takes localhost for the machine's address in its network

@@ -30,10 +30,9 @@ from h2o_flexgen.cli.ray.workers import (
     new_actor,
 )
 from h2o_flexgen.cli.slow import SLOW, one_worker_reason, small_job_reason
-from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Outcome
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
@@ -131,9 +130,12 @@ class RayJob:
 
     def _share(self, parts: Sequence[Sequence[int]]) -> SharedJob:
         request = self.request
-        style = request.style if request.checked.chats else AUTO  # which no text needs, and any model has
         return SharedJob(
-            engine={**llm_arguments(request.model, request.site, request.first_plan), "seed": self.seed, "style": style},
+            engine={
+                **llm_arguments(request.model, request.site, request.first_plan),
+                "seed": self.seed,
+                "style": request.needed_style,
+            },
             asked=None if isinstance(request.plan, Plan) else request.plan,
             reader=self.left.index.reader,
             identity=self.identity,

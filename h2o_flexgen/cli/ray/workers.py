@@ -18,7 +18,7 @@ from h2o_flexgen.cli.ray.cluster import Pool
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Outcome, Request
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.evaluation.answer_settings import TOKENIZER, WEIGHTS, model_settings
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.index import read_line

@@ -16,14 +16,14 @@ from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.buffer_layout import hidden_bytes
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.engine.opened_limits import Packing
+from h2o_flexgen.engine.resources import Packing
 from h2o_flexgen.formats.kernel_table import Processor
 from h2o_flexgen.formats.table import PLAIN, chosen_format, matrix_format
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.placement import layers_of
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.sections import layers_of
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.schedule import Schedule
 

@@ -30,8 +30,8 @@ from h2o_flexgen.cli.run_request import NamedByPlan
 from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, table
 from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.core.model_spec import LayerName
+from h2o_flexgen.engine.resources import get_num_threads
 from h2o_flexgen.engine.stats import Stats
-from h2o_flexgen.engine.thread_options import get_num_threads
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes

@@ -17,8 +17,7 @@ from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.stats import Peaks, Stats
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs
-from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Op, Task
 
 FIRST = 8  # completions that are shown unless all are wanted
 CHARACTERS = 600  # characters of a text that are shown unless all are wanted

@@ -20,8 +20,8 @@ from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.schedule.ops import Task
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task
 
 
 class HiddenStore:

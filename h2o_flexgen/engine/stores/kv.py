@@ -27,15 +27,14 @@ from h2o_flexgen.kernels.evict import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.ops import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]

@@ -17,7 +17,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerCache, heads_by_layer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.schedule.task import Task, Visit
+from h2o_flexgen.schedule.ops import Task, Visit
 
 
 class KVLevels:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import ModelSpec, rows_asking
+from h2o_flexgen.schedule.ops import Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Visit
 
 Pass = tuple[int, int, int]  # step, block, and the batch that the weights come with
 

@@ -20,10 +20,9 @@ from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.prefix_groups import SharedPrefix, bytes_of
 from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.judges import Judge
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.block_plan import BlockPlan

@@ -34,8 +34,8 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring, site_of
 from h2o_flexgen.memory.pack import DTYPES, Layout, Pack, PackEntry, Range, copies_between, slices
 from h2o_flexgen.models.base import Weights
+from h2o_flexgen.schedule.ops import Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task, Visit
 
 Copies = tuple[list[tuple[Tensor, Tensor]], int]  # to and from, and the bytes of tensors in them
 Places = Callable[[], Mapping[str, Located]]  # called only when something has to be read

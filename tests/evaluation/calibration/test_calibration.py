@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen import batch, calibrate, chat, evaluate, run
+from h2o_flexgen.checkpoints.model_places import SMOLLM2, folders_beside
 from h2o_flexgen.checkpoints.probe_file import read_probe
-from h2o_flexgen.demo.fetched import SMOLLM2
-from h2o_flexgen.demo.places import folders_beside
 from h2o_flexgen.evaluation.calibration import BUDGETS, LayerRead, RepeatedText
 from h2o_flexgen.evaluation.calibration import calibrate as calibrated
 from h2o_flexgen.evaluation.study.text_reading import read_texts

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from h2o_flexgen.evaluation.study import onlooker
-from h2o_flexgen.evaluation.study.heavy_hitter_study import HeavyHitterStudy
-from h2o_flexgen.evaluation.study.heavy_hitters import study
+from h2o_flexgen.evaluation.study import readers
+from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.text_attention import Attention, attention_in_blocks
 from h2o_flexgen.llm import LLM
 from tests.helpers import tiny
@@ -51,7 +50,7 @@ def _studied(kind: str, folder: Path) -> Studied:
         return blocks
 
     with pytest.MonkeyPatch.context() as patch, LLM(str(folder / "model"), dtype="float32", offload_dir=folder) as llm:
-        patch.setattr(onlooker, "attention_in_blocks", recording)
+        patch.setattr(readers, "attention_in_blocks", recording)
         return study(llm, TEXT, POLICIES, 0.25, prompt_len=PROMPT), seen, expected
 
 

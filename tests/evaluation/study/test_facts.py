@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.demo import DEMO, held_out_prose
-from h2o_flexgen.evaluation.study.asked_facts import FactsAsked, asked_facts
-from h2o_flexgen.evaluation.study.facts import study_facts
-from h2o_flexgen.evaluation.study.facts_picture import draw_facts
-from h2o_flexgen.evaluation.study.facts_study import FactsStudy
-from h2o_flexgen.evaluation.study.held_tokens import held_after
-from h2o_flexgen.evaluation.study.kept_tokens import Keeper, LevelKeeper, ranks
-from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.evaluation.recall_questions import FactsAsked, asked_facts
+from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
+from h2o_flexgen.evaluation.study.pictures import draw_facts
+from h2o_flexgen.evaluation.study.readers import Keeper, LevelKeeper, ranks
+from h2o_flexgen.evaluation.study.statistics import held_after
+from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan

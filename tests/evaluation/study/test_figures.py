@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h2o_flexgen.evaluation.study.held_tokens import Gone, heaviest_found, held_after, jaccard, still_held, survival
-from h2o_flexgen.evaluation.study.study_scores import even_scores, fit_power_law, share_of_heaviest, sorted_scores
+from h2o_flexgen.evaluation.study.statistics import (
+    Gone,
+    even_scores,
+    fit_power_law,
+    heaviest_found,
+    held_after,
+    jaccard,
+    share_of_heaviest,
+    sorted_scores,
+    still_held,
+    survival,
+)
 
 
 @pytest.mark.parametrize("exponent", [0.3, 1.0, 2.2])

@@ -12,12 +12,11 @@ import torch
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.heavy_hitters import study
-from h2o_flexgen.evaluation.study.held_tokens import held_after
-from h2o_flexgen.evaluation.study.kept_tokens import Keeper
+from h2o_flexgen.evaluation.study.readers import Keeper
+from h2o_flexgen.evaluation.study.statistics import held_after
 from h2o_flexgen.evaluation.study.text_reading import read_texts
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.base import Given, computed

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from h2o_flexgen.evaluation.study import pictures
-from h2o_flexgen.evaluation.study.heavy_hitter_study import HeavyHitterStudy
-from h2o_flexgen.evaluation.study.heavy_hitters import study
+from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.pictures import draw, kept_map
 from h2o_flexgen.llm import LLM
 from tests.helpers.contract import Checkpoints, distinct_prompts

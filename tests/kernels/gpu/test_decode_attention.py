@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.slots import Coding
 from tests.helpers.pairwise import covering, pairs_first
 from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_decode_attention import drawn, exact

@@ -13,7 +13,7 @@ from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu import shared_attention as module
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.slots import Coding
 from tests.helpers.pairwise import covering
 from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_shared_attention import drawn, exact

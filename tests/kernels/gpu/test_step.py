@@ -19,8 +19,7 @@ from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TORCH, TRITON, Proces
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.slot_scores import SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rotary

@@ -1,0 +1,184 @@
+"""How files have the models of one architecture: TensorNames, and for GGUF files a GgufArchitecture. The file of an
+architecture in models/ has these as values. A GgufModel is a file that is read by them.
+
+The names here are those that most architectures share: of tensors in a block, without the number of the block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor, Metadata
+from h2o_flexgen.checkpoints.model_files import AGAIN
+from h2o_flexgen.core.hints import shown
+
+ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
+
+# names of tensors in files -> names in models
+QKV = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
+ATTENTION = {**QKV, "attn_output": "self_attn.o_proj"}
+MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+BEHIND_ATTENTION = "post_attention_layernorm"
+FIRST_NORM = {"attn_norm": "input_layernorm"}
+NORMS = {**FIRST_NORM, "ffn_norm": BEHIND_ATTENTION}
+NORMS_BY_PLACE = {**FIRST_NORM, "post_attention_norm": BEHIND_ATTENTION}
+HEAD_NORMS = {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+ONE = "{}"  # stands for the number of an expert
+EXPERTS = {f"{part}_exps": name.replace("mlp.", f"mlp.experts.{ONE}.") for part, name in MLP.items()}
+ROUTER = {"ffn_gate_inp": "mlp.gate"}
+
+
+def shared_expert(name: str) -> dict[str, str]:
+    """The matrices of an mlp that all tokens pass through beside their experts."""
+    return {f"{part}_shexp": own.replace("mlp.", f"{name}.") for part, own in MLP.items()}
+
+
+def weights(*names: Mapping[str, str]) -> dict[str, str]:
+    return _of("weight", names)
+
+
+def biases(*names: Mapping[str, str]) -> dict[str, str]:
+    return _of("bias", names)
+
+
+def _of(kind: str, names: tuple[Mapping[str, str], ...]) -> dict[str, str]:
+    return {f"{part}.{kind}": f"{name}.{kind}" for some in names for part, name in some.items()}
+
+
+OF_LLAMA = weights(ATTENTION, MLP, NORMS)
+OF_MIXTURES = weights(ATTENTION, EXPERTS, ROUTER, NORMS)
+
+# keys of metadata, behind the name of the architecture
+EXPERT_COUNT, NORMED, GATING = "expert_count", "expert_weights_norm", "expert_gating_func"
+WEIGHTS_SCALE, DENSE_BLOCKS, MORE_TOKENS = "expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers"
+WINDOW, CLIP = "attention.sliding_window", "attention.clamp_kqv"
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
+Heeded = Mapping[str, tuple[float, ...] | None]  # keys of metadata -> the values that its layers do; None: any value
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    name: str  # as files have it; where several architectures share one, their experts and windows tell them apart
+    tensors: Mapping[str, str]  # of a block: names in files -> names in models, where ONE stands for the number of an expert
+    keys: Mapping[str, Said] = field(default_factory=dict)  # of a config, beside those of all: what files say of them
+    heeds: Heeded = field(default_factory=dict)  # what would change the arithmetic of other layers
+    has_experts: bool = False
+    sums_to_one: bool | None = None  # the weights of the experts of a token; None: a file may say either
+    has_window: bool | None = None  # None: either
+    is_interleaved: bool = False  # rows of queries and keys are moved so that values that are rotated together are neighbours
+    has_divisors: bool = False  # of the frequencies of rotations, as a tensor
+    rotates_parts: bool = False  # of each head
+    rounds_waves: bool = True  # between which YaRN blends: the config of a model says this, but no file does
+    single_rows: tuple[str, ...] = ()  # names in models of matrices that files have as vectors
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A file of an architecture that is known. The keys of its metadata begin with the name of the architecture."""
+
+    gguf: Gguf
+    architecture: GgufArchitecture
+    model_type: str  # the name that transformers has for it
+
+    @classmethod
+    def of(cls, gguf: Gguf, known: Mapping[str, GgufArchitecture]) -> GgufModel:
+        """Refuses an architecture that is not known (`known` are those by model_type)."""
+        metadata = gguf.metadata
+        kind = metadata.text(KIND, MODEL)
+        if kind != MODEL:
+            raise ValueError(
+                f"{metadata.path} holds no model but something of the type {shown(kind)}; give the model's own file"
+            )
+        name = metadata.text(ARCHITECTURE)
+        candidates = [cls(gguf, one, model_type) for model_type, one in known.items() if one.name == name]
+        if not candidates:
+            names = ", ".join(dict.fromkeys(one.name for one in known.values()))
+            raise ValueError(f"{metadata.path} is of the architecture {shown(name)}, which is not read; known are {names}")
+        first = candidates[0]
+        alike = [one for one in candidates if one.architecture.has_experts == bool(one.experts)]
+        if not alike:
+            other, advice = ("with", "give another model") if first.experts else ("without", AGAIN)
+            raise first.refusal(EXPERT_COUNT, f"and {name} {other} experts is not read; {advice}")
+        return next((one for one in alike if one.architecture.has_window == (one.whole(WINDOW, 0) > 0)), alike[0])
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.gguf.metadata
+
+    @cached_property
+    def tensors(self) -> Mapping[str, GgufTensor]:
+        return {tensor.name: tensor for tensor in self.gguf.tensors}
+
+    @property
+    def experts(self) -> int:
+        return self.whole(EXPERT_COUNT, 0)
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of the model itself. Those after them predict tokens further ahead, and are not used."""
+        return self.whole("block_count") - self.whole(MORE_TOKENS, 0)
+
+    @property
+    def expert_width(self) -> int:
+        return self.rows_in_block(self.whole(DENSE_BLOCKS, 0), "ffn_gate_exps.weight", dimensions=3)
+
+    @property
+    def shared_expert_width(self) -> int:
+        return self.rows_in_block(0, "ffn_gate_shexp.weight")
+
+    def rows_in_block(self, block: int, part: str, dimensions: int = 2) -> int:
+        """The outputs of a matrix in a block, or of each of several."""
+        name = f"blk.{block}.{part}"
+        tensor = self.tensors.get(name)
+        if tensor is None or len(tensor.shape) != dimensions:
+            what = "has no" if tensor is None else f"has {len(tensor.shape)} instead of {dimensions} dimensions for"
+            older = " (files from before 2024 have experts apart)" if "ffn_gate_exps" in name else ""
+            raise ValueError(f"{self.metadata.path} {what} {name}{older}; {AGAIN}")
+        return tensor.shape[-2]
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture.name}.{name}"
+
+    def has(self, name: str) -> bool:
+        return self.key(name) in self.metadata
+
+    def value(self, name: str) -> Any:
+        """As it is there, of whatever type; None: it is not there."""
+        return self.metadata.values.get(self.key(name))
+
+    def whole(self, name: str, otherwise: int | None = None) -> int:
+        return self.metadata.whole(self.key(name), otherwise)
+
+    def number(self, name: str, otherwise: float | None = None) -> float:
+        return self.metadata.number(self.key(name), otherwise)
+
+    def flag(self, name: str, otherwise: bool | None = None) -> bool:
+        return self.metadata.flag(self.key(name), otherwise)
+
+    def refusal(self, name: str, why: str) -> ValueError:
+        return ValueError(f"{self.metadata.path} has {shown(self.value(name))} as {shown(self.key(name))}, {why}")
+
+
+Said: TypeAlias = Callable[[GgufModel], Any]
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What the files of an architecture call its tensors."""
+
+    model_type: str = ""
+    patterns: Mapping[str, str] = field(default_factory=dict)  # of names in safetensors and .bin files -> the usual names
+    gguf: GgufArchitecture | None = None  # None: there are no such files
+
+    def usual(self, name: str) -> str:
+        """The name that this tensor has in most checkpoints."""
+        for pattern, usual in self.patterns.items():
+            name = re.sub(pattern, usual, name)
+        return name
+
+
+USUAL_NAMES = TensorNames()

@@ -1,0 +1,199 @@
+"""Readers of a text: keepers, which keep what a policy keeps, and the onlooker, which keeps everything and observes its
+attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.evaluation.study.statistics import Gone, of_layers
+from h2o_flexgen.evaluation.study.text_attention import (
+    WholeText,
+    attend_whole,
+    attention_in_blocks,
+    captured,
+    negligible_entries,
+    visible_entries,
+)
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.judges import judge_of
+from h2o_flexgen.kv.slots import Coding, SlotScores
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.levels import Level
+from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.policy import PROBE, KVPolicy
+from h2o_flexgen.policies.table import POLICIES
+
+
+def studied_policies(names: Sequence[str], budget: float) -> Mapping[str, KVPolicy]:
+    """Each policy with the share `budget` of a text; a policy that cannot be studied is refused."""
+    policies: dict[str, KVPolicy] = {}
+    for name in names:
+        if name in POLICIES and POLICIES[name].judged_by == PROBE:
+            raise ValueError(f"kv_policy {name!r} asks a probe, which a study does not do; leave it out")
+        policy = Plan.create(kv_policy=name, kv_budget=None if name == "full" else budget).policy
+        if policy.keeps_all:
+            raise ValueError(f"kv_policy {name!r} keeps everything, and there is nothing to study; name policies that evict")
+        if policy.echoes:
+            raise ValueError(f"kv_policy {name!r} judges a prompt by an echo that a study does not compute; leave it out")
+        if name in policies:
+            raise ValueError(f"kv_policy {name!r} is named twice; name it once")
+        policies[name] = policy
+    if not policies:
+        raise ValueError("no KV policy to study was named; name one or more")
+    return policies
+
+
+def coding_of(llm: LLM) -> Coding:
+    """How the plan of `llm` stores keys and values."""
+    return Coding(llm.spec.kv_codec, getattr(torch, llm.spec.dtype), llm.spec.head_dim)
+
+
+@dataclass
+class Keeper:
+    """Finds the tokens that a policy keeps of a text: runs the real cache and notes when each token goes. A prompt is read, and
+    the rest of it token by token. Layers come one after the other."""
+
+    policy: KVPolicy
+    tokens: int
+    prompt_len: int
+    coding: Coding
+    by_layer: list[Tensor] = field(default_factory=list)  # (kv_heads, tokens)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """The budget is a share of the whole text."""
+        return self.policy.occupancy(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
+
+    @property
+    def gone(self) -> Gone:
+        return of_layers(self.by_layer)
+
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        k, device = tokens.k, tokens.k.device
+        gone = torch.arange(1, self.tokens + 1, device=device).clamp(min=self.prompt_len).repeat(k.shape[2], 1)
+        self.by_layer.append(gone)
+        if self.policy.keeps_all:
+            gone.fill_(self.tokens + 1)
+            return attend_whole(tokens).out
+        occupancy, out = self.occupancy, []
+        cache, scores = opened(self.policy, occupancy.capacity, self.coding, k)
+        for step in range(occupancy.gen_len):
+            read = self.prompt_len + step
+            new = slice(read - 1 if step else 0, read)
+            now = KVStep.of(occupancy.at(step), occupancy.capacity, device)
+            out.append(cache.attend(now, tokens.part(new)))
+            held = scores.positions[0, :, : occupancy.counts(step + 1)[0]].long()
+            gone.scatter_(1, held, torch.full_like(held, read + 1))
+        return torch.cat(out, dim=1)
+
+
+@dataclass
+class LevelKeeper:
+    """Reads a text where some heads keep more than others: each level's heads have a keeper of their own."""
+
+    levels: Sequence[Level]
+    tokens: int
+    prompt_len: int
+    coding: Coding
+    by_layer: list[Tensor] = field(default_factory=list)  # (kv_heads, tokens)
+
+    @property
+    def keepers(self) -> tuple[Keeper, ...]:
+        """New ones, level by level."""
+        return tuple(Keeper(level.policy, self.tokens, self.prompt_len, self.coding) for level in self.levels)
+
+    @property
+    def gone(self) -> Gone:
+        return of_layers(self.by_layer)
+
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        q, kv_heads = tokens.q, tokens.k.shape[2]
+        out = q.new_empty(1, self.tokens, kv_heads, q.shape[2] * q.shape[3] // kv_heads)
+        gone = torch.empty(kv_heads, self.tokens, dtype=torch.int64, device=q.device)
+        for level, keeper in zip(self.levels, self.keepers):
+            heads = [*level.heads[len(self.by_layer)]]
+            if heads:
+                done = keeper.attend(tokens.of_heads(torch.tensor(heads, device=q.device)))
+                out[:, :, heads] = done.view(1, self.tokens, len(heads), -1)
+                gone[heads] = keeper.by_layer[-1]
+        self.by_layer.append(gone)
+        return out.flatten(2)
+
+
+def ranks(reader: Keeper, text: NewTokens) -> Tensor:
+    """The place that the reader's policy gives each token of a prompt, 0 for what it would keep longest, without regard to
+    protected tokens. (kv_heads, tokens)"""
+    k, tokens, budget = text.k, text.k.shape[1], reader.occupancy.budgets[0]
+    occupancy = Occupancy(Batch((0,), (tokens,), context=tokens), (replace(budget, slots=tokens),), 1)
+    cache, scores = opened(reader.policy, occupancy.capacity, reader.coding, k)
+    cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, k.device), text)
+    return scores.best_first()[0, :, :tokens].argsort(-1)
+
+
+def opened(policy: KVPolicy, capacity: int, coding: Coding, k: Tensor) -> tuple[KVCache, SlotScores]:
+    """An empty cache for keys like `k`, and what the policy will know of its slots."""
+    shape = (1, k.shape[2], capacity)
+    image = torch.zeros(2, *shape, coding.width, dtype=coding.kept_dtype, device=k.device)
+    region = torch.zeros(k.shape[2] * capacity * policy.score_bytes, dtype=torch.uint8, device=k.device)
+    scores = SlotScores.over(region, policy, shape)
+    return KVCache(image, scores, coding, judge=judge_of(policy)), scores
+
+
+ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader that knows it all could
+
+
+@dataclass(frozen=True)
+class LayerSeen:
+    sparsity: Tensor  # (heads,)
+    scores: Tensor  # (kv_heads, tokens): sums over all queries and over the query heads of a group
+    foreseen: Tensor  # (kv_heads, tokens): when each token leaves the oracle
+    captured: Mapping[str, Tensor]  # by every keeper and by the oracle: (kv_heads,), 0 to 1
+
+
+@dataclass
+class Onlooker:
+    """Keeps everything and observes its attention, while keepers read the same text. It reads each layer after them, since it
+    asks which tokens they hold."""
+
+    keepers: Mapping[str, Keeper]
+    slots: int  # of the oracle
+    prompt_len: int
+    by_layer: list[LayerSeen] = field(default_factory=list)
+
+    def attend(self, tokens: NewTokens) -> Tensor:
+        """Reads all tokens in the next layer; a models.attention.Attend for one row."""
+        read = attend_whole(tokens)
+        self.by_layer.append(self._seen(read))
+        return read.out
+
+    def _seen(self, read: WholeText) -> LayerSeen:
+        q, k, scores = read.q, read.k, read.sums
+        tokens = q.shape[1]
+        foreseen = gone_with_foresight(scores, self.slots, self.prompt_len)
+        gone = {ORACLE: foreseen, **{name: keeper.by_layer[-1] for name, keeper in self.keepers.items()}}
+        small = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+        held = {name: torch.zeros(len(k), dtype=torch.float64, device=q.device) for name in gone}
+        for attention in attention_in_blocks(q, k, sink_scores=read.sink_scores):
+            small += negligible_entries(attention)
+            if attention.shares.shape[-1] > self.prompt_len:
+                for name, own in gone.items():
+                    held[name] += captured(attention, own, self.prompt_len)
+        shares = {name: each / (tokens - self.prompt_len) for name, each in held.items()}
+        return LayerSeen(small / visible_entries(tokens), scores, foreseen, shares)
+
+
+def gone_with_foresight(sums: Tensor, slots: int, prompt_len: int) -> Tensor:
+    """sums (kv_heads, tokens): the heaviest tokens are held from the start, all others leave as soon as any token may."""
+    kv_heads, tokens = sums.shape
+    gone = torch.arange(1, tokens + 1, device=sums.device).clamp(min=prompt_len).repeat(kv_heads, 1)
+    return gone.scatter_(1, sums.topk(min(slots, tokens), dim=1).indices, tokens + 1)

@@ -1,0 +1,219 @@
+"""Slots of a KV head: how their values are stored, and what an evicting policy knows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from h2o_flexgen.formats.kernel_table import MAX
+from h2o_flexgen.formats.table import FORMATS, PLAIN
+from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.evict import LAST, Notes, chances, note, weighed
+from h2o_flexgen.kernels.operations import evict
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.policies.policy import AGE, CHANCE, KVPolicy
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Coding: how the values of a slot are stored: in the dtype of computation, or as a format's bytes. Each head's values of
+    one token are encoded separately, so that a slot can be rewritten by itself."""
+
+    format: str
+    dtype: torch.dtype  # used in computation
+    head_dim: int
+
+    @cached_property
+    def is_plain(self) -> bool:
+        return self.format == PLAIN
+
+    @cached_property
+    def kept_dtype(self) -> torch.dtype:
+        return self.dtype if self.is_plain else torch.uint8
+
+    @cached_property
+    def width(self) -> int:
+        """The stored length of a head's values for one token, in elements of `kept_dtype`."""
+        return FORMATS[self.format].nbytes((self.head_dim,), self.dtype.itemsize) // self.kept_dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Encodes (..., head_dim) to (..., width)."""
+        if self.is_plain:
+            return values
+        kept = torch.empty(*values.shape[:-1], self.width, dtype=torch.uint8, device=values.device)
+        operations.encode(self.format, values, kept)
+        return kept
+
+    def decode(self, kept: Tensor) -> Tensor:
+        """Decodes (..., width) to (..., head_dim)."""
+        if self.is_plain:
+            return kept
+        values = torch.empty(*kept.shape[:-1], self.head_dim, dtype=self.dtype, device=kept.device)
+        operations.decode(self.format, kept.contiguous(), values)
+        return values
+
+
+NO_TOKEN = -1  # position of a slot that was never filled
+
+
+@dataclass(frozen=True)
+class SlotScores:
+    """SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and
+    its worth when it was written. They stay in the compute device's memory even if keys and values are moved. Here a
+    policy's data become tensors: which prompt tokens are kept, and which slot the newest token takes over in decode."""
+
+    policy: KVPolicy
+    positions: Tensor  # (rows, kv_heads, slots), int32
+    scores: Tensor | None  # (rows, kv_heads, slots), fp32; None if the policy does not rank by attention
+    worth: Tensor | None = None  # alike; None if the policy has no judge
+
+    @classmethod
+    def over(cls, region: Tensor, policy: KVPolicy, shape: tuple[int, int, int]) -> SlotScores:
+        """Views of a region of memory; `shape` is (rows, kv_heads, slots). First come all positions, then all scores, then the
+        worth of all."""
+        positions, *others = region[: policy.score_bytes * prod(shape)].view(torch.int32).view(policy.score_words, *shape)
+        numbers = [other.view(torch.float32) for other in others]
+        scores = numbers.pop(0) if policy.has_scores else None
+        return cls(policy, positions, scores, numbers[0] if numbers else None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(noted for noted in (self.positions, self.scores, self.worth) if noted is not None)
+
+    def part(self, rows: slice) -> SlotScores:
+        return self._each(lambda noted: noted[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> SlotScores:
+        scores, worth = (None if noted is None else change(noted) for noted in (self.scores, self.worth))
+        return SlotScores(self.policy, change(self.positions), scores, worth)
+
+    def copy_row(self, target: int, source: int) -> None:
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+
+    # -- several tokens at once -------------------------------------------------------------------------------------------
+
+    def oldest_first(self, now: KVStep) -> Tensor:
+        """The slots in use, by age; a row that holds fewer is filled up with unused slots. (rows, kv_heads, held)"""
+        return self.positions.masked_fill(now.behind_held, LAST).argsort(-1)[..., : now.held]
+
+    def weights(self, now: KVStep) -> Tensor | None:
+        """How much each new query contributes to scores; pads contribute nothing. (rows, tokens), fp32"""
+        if self.scores is None:
+            return None
+        tokens = torch.arange(now.positions.shape[1], device=now.positions.device)
+        age = now.lengths[:, 0] - 1 - tokens  # of each query: 0 for the last, below 0 for pads
+        return torch.pow(self.policy.decay, age.clamp(min=0).float()) * ((age >= 0) & (age < now.queries[:, 0]))
+
+    def held(self, now: KVStep) -> SlotScores:
+        """The scores of the tokens held, oldest first."""
+        index = self.oldest_first(now)
+        return self._each(lambda noted: noted.gather(-1, index))
+
+    def copied(self, now: KVStep, prefixes: Mapping[int, SlotScores]) -> SlotScores:
+        """The scores of the tokens that come from shared prefixes, with which the rows' texts begin."""
+        shape = (*self.positions.shape[:2], now.held)
+        copies = self._each(lambda noted: noted.new_zeros(shape))
+        copies.positions.copy_(now.held_order)
+        for prefix, rows in now.groups:
+            for copy, noted in zip(copies.tensors[1:], prefixes[prefix.group].tensors[1:]):
+                copy[rows, :, : prefix.tokens] = noted[:, :, : prefix.tokens]
+        return copies
+
+    def keep_best(self, now: KVStep, got: Tensor | None, held: SlotScores, worth: Tensor | None = None) -> Tensor:
+        """Chooses which of the held and the new tokens stay after a pass of several tokens, and records them.
+
+        got (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first. worth: of
+        the same shape, the judge's worth of each. Returns places among them (rows, kv_heads, kept), ascending; a row that keeps
+        fewer ends with arbitrary places."""
+        rows, kv_heads = self.positions.shape[:2]
+        new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
+        positions = torch.cat((held.positions.long(), new), dim=-1)
+        is_pad = torch.arange(new.shape[-1], device=self.positions.device) >= now.lengths
+        exists = torch.cat((now.is_held, ~is_pad), dim=-1)
+        scores = self._scores_of(now, got, held.scores)
+        kept = now.slots.kept
+        staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
+        chosen = self._best(now, positions, exists, scores, worth) if now.evicts else staying
+        filled = torch.arange(kept, device=self.positions.device) < now.after
+        self.positions.fill_(NO_TOKEN)[..., :kept] = positions.gather(-1, chosen).masked_fill(~filled, NO_TOKEN).int()
+        for noted, of_places in ((self.scores, scores), (self.worth, worth)):
+            if noted is not None and of_places is not None:
+                noted.zero_()[..., :kept] = of_places.gather(-1, chosen).masked_fill(~filled, 0.0)
+        return chosen
+
+    def _scores_of(self, now: KVStep, got: Tensor | None, held: Tensor | None) -> Tensor | None:
+        """The scores of the held tokens, with the new queries' attention added, and then those of the new tokens."""
+        if got is None or held is None:
+            return None
+        around = self.policy.neighbours
+        if around > 1:  # only for prompts
+            in_turn = now.without_gaps.expand(got.shape)
+            means = functional.avg_pool1d(got.gather(-1, in_turn), around, stride=1, padding=around // 2)
+            got = torch.where(now.is_new, means.gather(-1, in_turn.argsort(-1)), got)
+        faded, of_held = held * torch.pow(self.policy.decay, now.lengths.float()), got[..., : now.held]
+        of_held.copy_(torch.maximum(of_held, faded) if self.policy.gathers == MAX else of_held + faded)
+        return got
+
+    def _best(self, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor | None, worth: Tensor | None) -> Tensor:
+        """Chooses the places of the highest ranks. Places are in the order of positions."""
+        stays = (positions < now.sinks) | (positions >= now.window)
+        if scores is not None and worth is not None:
+            stays = stays | self._first_half(now, stays, exists, scores)
+        places, kept = positions.shape[-1], now.slots.kept
+        best = _by_rank(self._rank(positions, scores, worth), stays, exists)[..., :kept]
+        outside = torch.arange(kept, device=best.device) >= now.after
+        return best.masked_fill(outside, places).sort(dim=-1).values.clamp(max=places - 1)
+
+    @staticmethod
+    def _first_half(now: KVStep, stays: Tensor, exists: Tensor, scores: Tensor) -> Tensor:
+        """Marks the tokens that stay by their scores alone, where worth weighs the scores: half of those that a text's first
+        pass has to choose."""
+        protected = (stays & exists).sum(-1, keepdim=True)
+        chosen = torch.where(now.is_new, (now.after - protected).clamp(min=0) // 2, 0)
+        order = _by_rank(scores, stays, exists)
+        first = torch.arange(scores.shape[-1], device=scores.device) < protected + chosen
+        return torch.zeros_like(first).expand(order.shape).scatter(-1, order, first)
+
+    def best_first(self) -> Tensor:
+        """All slots by the rank of their tokens, protected or not; empty slots come last. (rows, kv_heads, slots)"""
+        exists = self.positions != NO_TOKEN
+        return _by_rank(self._rank(self.positions, self.scores, self.worth), torch.zeros_like(exists), exists)
+
+    # -- decode ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def notes(self) -> Notes:
+        return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE, self.worth)
+
+    def evict(self, now: KVStep, image: Tensor, got: Tensor | None) -> Tensor | None:
+        """Records what slots got, (rows, kv_heads, slots), fp32: the newest query's attention to each, gathered over a group's
+        query heads. If rows have to evict, the newest token then takes over a slot of the image for each row and head; returns
+        these slots, (rows, kv_heads)."""
+        if now.evicts:
+            return evict(image, self.notes, now.newest, now.leaving, got, self.policy.decay, self.policy.gathers)
+        note(self.notes, now.newest, got, self.policy.decay, self.policy.gathers)
+        return None
+
+    def order(self, now: KVStep) -> Tensor:
+        """Each slot's place by age among those that a head holds in decode. (rows, kv_heads, slots)"""
+        return self.positions.masked_fill(now.behind_newest, LAST).argsort(-1).argsort(-1)
+
+    def _rank(self, positions: Tensor, scores: Tensor | None, worth: Tensor | None) -> Tensor:
+        known = weighed(scores, worth)
+        if known is not None:
+            return known
+        return positions.double() if self.policy.ranks_by == AGE else chances(positions)
+
+
+def _by_rank(rank: Tensor, stays: Tensor, exists: Tensor) -> Tensor:
+    """All places (rows, kv_heads, places), the highest rank first; of equals the older comes later. Places that `stays` marks
+    rank above all others, and places without a token below."""
+    rank = rank.masked_fill(stays, torch.inf).masked_fill(~exists, -torch.inf)
+    return rank.shape[-1] - 1 - torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices

@@ -1,0 +1,158 @@
+"""An answer on its way: what the thread that computes tells the one client that waits for it, and the chunks in OpenAI's form,
+as its tokens come, of which each is an event that a server sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.jobs.line import Line
+from h2o_flexgen.jobs.openai_answers import Answers, Said, usage
+from h2o_flexgen.sampling.completion import Completion, StepLogprobs
+from h2o_flexgen.server.body_fields import CompletionsRequest
+from h2o_flexgen.server.desk import RequestListener
+from h2o_flexgen.server.problems import ApiProblem
+
+
+@dataclass(frozen=True)
+class TokenPiece:
+    """A token of a completion, and the text that has become certain with it."""
+
+    place: int  # of its prompt in the body
+    number: int  # of the completion among those of its prompt
+    token: int
+    text: str
+    logprobs: StepLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """All completions of a prompt, which have ended."""
+
+    place: int
+    completion: Completion
+
+
+Told = TokenPiece | WholeAnswer | ApiProblem
+
+
+class RequestExchange:
+    """Made in the client's loop; told things in any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._told: asyncio.Queue[Told] = asyncio.Queue()
+
+    def listener(self, place: int, is_streamed: bool) -> RequestListener:
+        on_piece = partial(self._piece, place) if is_streamed else None
+        return RequestListener(
+            on_piece, lambda completion: self._put(WholeAnswer(place, completion)), lambda problem, error: self._put(problem)
+        )
+
+    async def some(self) -> list[Told]:
+        """Everything that was told since the last time, and at least something."""
+        told = [await self._told.get()]
+        while not self._told.empty():
+            told.append(self._told.get_nowait())
+        return told
+
+    def _piece(self, place: int, row: RowState, token: int, text: str | None) -> None:
+        logprobs = row.logprobs[-1] if row.logprobs else None
+        self._put(TokenPiece(place, row.number, token, text or "", logprobs, row.finish_reason, row.stop_reason))
+
+    def _put(self, told: Told) -> None:
+        with suppress(RuntimeError):  # the loop has ended, so no client waits
+            self._loop.call_soon_threadsafe(self._told.put_nowait, told)
+
+
+END = b"data: [DONE]\n\n"
+
+
+def as_event(said: Said) -> bytes:
+    return b"data: " + json.dumps(said, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n\n"
+
+
+@dataclass
+class AnswerChunks:
+    """The chunks of one answer. Where the prompt is echoed with log-probabilities, each completion comes as one chunk."""
+
+    answers: Answers
+    name: str
+    created: int
+    asked: CompletionsRequest
+    prompts: Sequence[str]  # as they are echoed
+    _offsets: Counter[int] = field(default_factory=Counter)  # characters of each completion, for its log-probabilities
+
+    def begin(self) -> Iterator[Said]:
+        """What stands before the first token of each completion."""
+        for index in range(len(self.asked.lines) * self.asked.completions):
+            line, prompt = self._line(index), self.prompts[index // self.asked.completions]
+            if line.is_chat:
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+            elif line.options.echo and not self._comes_whole(line):
+                yield self._chunk(index, {"text": prompt})
+
+    def of(self, told: TokenPiece | WholeAnswer) -> Iterator[Said]:
+        line = self.asked.lines[told.place]
+        if isinstance(told, TokenPiece):
+            yield from () if self._comes_whole(line) else self._of_piece(line, told)
+        elif self._comes_whole(line):
+            for output in told.completion.outputs:
+                choice = self.answers.choice(line, told.completion, output, self._index(told.place, output.index))
+                yield {**self._head(line), "choices": [choice], **self._no_usage()}
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[Said]:
+        if self.asked.with_usage:
+            yield {**self._head(self.asked.lines[0]), "choices": [], "usage": usage(completions)}
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _of_piece(self, line: Line, piece: TokenPiece) -> Iterator[Said]:
+        index, ids = self._index(piece.place, piece.number), {}
+        if self.answers.shows_ids(line):
+            ids = {"token_ids": [piece.token]}
+        if piece.text or piece.logprobs is not None or ids:
+            text = {"delta": {"content": piece.text}} if line.is_chat else {"text": piece.text}
+            yield self._chunk(index, {**text, "logprobs": self._logprobs(line, index, piece), **ids})
+        if piece.finish_reason is not None:
+            nothing: Said = {"delta": {}} if line.is_chat else {"text": ""}
+            yield self._chunk(index, nothing, piece.finish_reason, piece.stop_reason)
+
+    def _logprobs(self, line: Line, index: int, piece: TokenPiece) -> Said | None:
+        if piece.logprobs is None:
+            return None
+        if line.is_chat:
+            return self.answers.chat_logprobs([piece.logprobs])
+        found = self.answers.logprobs([piece.token], [piece.logprobs], self._offsets[index])
+        self._offsets[index] += len(self.answers.text([piece.token]))
+        return found
+
+    def _chunk(self, index: int, said: Said, finish: str | None = None, stop: int | str | None = None) -> Said:
+        line = self._line(index)
+        choice = {"index": index, "logprobs": None, **said, "finish_reason": finish, "stop_reason": stop}
+        return {**self._head(line), "choices": [choice], **self._no_usage()}
+
+    def _head(self, line: Line) -> Said:
+        kind = "chat.completion.chunk" if line.is_chat else "text_completion"
+        return self.answers.head(self.name, self.created, line.is_chat, kind)
+
+    def _no_usage(self) -> Said:
+        return {"usage": None} if self.asked.with_usage else {}
+
+    @staticmethod
+    def _comes_whole(line: Line) -> bool:
+        return line.options.echo and line.options.params.logprobs is not None
+
+    def _index(self, place: int, number: int) -> int:
+        return place * self.asked.completions + number
+
+    def _line(self, index: int) -> Line:
+        return self.asked.lines[index // self.asked.completions]

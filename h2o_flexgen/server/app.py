@@ -1,0 +1,168 @@
+"""The routes of the server, the checks before them, and the answer where there is no such route."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
+from h2o_flexgen.server.access import Hosts, Keys
+from h2o_flexgen.server.batches.routes import BatchRoutes, routes_without_folder
+from h2o_flexgen.server.bodies import says_json, where_it_ends_is_unclear
+from h2o_flexgen.server.counts import MEDIA_TYPE, ServerCounts, batches_text
+from h2o_flexgen.server.problems import (
+    ApiProblem,
+    Refused,
+    broken,
+    ending,
+    other_method,
+    other_site,
+    unclear_end,
+    unknown_host,
+    unknown_key,
+    unknown_model,
+    unknown_path,
+)
+from h2o_flexgen.server.service import CLIENT_HAS_GONE, Service
+from h2o_flexgen.server.status_page import Facts, page, status
+
+STATUS = "/status"
+READING = ("GET", "HEAD", "OPTIONS")  # changes nothing
+GUARDED = ("/v1", STATUS)  # whatever begins so asks for a key
+MODELS = "/v1/models"
+OWNER = "h2o_flexgen"
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(
+    service: Service, counts: ServerCounts, keys: Keys, hosts: Hosts, facts: Facts, batches: BatchRoutes | None = None
+) -> ASGIApp:
+    """`batches`: None where nothing is kept."""
+    routes = [
+        *_page_routes(service, counts, facts),
+        *_state_routes(service, counts, batches),
+        *_model_routes(service),
+        *_completion_routes(service),
+        *(routes_without_folder() if batches is None else batches.routes()),
+    ]
+    handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Door(app, counts, keys, hosts)  # outside of all that answers, of errors too
+
+
+def _page_routes(service: Service, counts: ServerCounts, facts: Facts) -> list[Route]:
+    shown = page()
+
+    async def root(request: Request) -> Response:
+        return shown
+
+    async def state(request: Request) -> Response:
+        said = status(facts, service.desk.is_closed, service.desk.now, counts)
+        return JSONResponse(said, headers={"Cache-Control": "no-store"})
+
+    return [Route("/", root), Route(STATUS, state)]
+
+
+def _state_routes(service: Service, counts: ServerCounts, batches: BatchRoutes | None) -> list[Route]:
+    async def health(request: Request) -> Response:
+        return _told(ending()) if service.desk.is_closed else JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        text = counts.text(service.desk.now) + ("" if batches is None else batches_text(batches.work.batches))
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
+
+    return [Route("/health", health), Route("/metrics", metrics)]
+
+
+def _model_routes(service: Service) -> list[Route]:
+    name = service.answers.model
+    model = {"id": name, "object": "model", "created": service.began, "owned_by": OWNER}
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> Response:
+        asked = request.path_params["name"]
+        return JSONResponse(model) if asked == name else _told(unknown_model(asked, name))
+
+    return [Route(MODELS, models), Route(MODELS + "/{name:path}", one_model)]
+
+
+def _completion_routes(service: Service) -> list[Route]:
+    async def completions(request: Request) -> Response:
+        return await service.answer(request, is_chat=False)
+
+    async def chat(request: Request) -> Response:
+        return await service.answer(request, is_chat=True)
+
+    return [Route(COMPLETIONS, completions, methods=["POST"]), Route(CHAT, chat, methods=["POST"])]
+
+
+@dataclass(frozen=True)
+class Door:
+    """Lets in requests that name this server and have a key, and counts answers."""
+
+    app: ASGIApp
+    counts: ServerCounts
+    keys: Keys
+    hosts: Hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.counts.answered(message["status"])
+            await send(message)
+
+        headers = Headers(scope=scope)
+        if where_it_ends_is_unclear(scope["http_version"], headers):
+            await _told(unclear_end())(scope, receive, counted)
+        else:
+            await self._behind(scope["method"], scope["path"], headers)(scope, receive, counted)
+
+    def _behind(self, method: str, path: str, headers: Headers) -> ASGIApp:
+        """What answers a request with this method, this path and these headers."""
+        if not self.hosts.admit(host := headers.get("host")):
+            return _told(unknown_host(host or ""))
+        if path.startswith(GUARDED) and not self.keys.admit(headers.get("authorization")):
+            return _told(unknown_key())
+        if method not in READING and not says_json(headers) and (site := _other_site(headers)):
+            return _told(other_site(site))
+        return self.app
+
+
+def _other_site(headers: Headers) -> str | None:
+    """The site of the page that sent a request, if it is another site. Browsers let pages send anything but JSON without
+    permission, but name the page's site."""
+    origin = headers.get("origin")
+    return None if origin is None or origin.partition("://")[2] == headers.get("host") else origin
+
+
+def _told(problem: ApiProblem) -> Response:
+    return JSONResponse(problem.body, problem.status, dict(problem.headers))
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    return _told(error.problem)
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    allowed = (error.headers or {}).get("Allow")
+    path = request.url.path
+    return _told(unknown_path(request.method, path) if allowed is None else other_method(request.method, path, allowed))
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_HAS_GONE)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """The answer where the server itself has failed; the error is logged."""
+    return _told(broken(f"the server has failed: {type(error).__name__}"))

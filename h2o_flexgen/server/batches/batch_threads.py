@@ -1,0 +1,318 @@
+"""The work on batches: they are checked when they are made, and run one after another, the oldest first. Whatever ends it, the
+next server goes on with the records that are there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from h2o_flexgen.core.files import NotADocument, parse_json
+from h2o_flexgen.core.hints import one_line, reason
+from h2o_flexgen.jobs.index import ChangedInput, CheckedFile, Index, check_lines
+from h2o_flexgen.jobs.input_file import InputFile
+from h2o_flexgen.jobs.line import CHAT, LineReader
+from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.openai_answers import Record, RecordMaker, Said, is_refusal
+from h2o_flexgen.jobs.output import JobOutput, Recording
+from h2o_flexgen.jobs.recovery import Finished, OutputReader, is_of_a_crash
+from h2o_flexgen.server.batches.batch_run import BatchRun, Hears
+from h2o_flexgen.server.batches.stored_batches import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    UNDER_WAY,
+    VALIDATING,
+    Batches,
+    BatchOutcome,
+    Rests,
+    StoredBatch,
+    failing,
+)
+from h2o_flexgen.server.batches.stored_batches import KIND as KIND_OF_BATCH
+from h2o_flexgen.server.batches.stored_files import KIND, OF_OUTPUT, DataFolder, NewFile, StoredFiles
+from h2o_flexgen.server.body_fields import read_line_body
+from h2o_flexgen.server.service import Service
+
+SECONDS_OF_REST = 30.0  # after the disk or the memory has failed
+NAMED = 100  # bad lines that a batch tells of
+CHANGED, GONE = "its input file is no longer what was checked", "its input file is no longer there"
+NOTHING_LEFT = {FINALIZING: COMPLETED, CANCELLING: CANCELLED}  # states in which only the end is left, and how it is called
+SettingsOf = Callable[[], tuple[Settings, Settings]]  # what answers depend on, and what only their last bits do
+
+
+class ServerEnds(Exception):
+    """The server is shutting down: work on the lines of a file stops."""
+
+
+class BatchWork:
+    def __init__(
+        self,
+        folder: DataFolder,
+        service: Service,
+        settings_of: SettingsOf,
+        note: Callable[[str], object],
+        seconds_of_rest: float = SECONDS_OF_REST,
+    ) -> None:
+        self.files = StoredFiles(folder.files)
+        self.batches = Batches(folder.batches, self.files)
+        self._service, self._settings_of, self._note = service, settings_of, note
+        self._rests = Rests(seconds_of_rest)
+        self._hears: Hears = SimpleQueue()
+        self._checking = ThreadPoolExecutor(1, "checking")
+        self._is_ended = False
+        service.desk.when_closed(self.wake)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which batches are worked on, until the desk is closed or the context ends."""
+        for batch in self.batches.all():
+            if batch.status == VALIDATING:
+                self.check(batch)
+        thread = threading.Thread(target=self._run, name="batches")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_ended = True
+            self.wake()
+            self._checking.shutdown()
+            thread.join()
+
+    def check(self, batch: StoredBatch) -> None:
+        """Checks a new batch, in another thread; it is then run when its turn comes."""
+        with suppress(RuntimeError):  # the server ends, and the next one checks it
+            self._checking.submit(self._check, batch)
+
+    def wake(self) -> None:
+        """Says that something has changed. It may be called by a signal's handler."""
+        self._hears.put(None)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ended or self._service.desk.is_closed
+
+    # -- the check ---------------------------------------------------------------------------------------------------------
+
+    def _check(self, batch: StoredBatch) -> None:
+        try:
+            found = self._found(batch)
+            self.batches.change(batch.id, lambda _: found, (VALIDATING,))
+        except ServerEnds:
+            return
+        except (OSError, MemoryError) as error:
+            self._rest(batch, _why_of_rest(error))
+        self.wake()
+
+    def _found(self, batch: StoredBatch) -> StoredBatch:
+        """The batch after its check. A failure of the disk or the memory says nothing about the batch, and is raised."""
+        try:
+            with self._checked(batch) as checked:
+                return batch.checked_as(checked.whole, len(checked.index), _errors(checked))
+        except (ServerEnds, OSError, MemoryError):
+            raise
+        except Exception as error:  # an input that is empty, or gone
+            return batch.checked_as(None, 0, [failing(_line_of(error))])
+
+    def _check_again(self, now: float) -> None:
+        """Checks the batches with a rest that is over."""
+        for batch_id in self._rests.over(now):
+            batch = self.batches.one(batch_id)
+            if batch.status == VALIDATING:
+                self.check(batch)
+
+    @contextmanager
+    def _checked(self, batch: StoredBatch) -> Iterator[CheckedFile]:
+        """A context with the batch's input: its lines can be read again there."""
+        service = self._service
+        defaults = service.of_chats if batch.endpoint == CHAT else service.of_prompts
+        bodies = partial(read_line_body, model=service.answers.model)
+        reader = LineReader(True, defaults, batch.endpoint, bodies, service.limits.body_bytes)
+        file = InputFile(self.files.lines(batch.input_file_id), self.files.one(batch.input_file_id).filename)
+        with closing(Index(file, reader)) as index:
+            try:
+                checked = check_lines(index, batch.checked, self._goes_on, NAMED)
+            except FileNotFoundError:
+                raise ValueError(GONE) from None
+            yield checked
+
+    def _goes_on(self, lines: int) -> None:
+        if self._is_over:
+            raise ServerEnds
+
+    # -- the thread that runs them -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over:
+            now = time.monotonic()
+            self._check_again(now)
+            batch = next((one for one in self.batches.under_way if one not in self._rests), None)
+            if batch is None:
+                with suppress(Empty):
+                    self._hears.get(timeout=self._rests.seconds_left(now))
+                continue
+            try:
+                self._run_one(batch)
+            except ServerEnds:
+                return
+            except Exception as error:
+                self._survive(batch, error)
+
+    def _survive(self, batch: StoredBatch, error: Exception) -> None:
+        """Ends a batch after an error. If the disk or the memory has failed, the batch is paused instead: that may be fixed."""
+        if self._is_over:
+            return  # what it needed may have been taken away; the next server goes on with it
+        why = _why_of_rest(error)
+        if not why:
+            try:
+                self._fail(batch, [failing(CHANGED if isinstance(error, ChangedInput) else _line_of(error))])
+                return
+            except ServerEnds:
+                return
+            except Exception as another:
+                why = _why_of_rest(another) or _line_of(another)
+        self._rest(batch, why)
+
+    def _rest(self, batch: StoredBatch, why: str) -> None:
+        self._note(f"{batch.id} paused for {self._rests.seconds:g} s ({why}); fix this and it will retry")
+        self._rests.begin(self.batches.one(batch.id), time.monotonic())
+
+    def _run_one(self, batch: StoredBatch) -> None:
+        if batch.status in NOTHING_LEFT:
+            self._end(batch, NOTHING_LEFT[batch.status])
+        elif errors := self._other_settings(batch):
+            self._fail(batch, errors)
+        else:
+            self._run_lines(batch)
+
+    def _run_lines(self, batch: StoredBatch) -> None:
+        with self._checked(batch) as checked:
+            if checked.whole != batch.checked:
+                raise ChangedInput(CHANGED)
+            if errors := _errors(checked):
+                self._fail(batch, errors)
+                return
+            self._begin(batch)
+            if self.batches.one(batch.id).has_ended:
+                return  # it was cancelled before it began
+            is_complete = self._run_to_the_end(batch, checked.index)
+        if is_complete:
+            self._end(batch, COMPLETED)
+        elif self.batches.one(batch.id).status == CANCELLING:
+            self._end(batch, CANCELLED)
+
+    def _run_to_the_end(self, batch: StoredBatch, index: Index) -> bool:
+        """Runs what is left; returns whether all of it is done."""
+        with JobOutput(self.batches.records(batch.id), OutputReader(index, on_line=self._goes_on)) as output:
+            recording = Recording(index, RecordMaker(self._service.answers, batch.created_at), output)
+            run = BatchRun(self._service, recording, batch.seed, self._hears)
+            self._count(batch, output.finished)
+            run.to_the_end(lambda: self._is_wanted(batch), lambda finished: self._on_progress(batch, finished))
+            return run.is_complete
+
+    def _on_progress(self, batch: StoredBatch, finished: Finished) -> None:
+        self._count(batch, finished)
+        self._check_again(time.monotonic())  # others are checked while this one is run
+
+    def _is_wanted(self, batch: StoredBatch) -> bool:
+        return not self._is_over and self.batches.one(batch.id).status != CANCELLING
+
+    def _count(self, batch: StoredBatch, finished: Finished) -> None:
+        self.batches.count(batch.id, finished.num_done - finished.num_failed, finished.num_failed)
+
+    def _begin(self, batch: StoredBatch) -> None:
+        """Writes down what the answers depend on, before there are any."""
+        if batch.begun is None:
+            settings, noted = self._settings_of()
+            self.batches.change(batch.id, lambda one: one.begins(settings, noted), UNDER_WAY)
+
+    def _other_settings(self, batch: StoredBatch) -> Sequence[Said]:
+        """What of that which answers depend on was otherwise when there were the first ones. It is asked before lines are read:
+        to a server with another model each of them is a bad one."""
+        if batch.begun is None:
+            return ()
+        settings, noted = self._settings_of()
+        for each in batch.begun.notes(noted):
+            self._note(f"{batch.id}: {each}: numbers may differ in their last bits")
+        others = "; ".join(batch.begun.differences(settings))
+        told = f"it was begun by a server with other options: {others}; send what is left in a new one"
+        return (failing(told, code="settings_changed"),) if others else ()
+
+    # -- the end of one ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, batch: StoredBatch, errors: Sequence[Said]) -> None:
+        self._note(f"{batch.id} has failed: {errors[0]['message']}")
+        self._end(batch, FAILED, errors)
+
+    def _end(self, batch: StoredBatch, status: str, errors: Sequence[Said] = ()) -> None:
+        """Makes files of its records. Should that be cut off, it is done again, with the same names."""
+        if status == COMPLETED:
+            now = self.batches.change(batch.id, lambda one: one.now(FINALIZING), (IN_PROGRESS,))
+            status = CANCELLED if now.status == CANCELLING else COMPLETED
+        records, own = self.batches.records(batch.id), f"{KIND}{batch.id.removeprefix(KIND_OF_BATCH)}"
+        with self.files.new(f"{own}-output") as answers, self.files.new(f"{own}-error") as refusals:
+            fine, failed = self._split(records, answers, refusals, skips_damaged=status == FAILED)
+            if status == COMPLETED and fine + failed < batch.total:
+                raise ValueError(f"it has {batch.total} requests, and {fine + failed} records of them are there")
+            outcome = BatchOutcome(
+                fine,
+                failed,
+                self.files.keep(answers, f"{batch.id}_output.jsonl", OF_OUTPUT).id if fine else None,
+                self.files.keep(refusals, f"{batch.id}_error.jsonl", OF_OUTPUT).id if failed else None,
+            )
+        self.batches.change(batch.id, lambda one: one.ended_as(status, outcome, errors), UNDER_WAY)
+        records.unlink(missing_ok=True)
+
+    def _split(self, records: Path, answers: NewFile, refusals: NewFile, skips_damaged: bool) -> tuple[int, int]:
+        """Writes records to where they belong; returns how many of each there are."""
+        fine = failed = 0
+        if records.exists():
+            with records.open("rb") as opened:
+                for number, line in enumerate(opened, start=1):
+                    self._goes_on(number)
+                    record = None if is_of_a_crash(line) else _record(number, line, skips_damaged)
+                    if record is not None:
+                        is_failed = is_refusal(record)
+                        (refusals if is_failed else answers).write(line)
+                        fine, failed = fine + (not is_failed), failed + is_failed
+        return fine, failed
+
+
+def _record(number: int, line: bytes, skips_damaged: bool) -> Record | None:
+    """The record in a line of records; None: it is damaged, and is to be passed over."""
+    try:
+        record = parse_json(line)
+    except NotADocument:
+        record = None
+    if isinstance(record, dict):
+        return record
+    if skips_damaged:
+        return None
+    raise ValueError(f"line {number} of its records is damaged")
+
+
+def _errors(checked: CheckedFile) -> Sequence[Said]:
+    """What is wrong with the lines of a batch."""
+    errors = [failing(f"line {number}: {reason}", number) for number, reason in checked.refused]
+    more = checked.num_refused - len(checked.refused)
+    return [*errors, failing(f"and {more} more lines cannot be run")] if more else errors
+
+
+def _why_of_rest(error: Exception) -> str:
+    """What has failed where that may be mended: the disk, or the memory. Empty: something else has."""
+    if isinstance(error, MemoryError):
+        return "there is no memory left"
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return reason(cause) if isinstance(cause, OSError) else ""
+
+
+def _line_of(error: Exception) -> str:
+    return one_line(error) or type(error).__name__
