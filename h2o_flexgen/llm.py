@@ -37,8 +37,7 @@ from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
-from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
+from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS
 from h2o_flexgen.sampling.sampler import Sampler

@@ -16,7 +16,6 @@ ROOT = "h2o_flexgen"
 SPELL_CUDA = (
     "formats/kernel_table.py",
     "memory/device.py",
-    "memory/page_locks.py",
     "engine/executor.py",
     "planning/machine.py",
     "planning/plan.py",

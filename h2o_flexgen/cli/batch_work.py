@@ -13,10 +13,9 @@ from pathlib import Path
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
-from h2o_flexgen.cli.batch_watch import JobFigures
-from h2o_flexgen.cli.job_run import Elsewhere, JobRun, Listening, end_lines
+from h2o_flexgen.cli.job_run import Elsewhere, JobFigures, JobRun, Listening, end_lines
 from h2o_flexgen.cli.open_llm import open_together
-from h2o_flexgen.cli.processes.multi_process_job import dealt_requests, outcomes_of_processes
+from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import say_broken

@@ -24,12 +24,11 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.answer_settings import model_identity
 from h2o_flexgen.evaluation.cells import Cell, Cells, Figure
 from h2o_flexgen.evaluation.grid import Setting
-from h2o_flexgen.evaluation.grid_picture import draw_quality, panels_of
 from h2o_flexgen.evaluation.grid_run import Evaluation
-from h2o_flexgen.evaluation.result_table import Results, details, tables
+from h2o_flexgen.evaluation.results import Results, details, draw_quality, panels_of, tables
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
-from h2o_flexgen.evaluation.study.pictures import draw, draw_facts
+from h2o_flexgen.evaluation.study.study_pictures import draw, draw_facts
 from h2o_flexgen.evaluation.study.text_reading import OnLayer
 from h2o_flexgen.evaluation.tasks.task import EvaluationTask, window_of
 from h2o_flexgen.evaluation.texts import windows

@@ -13,7 +13,7 @@ from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.common_requests import check_device
 from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.output_files import CompletionsFile
-from h2o_flexgen.cli.processes.multi_process_run import RunApart
+from h2o_flexgen.cli.processes.shared_work import RunApart
 from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.predicted import Predicted

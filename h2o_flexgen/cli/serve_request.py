@@ -35,7 +35,7 @@ from h2o_flexgen.core.workload import GATHER, PROMPTS, TOKENS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from h2o_flexgen.planning.prefix_room import ROOM
+from h2o_flexgen.planning.workload_plan import ROOM
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SEED
 from h2o_flexgen.text.dialogue import STYLES

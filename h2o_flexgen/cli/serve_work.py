@@ -43,7 +43,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.positions import check_positions
-from h2o_flexgen.planning.prefix_room import first_that_fits, rooms_to_search
+from h2o_flexgen.planning.workload_plan import first_that_fits, rooms_to_search
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.server.access import Hosts, Keys
 from h2o_flexgen.server.app import make_app

@@ -40,6 +40,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "qwen3_moe": ("qwen", "Qwen3Moe"),
     "gpt_oss": ("gpt_oss", "GptOss"),
     "glm4_moe": ("glm", "GlmMoe"),
+    "granite": ("granite", "Granite"),
+    "granitemoe": ("granite", "GraniteMoe"),
     "gpt_neox": ("neox", "NeoX"),
 }
 

@@ -24,8 +24,7 @@ from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.schedule.lanes import longest_by_kind
-from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Key, Op, Task
+from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Key, Op, Task, longest_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.trace import Trace

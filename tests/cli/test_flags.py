@@ -20,7 +20,8 @@ from h2o_flexgen.cli.run_request import parse, request_of
 from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
 from h2o_flexgen.core.option import Option, flags_written, options_of
 from h2o_flexgen.core.units import SIZE
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.formats.table import of_rows
+from h2o_flexgen.planning.plan import Plan, RowCodec
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING
 
@@ -80,8 +81,9 @@ def another(option: Option) -> object:
     allowed = option.allowed
     if isinstance(allowed, Truth):
         return not option.default
-    if isinstance(allowed, Choice):
-        return next(name for name in reversed([*allowed.names]) if name != option.default)
+    if isinstance(allowed, (Choice, RowCodec)):
+        names = of_rows() if isinstance(allowed, RowCodec) else allowed.names
+        return next(name for name in reversed([*names]) if name != option.default)
     assert isinstance(allowed, Bounds)
     return allowed.most
 

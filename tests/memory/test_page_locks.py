@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.device import CudaPageLocks, Device, open_device
 from h2o_flexgen.memory.host import HostTier, Meter, Pages
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.page_locks import CudaPageLocks
 from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES

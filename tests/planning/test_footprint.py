@@ -33,7 +33,7 @@ from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled
 from h2o_flexgen.formats.kernel_table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
-from h2o_flexgen.formats.sectioned import Fp4
+from h2o_flexgen.formats.mxfp4 import Fp4
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.native import variants
@@ -67,7 +67,15 @@ from tests.kernels.variants import used
 from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
 
-MIXTURES = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")  # one of each architecture with experts
+MIXTURES = (
+    "mixtral",
+    "olmoe",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+    "glm4-moe",
+    "granite-moe",
+)  # one of each architecture with experts
 SEEDS = [(seed, ("cpu", "pretended")[seed % 2]) for seed in range(14)]
 NOT_IN_ARENAS = ("working space", "disk buffers", "loading", "libraries")
 PAGE = 4096
