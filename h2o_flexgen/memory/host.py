@@ -46,7 +46,7 @@ CODE_BYTES = 16 << 20
 # torch calls it, each with a copy of its own: 0.27 MB, as measured for matrices of many sizes.
 KEPT_PRODUCTS, PRODUCT_BYTES = 16, 280_000
 FREED_BYTES = 256 << 20  # more than glibc was seen to keep of what was freed (122 MB)
-LITTLE_BYTES = 1 << 20
+LITTLE_BYTES = 128 << 10  # from here on glibc maps blocks, until it learns
 GIVEN_BACK_FROM, MAPPED_FROM = -1, -3  # parameters of `mallopt`: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 
 
