@@ -55,7 +55,9 @@ def work(request: ChatRequest) -> None:
             machine = profile_at_hand(llm.device, llm.offload_folder, llm.spec.dtype)
             if machine is not None:
                 say_slow(visits_reason(talk.planned_reply, machine, is_talk=True))
-            chat = Chat(talk, style, params, is_typed, None if machine is not None else partial(_say_slow_row, llm, talk))
+            chat = Chat(
+                talk, style, params, is_typed, None if machine is not None else partial(_say_slow_row, request, llm, talk)
+            )
             say(chat.greeting(llm))
             chat.run(turns)
             say_broken(llm.peaks())
@@ -63,9 +65,10 @@ def work(request: ChatRequest) -> None:
                 print(json.dumps(chat.as_json(llm)), flush=True)
 
 
-def _say_slow_row(llm: LLM, talk: Conversation, step_seconds: float) -> None:
-    """Says, of a machine that is not known, that the steps of a reply took long."""
-    say_slow(row_reason(talk.planned_reply, llm.machine_before_profile(), step_seconds, is_talk=True))
+def _say_slow_row(request: ChatRequest, llm: LLM, talk: Conversation, step_seconds: float) -> None:
+    """Says, of a quiet machine that is not known, that the steps of a reply took long."""
+    if request.others.are_quiet():
+        say_slow(row_reason(talk.planned_reply, llm.machine_before_profile(), step_seconds, is_talk=True))
 
 
 def _opened(request: ChatRequest, llm: LLM) -> Conversation:

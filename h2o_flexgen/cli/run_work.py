@@ -227,8 +227,8 @@ class RunJob:
         return self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
 
     def _say_slow_row(self, step_seconds: Sequence[float]) -> None:
-        """Says, of a machine that is not known, that the steps of a single row took long."""
-        if self._known_machine is None and step_seconds and self.stop_at is None:
+        """Says, of a quiet machine that is not known, that the steps of a single row took long."""
+        if self._known_machine is None and step_seconds and self.stop_at is None and self.request.others.are_quiet():
             say_slow(row_reason(self.planned_run.blocks.first, self.llm.machine_before_profile(), median(step_seconds)))
 
     # -- the run -------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def bytes_to_begin_with() -> int:
 
 
 def keep_little_freed() -> None:
-    """Has glibc give back at once what tensors have freed, to the end of the process. By itself it learns from the sizes of
+    """Makes glibc give back at once what tensors have freed, to the end of the process. By itself it learns from the sizes of
     tensors, up to 32 MB, to keep such blocks in its heap, and gives back nothing but its end, and that only from twice as much
     on: in prompts of some models half of the heap was free. Fresh memory costs prompts some percent of their time."""
     with suppress(OSError, AttributeError):
