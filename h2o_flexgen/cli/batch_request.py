@@ -15,8 +15,6 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     GPUS,
     PACK,
-    ModelRequest,
-    SiteRequest,
     asked_of,
     model_of,
     named_machine,
@@ -50,6 +48,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.batch"

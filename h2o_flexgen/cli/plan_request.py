@@ -8,16 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from h2o_flexgen.cli.common_requests import (
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    site_of,
-)
+from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
 from h2o_flexgen.cli.flags import (
     DUMMY_PATH,
     PLAN,
@@ -38,6 +29,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.given_prompts import DEFAULT_TOKENS
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.cli.common_requests import SiteRequest, site_of
+from h2o_flexgen.cli.common_requests import site_of
 from h2o_flexgen.cli.flags import TRACEBACK, Parser, add_device, add_threads
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.planning.machines import SUFFIXES
+from h2o_flexgen.session.open_request import SiteRequest
 
 PROGRAM = "python -m h2o_flexgen.profile"
 DESCRIPTION = """\
