@@ -220,7 +220,7 @@ class LLM(ModelUnderPlan):
             planned = self.planned(arriving(room), None, scored_at_once)
             if planned.fits(self.limits):
                 break
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         return Arrivals(planned, self._row_maker)
 
     def generate_arriving(
@@ -255,7 +255,7 @@ class LLM(ModelUnderPlan):
         while may_share_less and stream.longest_shared and not planned.fits(self.limits):
             stream = Stream(job, self._row_maker, streamed, stream.longest_shared // 2)
             planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         if stream.longest_shared < all_shared:
             warnings.warn(
                 f"the longest prefix that prompts share has {all_shared} tokens, and there is no room for more than "
@@ -274,7 +274,7 @@ class LLM(ModelUnderPlan):
     ) -> PreparedRows:
         own = self._planned_for(workload_of(rows), any(row.wants_prompt_logprobs for row in rows), on_stage)
         planned = planned if planned == own else own
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         return PreparedRows(rows, planned)
 
     def _planned_for(self, workload: Workload, asks_of_prompts: bool, on_stage: OnStage | None) -> WorkloadPlan:

@@ -18,11 +18,13 @@ import torch
 
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.checkpoints.model_places import DEMO
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.session import loaded_model
 from h2o_flexgen.session.plan_finder import PlanSearch
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.patience import PATIENCE_SECONDS
@@ -314,3 +316,15 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
             llm.generate([[7] * 100], params)
     with pytest.raises(ValueError, match=r"percent is 'best'; give six numbers, or 'auto' to have a plan found$"):
         LLM(tmp_path, percent="best")
+
+
+def test_a_process_keeps_little_of_what_was_freed_where_a_plan_fits_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list[bool]()
+    monkeypatch.setattr(loaded_model, "keep_little_freed", lambda: kept.append(True))
+    with LLM(DEMO, device="cpu", percent=(100, 0, 100, 0, 100, 0)) as llm:
+        workload = Workload.uniform(1, 4, 2)
+        planned = llm.check(workload)
+        assert kept == []
+        llm.limits = replace(llm.limits, host=llm.limits.needs(planned.footprint, "host") + 1)
+        llm.check(workload)
+    assert kept == [True]

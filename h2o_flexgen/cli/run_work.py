@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.common_requests import check_device
@@ -19,7 +20,7 @@ from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.run_report import RunOutcome
 from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
-from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
+from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, row_reason, say_slow, visits_reason
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import RunWatch, say_threads
 from h2o_flexgen.core.dealing import longest_part
@@ -217,10 +218,18 @@ class RunJob:
         """Says what makes the run slow and could be mended."""
         say_slow(kernel_reasons(self.plan_report.arithmetic))
         say_slow(experts_reason(self.planned.blocks.first))
-        machine = self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
-        if machine is not None:
-            say_slow(int8_reason(self.planned.blocks.first, machine))
-            say_slow(visits_reason(self.planned.blocks.first, machine))
+        if self._known_machine is not None:
+            say_slow(int8_reason(self.planned.blocks.first, self._known_machine))
+            say_slow(visits_reason(self.planned.blocks.first, self._known_machine))
+
+    @cached_property
+    def _known_machine(self) -> Machine | None:
+        return self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
+
+    def _say_slow_row(self, step_seconds: Sequence[float]) -> None:
+        """Says, of a quiet machine that is not known, that the steps of a single row took long."""
+        if self._known_machine is None and step_seconds and self.stop_at is None and self.request.others.are_quiet():
+            say_slow(row_reason(self.planned_run.blocks.first, self.llm.machine_before_profile(), median(step_seconds)))
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -252,4 +261,5 @@ class RunJob:
             seconds = watch.seconds
         stats = self.llm.stats
         assert stats is not None
+        self._say_slow_row(stats.step_seconds)
         RunOutcome(self, watch.blocks, stats, completions, watch, seconds, seed).tell()

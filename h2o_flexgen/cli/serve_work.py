@@ -25,7 +25,7 @@ from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.cli.watch import OpeningReport, say_threads
+from h2o_flexgen.cli.watch import Crowd, OpeningReport, say_threads
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
@@ -169,7 +169,8 @@ class Server:
         self._request, self._llm, self._arrivals, self.counts, self.facts = request, llm, arrivals, counts, facts
         self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
         terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
-        self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk)
+        crowd = Crowd(lambda line: print(line, file=sys.stderr, flush=True))
+        self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk, crowd.computing, crowd.look)
 
     def service(self, readers: Executor) -> Service:
         llm, request = self._llm, self._request

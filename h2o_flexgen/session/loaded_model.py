@@ -25,7 +25,7 @@ from h2o_flexgen.engine.reports import OnStage, Stage, Stages
 from h2o_flexgen.engine.resources import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.host import SharedWeights, give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed, keep_little_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories, site_of
 from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
 from h2o_flexgen.planning.machine import Machine
@@ -147,8 +147,14 @@ class ModelUnderPlan:
 
     def _fitting(self, workload: Workload, scored_at_once: int = 0) -> WorkloadPlan:
         planned = self.planned(workload, None, scored_at_once)
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         return planned
+
+    def hold_to_limits(self, planned: WorkloadPlan) -> None:
+        """Refuses what does not fit. Of what fits closely the process keeps little of what was freed, which no plan counts."""
+        planned.refuse_what_does_not_fit(self.limits)
+        if self.limits.room(planned.footprint, HOST) < FREED_BYTES:
+            keep_little_freed()
 
     def spec_under(self, plan: Plan) -> ModelSpec:
         return self._opened.spec(plan)
