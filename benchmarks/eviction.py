@@ -35,8 +35,7 @@ if __name__ == "__main__":
 from benchmarks.comparison.command import commit
 from benchmarks.portable import portable
 from benchmarks.recalled import NOT_MEASURED, Asked, Recalled
-from h2o_flexgen.checkpoints.hub import WHOLE_MODELS
-from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, local_place
+from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, WHOLE_MODELS, local_place
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.units import parse_bytes
