@@ -36,7 +36,7 @@ ROOMS = {
     "models": ("checkpoints", "core", "formats", "kernels"),
     "kv": ("core", "formats", "kernels", "models", "policies"),
     "sampling": ("core",),
-    "text": ("checkpoints", "core", "models", "sampling"),
+    "text": ("checkpoints", "core", "sampling"),
     "engine": (
         "checkpoints",
         "core",
