@@ -52,7 +52,7 @@ def work(request: ChatRequest) -> None:
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:
             say_slow(experts_reason(talk.planned_reply, is_talk=True))
-            machine = profile_at_hand(llm.device, llm.offload_folder, llm.spec.dtype)
+            machine = profile_at_hand(llm.device, llm.loaded.offload_folder, llm.spec.dtype)
             if machine is not None:
                 say_slow(visits_reason(talk.planned_reply, machine, is_talk=True))
             chat = Chat(
@@ -68,7 +68,7 @@ def work(request: ChatRequest) -> None:
 def _say_slow_row(request: ChatRequest, llm: LLM, talk: Conversation, step_seconds: float) -> None:
     """Says, of a quiet machine that is not known, that the steps of a reply took long."""
     if request.others.are_quiet():
-        say_slow(row_reason(talk.planned_reply, llm.machine_before_profile(), step_seconds, is_talk=True))
+        say_slow(row_reason(talk.planned_reply, llm.loaded.machines().before_measuring(), step_seconds, is_talk=True))
 
 
 def _opened(request: ChatRequest, llm: LLM) -> Conversation:
@@ -251,7 +251,7 @@ class Chat:
             head_budgets=None if budgets is None else budgets.as_json(),
             endless=extent.is_endless,
         )
-        stored, arithmetic = StoredWeights.of(llm.opened), _arithmetic(llm)
+        stored, arithmetic = StoredWeights.of(llm.loaded.opened), _arithmetic(llm)
         yield noted(stored=None) if stored is None else stored.entry()
         yield entry("numbers", arithmetic.line(), arithmetic=arithmetic.as_json())
         if llm.tokenizer.note:
