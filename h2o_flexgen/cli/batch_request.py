@@ -26,10 +26,10 @@ from h2o_flexgen.cli.common_requests import (
 from h2o_flexgen.cli.flags import (
     NOISE,
     PLAN,
+    SITE,
     TRACEBACK,
     Group,
     Parser,
-    add_gpus,
     add_placement,
     add_sizes,
 )
@@ -360,7 +360,7 @@ def add_engine(parser: Parser) -> None:
     parser.add_model()
     parser.add_tokenizer()
     workers = parser.group("workers")
-    add_gpus(workers)
+    workers.option(SITE["gpus"])
     _add_workers(workers)
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")

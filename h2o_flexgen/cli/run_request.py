@@ -24,10 +24,10 @@ from h2o_flexgen.cli.common_requests import (
 from h2o_flexgen.cli.flags import (
     PLAN,
     REPEATABLE,
+    SITE,
     TRACEBACK,
     Group,
     Parser,
-    add_gpus,
     add_placement,
     add_sizes,
     typed,
@@ -244,7 +244,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.add_model()
     parser.add_tokenizer()
     several = parser.group("several GPUs")
-    add_gpus(several)
+    several.option(SITE["gpus"])
     several.option(PLAN["pipeline"])
     _add_prompts(parser.group("prompts"))
     _add_plan(parser.group("plan"))

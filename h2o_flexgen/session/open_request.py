@@ -7,11 +7,15 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.model_places import local_place
-from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.environment import cores, default_offload_folder
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
+from h2o_flexgen.core.environment import Threads, cores, default_offload_folder
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.option import check_options, option
+from h2o_flexgen.core.units import SIZE
+from h2o_flexgen.planning.machine import DEVICES, Machine
+from h2o_flexgen.planning.plan import MOST_GPUS, Plan
+from h2o_flexgen.text.tokenizer import BYTES
 
 SAFETENSORS = "*.safetensors"
 
@@ -22,9 +26,22 @@ class ModelRequest:
 
     name: str  # as the user says it, for reports
     source: str  # hub name, folder or file
-    dummy_weights: bool
-    dtype: str = AUTO
-    tokenizer: str = AUTO
+    dummy_weights: bool = option(
+        False, TRUTH, "", "random weights in the model's shapes: for speed, nothing is downloaded", bare=True
+    )
+    dtype: str = option(
+        AUTO,
+        Choice((AUTO, *DTYPE_BYTES)),
+        "",
+        f"what is computed with; {AUTO}: the fast type of the device",
+    )
+    tokenizer: str = option(
+        AUTO,
+        Rule(str, "a name or a path"),
+        "NAME",
+        f"a hub name, or a folder or GGUF file with a tokenizer, or {BYTES}: every byte is a token; {AUTO}: that of the model, "
+        f"or {BYTES} for random weights",
+    )
 
     def without_weights(self) -> ModelRequest:
         """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
@@ -41,13 +58,41 @@ class ModelRequest:
 class SiteRequest:
     """What computes, and how much may be held there. Sizes are kept as they were written, since messages repeat them."""
 
-    device: str = AUTO
-    threads: int | None = None  # None: one for each free core
-    gpu_mem: int | str | None = None  # None: what is free
-    cpu_mem: int | str | None = None
-    offload_dir: str | Path | None = None  # None: a folder in the user's cache
-    gpus: int = 1  # so many processes, each with a GPU
+    device: str = option(
+        AUTO,
+        Rule(str, "a name"),
+        "NAME",
+        f"{AUTO}, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1",
+    )
+    threads: int | None = option(
+        None,
+        Threads(),
+        "N",
+        "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)",
+    )
+    gpu_mem: int | str | None = option(
+        None, SIZE, "SIZE", "no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)"
+    )
+    cpu_mem: int | str | None = option(
+        None, SIZE, "SIZE", "no more than this is held in CPU memory by the whole process (default: what is free)"
+    )
+    offload_dir: str | Path | None = option(
+        None,
+        Rule(lambda path: path, "a path"),
+        "FOLDER",
+        "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)",
+    )
+    gpus: int = option(
+        1,
+        Bounds(1, MOST_GPUS),
+        "N",
+        "a process with each of N GPUs, from the first on; rows are dealt to them, and all share the weights in CPU memory; a "
+        "plan, --gpu-mem and --threads are those of each",
+    )
     by_flags: bool = False  # of a command, which messages name
+
+    def __post_init__(self) -> None:
+        check_options(self, SiteRequest)
 
     @property
     def offload_folder(self) -> Path:
