@@ -10,15 +10,8 @@ from typing import TypeVar
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import model_of, plan_of, site_of
-from h2o_flexgen.cli.flags import (
-    PLAN,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_protection,
-    add_sizes,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement, add_protection, add_sizes
 from h2o_flexgen.cli.output_files import open_output_folder
 from h2o_flexgen.core.allowed_values import Bounds, decimal_number, whole_number
 from h2o_flexgen.core.hints import did_you_mean, shown
