@@ -32,7 +32,7 @@ from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.core.workload import MOST_TOKENS, Workload
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
@@ -45,7 +45,7 @@ MACHINE = MACHINES / "t4-gcp.yaml"
 TOLERANCE = 0.2  # share of a published figure
 THEIRS, OURS = "flexgen_barrier", "zigzag"
 FIRST_STEP = 3  # tokens of a run of which the first step counts; another step follows it
-WHOLE_BATCH = 1 << 30  # tokens: the original computes the prompts of a batch at once
+WHOLE_BATCH = MOST_TOKENS  # the original computes the prompts of a batch at once
 
 FLEXGEN = "FlexGen, paper and README; flags: bench_suite.py of FlexLLMGen"
 ABLATION = "FlexGen, ablation in the paper; flags: bench_suite.py of FlexLLMGen"

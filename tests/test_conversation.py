@@ -227,7 +227,7 @@ def test_what_cannot_be_a_conversation_is_refused_before_anything_is_loaded(
     with Case("llama-gqa").open(checkpoints, offload, **options) as llm:
         with pytest.raises(ValueError, match=message):
             llm.converse(**asked)
-        assert llm._engine is None
+        assert llm.loaded._engine is None
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_what_lies_on_the_tiers_is_what_was_promised_and_goes_back(
     policy: tuple[tuple[str, Any], ...], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     with Case("llama-gqa", MIXES[3], device=any_device, policy=policy, prefill_tokens=6).open(checkpoints, offload) as llm:
-        promised = WorkloadPlan(llm.spec, llm.plan, Workload((6,), 1, CONTEXT), llm.site).footprint
+        promised = WorkloadPlan(llm.spec, llm.plan, Workload((6,), 1, CONTEXT), llm.loaded.site).footprint
         with llm.converse(CONTEXT) as talk:
             held = [on_tiers(llm) for _ in range(5) if talk.reply(TURNS[0], GREEDY)]
         assert len(set(held)) == 1
@@ -291,8 +291,8 @@ def test_what_lies_on_the_tiers_is_what_was_promised_and_goes_back(
 
 
 def on_tiers(llm: LLM) -> tuple[int, int, int]:
-    assert llm._memories is not None
-    disk, arenas = llm._memories.disk, (llm._memories.host, llm._memories.weights)
+    assert llm.loaded._memories is not None
+    disk, arenas = llm.loaded._memories.disk, (llm.loaded._memories.host, llm.loaded._memories.weights)
     return sum(tier.meter.peak_bytes for tier in arenas), disk.meter.peak_bytes, os.fstat(disk._descriptor or 0).st_size
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.report import Report
-from h2o_flexgen.evaluation.grid_picture import style
+from h2o_flexgen.evaluation.results import style
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 
@@ -27,7 +26,8 @@ def stored_values(stored: StoredTensor | StoredMatrix, together: int) -> Iterato
     format = FORMATS[stored.format]
     if isinstance(format, Blocked):
         return _blocked(format, stored, together)
-    return _sectioned(cast("Sectioned", format), stored, -(-CUTS // together) * together)
+    assert isinstance(format, Sectioned)
+    return _sectioned(format, stored, -(-CUTS // together) * together)
 
 
 def plain_rows(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:

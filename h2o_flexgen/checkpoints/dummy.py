@@ -31,7 +31,7 @@ from h2o_flexgen.checkpoints.stored_tensors import StoredAs, StoredTensor
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
-from h2o_flexgen.formats.sectioned import FP4, Fp4
+from h2o_flexgen.formats.mxfp4 import MXFP4_SECTIONS, Fp4
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.stored_values import sections_of
@@ -45,7 +45,7 @@ UNNAMED = "/proc/self/fd/{}"  # if the system has it, an open file can be opened
 
 def random_format(quantisation: Quantisation, matrix: TensorSpec) -> str | None:
     """The format that a matrix has in a checkpoint which is quantised so, if random weights can have it; None: it is plain."""
-    (format,), module = FP4, matrix.name.removesuffix(".weight")
+    format, module = MXFP4_SECTIONS, matrix.name.removesuffix(".weight")
     is_plain = any(fnmatchcase(module, f"{name}*") for name in quantisation.plain)
     return None if is_plain or matrix.shape[-1] % format.group else format.name
 

@@ -24,7 +24,8 @@ from h2o_flexgen.checkpoints.model_files import AGAIN, refuse_pointer
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.table import BLOCKED
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -35,17 +36,21 @@ ALIGNMENT_KEY = "general.alignment"
 PART_NUMBER, PARTS, TENSORS_IN_ALL = "split.no", "split.count", "split.tensors.count"
 NAME_OF_PART = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
-# ggml's numbers of its types; of most only the name is needed, to say that they are not read
+# ggml's numbers of its types; of many only the name is needed, to say that they are not read
 TYPES: Mapping[int, str] = {
-    **dict(enumerate(("float32", "float16", "q4_0", "q4_1"))),
-    **dict(enumerate(("q5_0", "q5_1", "q8_0", "q8_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "q8_K"), start=6)),
+    0: "float32",
+    1: "float16",
+    9: "q8_1",
+    10: "q2_K",
+    11: "q3_K",
+    15: "q8_K",
     **dict(enumerate(("iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s", "iq4_nl", "iq3_s", "iq2_s", "iq4_xs"), start=16)),
     **dict(enumerate(("int8", "int16", "int32", "int64", "float64", "iq1_m", "bfloat16"), start=24)),
     34: "tq1_0",
     35: "tq2_0",
-    39: "mxfp4",
     40: "nvfp4",
     41: "q1_0",
+    **{format.gguf_type: format.name for format in BLOCKED},
 }
 BLOCKS: Mapping[str, Blocked] = {format.name: format for format in BLOCKED}
 READ = (*DTYPE_BYTES, *BLOCKS)

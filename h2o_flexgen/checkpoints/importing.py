@@ -26,7 +26,7 @@ from h2o_flexgen.checkpoints.unpacking import (
     in_order,
     order_of,
 )
-from h2o_flexgen.formats.sectioned import MIDDLE, Int4
+from h2o_flexgen.formats.int4 import MIDDLE, Int4
 from h2o_flexgen.kernels.stored_values import sections_of
 
 WORD = "I32"

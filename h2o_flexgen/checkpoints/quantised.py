@@ -12,7 +12,9 @@ from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, FP8, GPTQ, MXF
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.checkpoints.unpacking import PER_WORD, order_of
 from h2o_flexgen.core.model_spec import MOST_WIDTH
-from h2o_flexgen.formats.sectioned import FP4, FP8_BLOCKS, INT4, Fp8, Int4
+from h2o_flexgen.formats.fp8 import FP8_BLOCKS, Fp8
+from h2o_flexgen.formats.int4 import INT4, Int4
+from h2o_flexgen.formats.mxfp4 import MXFP4_SECTIONS
 
 WEIGHT = "weight"
 E4M3, BYTES, POWERS = "F8_E4M3", ("U8", "I8"), ("U8", "F8_E8M0")
@@ -260,7 +262,7 @@ def _blocks(parts: _TensorParts) -> StoredMatrix | None:
 def _of_powers(
     parts: _TensorParts, name: str, shape: tuple[int, ...], codes: StoredTensor, scales: StoredTensor
 ) -> StoredMatrix:
-    (format,) = FP4
+    format = MXFP4_SECTIONS
     if shape[-1] % format.group or scales.shape != (*shape[:-1], shape[-1] // format.group):
         raise _wrong(scales, f"has the shape {scales.shape} beside {' x '.join(map(str, shape))} values; each 32 have a scale")
     return StoredMatrix(name, format.name, shape, (codes, scales))

@@ -104,5 +104,5 @@ class StoredMatrix:
         if isinstance(format, Blocked):
             (whole,) = self.sections
             return (Segment(0, whole),)
-        sectioned: Sectioned = format  # type: ignore[assignment]
-        return tuple(map(Segment, section_starts(sectioned, self.shape), self.sections))
+        assert isinstance(format, Sectioned), self
+        return tuple(map(Segment, section_starts(format, self.shape), self.sections))

@@ -29,8 +29,8 @@ from h2o_flexgen.engine.rows import BatchRows, PartsThere, RowsPart
 from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
-from h2o_flexgen.engine.stores.judges import judges_of
 from h2o_flexgen.engine.stores.kv_levels import KVLevels
+from h2o_flexgen.engine.stores.layer_judges import judges_of
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
@@ -44,8 +44,7 @@ from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.lanes import Lanes, longest_by_kind, sum_by_kind
-from h2o_flexgen.schedule.ops import Op, Task, Visit
+from h2o_flexgen.schedule.ops import Lanes, Op, Task, Visit, longest_by_kind, sum_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.trace import Trace
 

@@ -11,8 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from h2o_flexgen.memory.device import Device, Marker
-from h2o_flexgen.schedule.lanes import Lanes, place_of
-from h2o_flexgen.schedule.ops import Key, Op, Task
+from h2o_flexgen.schedule.ops import Key, Lanes, Op, Task, place_of
 from h2o_flexgen.schedule.trace import Span, Trace
 
 KEPT = 1 << 14  # latest spans that are kept; of earlier ones only the sums per lane are

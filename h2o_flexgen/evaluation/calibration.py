@@ -19,8 +19,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.evaluation.study.text_attention import turned
-from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, read_texts
+from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, read_texts, turned
 from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention

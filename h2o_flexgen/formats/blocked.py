@@ -8,13 +8,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from h2o_flexgen.formats.byte_layout import (
+    FIFTH_BITS,
+    PLANES_OF_ONE,
+    PLANES_OF_TWO,
+    SCALE,
+    SCALE_AND_MINIMUM,
+    SIX_BITS,
+    SIXTEENS,
+    ByteLayout,
+)
+
 
 @dataclass(frozen=True)
 class Blocked:
     name: str
-    values: int  # of a block
-    block_bytes: int
+    gguf_type: int  # ggml's number of it
+    layout: ByteLayout
     rows_together: int = 1
+
+    @property
+    def values(self) -> int:
+        """The number of values in a block."""
+        return self.layout.block_values
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    @property
+    def name_in_c(self) -> str:
+        return self.name.upper()
+
+    @property
+    def sharing(self) -> str:
+        return f"blocks of {self.values}"
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         assert shape[-1] % self.values == 0, (self, shape)
@@ -22,14 +50,15 @@ class Blocked:
 
 
 SMALL, LARGE = 32, 256  # values of a block; large ones share two numbers, and their groups of 16 or 32 have others
-BLOCKED = (
-    Blocked("q4_0", SMALL, 18),
-    Blocked("q4_1", SMALL, 20),
-    Blocked("q5_0", SMALL, 22),
-    Blocked("q5_1", SMALL, 24),
-    Blocked("q8_0", SMALL, 34),
-    Blocked("q4_K", LARGE, 144),
-    Blocked("q5_K", LARGE, 176),
-    Blocked("q6_K", LARGE, 210),
-    Blocked("mxfp4", SMALL, 17),
+IN_GGUF = (
+    Blocked("q4_0", 2, ByteLayout(SMALL, 18, span=16, codes_at=2, zero=8, shared=SCALE)),
+    Blocked("q4_1", 3, ByteLayout(SMALL, 20, span=16, codes_at=4, shared=SCALE_AND_MINIMUM)),
+    Blocked("q5_0", 6, ByteLayout(SMALL, 22, span=16, codes_at=6, zero=16, upper=FIFTH_BITS, upper_at=2, shared=SCALE)),
+    Blocked("q5_1", 7, ByteLayout(SMALL, 24, span=16, codes_at=8, upper=FIFTH_BITS, upper_at=4, shared=SCALE_AND_MINIMUM)),
+    Blocked("q8_0", 8, ByteLayout(SMALL, 34, bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE)),
+    Blocked("q4_K", 12, ByteLayout(LARGE, 144, span=32, codes_at=16, shared=SIX_BITS)),
+    Blocked("q5_K", 13, ByteLayout(LARGE, 176, span=32, codes_at=48, upper=PLANES_OF_ONE, upper_at=16, shared=SIX_BITS)),
+    Blocked(
+        "q6_K", 14, ByteLayout(LARGE, 210, span=64, zero=32, upper=PLANES_OF_TWO, upper_at=128, shared=SIXTEENS, shared_at=192)
+    ),
 )

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
-from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.byte_layout import FLOAT8
 from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
-from h2o_flexgen.formats.sectioned import Fp8, Sectioned
-from h2o_flexgen.formats.table import FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, SECTIONED, STORED, TILED
+from h2o_flexgen.formats.table import FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, STORED, TILED, Stored
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -128,10 +127,12 @@ def measured_as(format: str) -> str:
     """The format that a profile measures for this one. Checkpoints have many, and what decoding and products of one take
     depends on little but its bits, so that one of each family stands for all."""
     stored = FORMATS[format]
-    if stored not in STORED:
+    if not isinstance(stored, Stored):
         return format
     bits = 8 * stored.nbytes((WIDE_SIDE, WIDE_SIDE), 0) / WIDE_SIDE**2
-    return FP8_MEASURED if isinstance(stored, Fp8) else next(name for most, name in MEASURED_BY_BITS.items() if bits <= most)
+    if stored.layout.codes == FLOAT8:
+        return FP8_MEASURED
+    return next(name for most, name in MEASURED_BY_BITS.items() if bits <= most)
 
 
 def _of_groups(format: str) -> Iterator[Kernel]:
@@ -159,10 +160,10 @@ def _of_tiles(format: str) -> Iterator[Kernel]:
     yield Kernel(INT8_PRODUCT, format, "int8_product_twin", priced_as=f"int8 {format}", within=INT8)
 
 
-def _rounded_products(format: Blocked | Sectioned, family: str) -> Iterator[Kernel]:
+def _rounded_products(format: Stored) -> Iterator[Kernel]:
     """Products of a format of checkpoints where rows may be rounded to 8 bits: they are if its codes are whole numbers."""
-    if isinstance(format, Fp8):
-        exact = (kernel for kernel in _of_stored(format.name, family) if kernel.op == PRODUCT)
+    if format.layout.codes == FLOAT8:
+        exact = (kernel for kernel in _of_stored(format.name) if kernel.op == PRODUCT)
         in_one_order = (kernel for kernel in exact if kernel.device != CPU or kernel.most_rows == inf)  # for any rows
         yield from (replace(kernel, op=INT8_PRODUCT) for kernel in in_one_order)
     else:
@@ -171,11 +172,11 @@ def _rounded_products(format: Blocked | Sectioned, family: str) -> Iterator[Kern
         yield Kernel(INT8_PRODUCT, format.name, "stored_int8_product_twin", priced_as=price, within=INT8)
 
 
-def _of_stored(format: str, family: str) -> Iterator[Kernel]:
+def _of_stored(format: str) -> Iterator[Kernel]:
     """A format of checkpoints, which nothing here writes."""
     yield Kernel(DECODE, format, "stored_decode", CPU, LIBRARIES, DTYPES)
     yield Kernel(DECODE, format, "stored_decode", CUDA, (TRITON,), DTYPES)
-    yield Kernel(DECODE, format, f"{family}_decode_twin")
+    yield Kernel(DECODE, format, "stored_decode_twin")
     few = Kernel(PRODUCT, format, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
     yield replace(few, libraries=(PAIRS,), dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
     yield Kernel(PRODUCT, format, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {measured_as(format)}")
@@ -237,8 +238,6 @@ def kernels() -> tuple[Kernel, ...]:
         *_of_values(),
         *(kernel for format in GROUPED for kernel in _of_groups(format.name)),
         *(kernel for format in TILED for kernel in _of_tiles(format.name)),
-        *(kernel for format in BLOCKED for kernel in _of_stored(format.name, "blocked")),
-        *(kernel for format in SECTIONED for kernel in _of_stored(format.name, "sectioned")),
-        *(kernel for format in BLOCKED for kernel in _rounded_products(format, "blocked")),
-        *(kernel for format in SECTIONED for kernel in _rounded_products(format, "sectioned")),
+        *(kernel for format in STORED for kernel in _of_stored(format.name)),
+        *(kernel for format in STORED for kernel in _rounded_products(format)),
     )

@@ -7,12 +7,16 @@ groups of 4 or 8 bits); others are those in which checkpoints are published, and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
-from h2o_flexgen.formats.blocked import BLOCKED
+from h2o_flexgen.formats.blocked import IN_GGUF, Blocked
+from h2o_flexgen.formats.fp8 import FP8
 from h2o_flexgen.formats.grouped import Grouped, Tiled
-from h2o_flexgen.formats.plain import PlainFormat
-from h2o_flexgen.formats.sectioned import FP4, FP8, INT4, WHOLE, Sectioned
+from h2o_flexgen.formats.int4 import INT4
+from h2o_flexgen.formats.mxfp4 import MXFP4_BLOCKS, MXFP4_SECTIONS
+from h2o_flexgen.formats.sectioned import WHOLE, Sectioned
 
 
 class Format(Protocol):
@@ -30,14 +34,23 @@ class Format(Protocol):
         """Bytes of a tensor with values of `itemsize` bytes before they are encoded."""
 
 
+@dataclass(frozen=True)
+class PlainFormat:
+    """Values as they are."""
+
+    name: str = "plain"
+    rows_together: int = 1
+
+    def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        return prod(shape) * itemsize
+
+
+Stored = Blocked | Sectioned  # a format of checkpoints
+BLOCKED: tuple[Blocked, ...] = (*IN_GGUF, MXFP4_BLOCKS)
+SECTIONED: tuple[Sectioned, ...] = (*FP8, MXFP4_SECTIONS, *INT4)
+STORED: tuple[Stored, ...] = (*BLOCKED, *SECTIONED)
 GROUPED, TILED = (Grouped(4), Grouped(8)), (Tiled(4), Tiled(8))
-SECTIONED: tuple[Sectioned, ...] = (*FP8, *FP4, *INT4)
-STORED: tuple[Format, ...] = (*BLOCKED, *SECTIONED)  # formats of checkpoints
-CHOSEN: tuple[Format, ...] = (
-    PlainFormat(),
-    *GROUPED,
-    *TILED,
-)  # by people, and what becomes of them in matrices
+CHOSEN: tuple[Format, ...] = (PlainFormat(), *GROUPED, *TILED)  # by people, and what becomes of them in matrices
 FORMATS: Mapping[str, Format] = {format.name: format for format in (*CHOSEN, *STORED)}
 PLAIN = PlainFormat().name  # its bytes are the values, and are computed with where they lie
 ROW_FORMATS, MATRIX_FORMATS = (tuple(format.name for format in formats) for formats in (GROUPED, TILED))

@@ -61,7 +61,7 @@ from h2o_flexgen.kernels.stored_product import (
     stored_product,
     stored_products,
 )
-from h2o_flexgen.kernels.stored_values import blocked_decode_twin, sectioned_decode_twin, stored_decode
+from h2o_flexgen.kernels.stored_values import stored_decode, stored_decode_twin
 
 Function = Callable[..., Any]  # kernels of one operation take the same arguments
 
@@ -72,7 +72,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(group_encode, group_encode_twin, group_decode, group_decode_twin),
         *(int8_product, int8_product_twin, tile_product, wide_product, wide_product_twin, pair_product),
         *(tile_encode, tile_encode_twin, tile_decode, tile_decode_twin, tile_decode_rows, tile_decode_rows_twin),
-        *(stored_decode, blocked_decode_twin, sectioned_decode_twin, stored_dots, stored_pairs, stored_product),
+        *(stored_decode, stored_decode_twin, stored_dots, stored_pairs, stored_product),
         *(stored_int8_product, stored_int8_product_twin),
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(shared_attention, shared_attention_twin),

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from h2o_flexgen.formats.grouped import GROUP, TILE, Tiled, groups_of
 from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
-from h2o_flexgen.formats.plain import PlainFormat
+from h2o_flexgen.formats.table import PlainFormat
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer

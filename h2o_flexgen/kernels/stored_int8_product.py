@@ -13,24 +13,21 @@ from torch.nn import functional
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import GROUP
 from h2o_flexgen.formats.kernel_sizes import twin_values
-from h2o_flexgen.formats.sectioned import Fp4, Int4
+from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.int8_product import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.stored_values import IntegerParts, MatrixInC, blocked_parts, number_in_c, order_of, sectioned_parts
 
-Whole = Blocked | Fp4 | Int4  # formats of whole numbers
-SIXTEENS = "q6_K"  # the format of which 16 inputs share a scale; of other blocks it is 32
 
-
-def stored_int8_product(format: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_int8_product(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
     stored_int8_products(format, x, Meeting.of_all(x, data, bias), out)
     return out
 
 
-def stored_int8_products(format: Whole, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+def stored_int8_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     sizes, number, parts = (out.shape[-1], x.values.shape[-1]), number_in_c(format), int8_parts(part_of(format))
     asked, kept, of_all = list[_StoredInt8Product](), list[FactorRows](), None
@@ -53,15 +50,15 @@ def _told(made: Int8Parts, out: Tensor) -> FactorRows:
     return FactorRows(made.rows, made.wholes, out)
 
 
-def part_of(format: Whole) -> int:
+def part_of(format: Stored) -> int:
     """The inputs of a part, which has one scale for its dot product: those that share a scale, of a group of x at most."""
-    return min(GROUP, format.group) if isinstance(format, (Fp4, Int4)) else 16 if format.name == SIXTEENS else 32
+    return min(GROUP, format.layout.sharing_inputs)
 
 
 # -- the twin ----------------------------------------------------------------------------------------------------------------
 
 
-def stored_int8_product_twin(format: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_int8_product_twin(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     inputs, part = x.values.shape[-1], part_of(format)
     order = order_of(format, data, outputs, inputs)
     made = x.made(int8_parts_twin(part)) if order is None else int8_parts_twin(part)(x.values[..., order])
@@ -70,8 +67,7 @@ def stored_int8_product_twin(format: Whole, x: Factor, data: Tensor, outputs: in
         pieces = (blocked_parts(format, data[start : start + step]) for start in range(0, outputs, step))
         out = torch.cat([_product_of(made, piece, part, False) for piece in pieces], dim=1)
     else:
-        has_zeros = isinstance(format, Int4) and format.zeros
-        out = _product_of(made, sectioned_parts(format, data, outputs, inputs), part, has_zeros)
+        out = _product_of(made, sectioned_parts(format, data, outputs, inputs), part, format.layout.has_zeros)
     added = out if bias is None else out + bias.float()
     return added.to(x.values.dtype).reshape(*x.values.shape[:-1], outputs)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.formats.sectioned import Fp4, Int4
+from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Arranged, JoinedRuns, Product, call, products
 from h2o_flexgen.kernels.products import paired
-from h2o_flexgen.kernels.stored_values import MatrixInC, Stored, number_in_c, order_of, stored_decode_twin
+from h2o_flexgen.kernels.stored_values import MatrixInC, number_in_c, order_of, stored_decode_twin
 
 # -- stored product --------------------------------------------------------------------------------------------------------
 # The product of rows and a transposed matrix in a checkpoint's own format. Nothing is rounded but the outcome to the type
@@ -88,7 +88,7 @@ def stored_dots(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Ten
 
 def stored_dot_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    arrange = _in_pairs if isinstance(format, (Fp4, Int4)) else _in_order
+    arrange = _in_pairs if format.layout.takes_turns else _in_order
     products_of_stored("stored_dots", format, x, arrange, meetings, out)
 
 

@@ -14,7 +14,7 @@
 #define PIECE 32    /* inputs that are read at once */
 #define STRETCH 256 /* inputs with scales that are read at once: a block of the forms with the longest ones */
 
-/* Blocks are those of GGUF, the others lie in sections. Python numbers them in the same order (stored_matrix.py). */
+/* Blocks are those of GGUF, the others lie in sections. Python reads their numbers here. */
 enum form { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4 };
 #define EACH_FORM(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4) DO(FP8) DO(FP4) DO(INT4)
 

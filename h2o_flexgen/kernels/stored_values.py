@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.blocked import BLOCKED, Blocked
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.byte_layout import (
+    EXPONENT,
+    FIFTH_BITS,
+    FLOAT4,
+    PLANES_OF_ONE,
+    PLANES_OF_TWO,
+    SCALE,
+    SCALE_AND_MINIMUM,
+    SIX_BITS,
+    SIXTEENS,
+    ByteLayout,
+)
+from h2o_flexgen.formats.fp8 import Fp8
 from h2o_flexgen.formats.kernel_sizes import DTYPES, twin_values
-from h2o_flexgen.formats.sectioned import MIDDLE, SCALE_BYTES, Fp4, Fp8, Int4, Sectioned, section_starts
+from h2o_flexgen.formats.sectioned import E8M0, SCALE_BYTES, Sectioned, section_starts
+from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.raw_memory import address_of
 
@@ -21,8 +37,6 @@ from h2o_flexgen.kernels.raw_memory import address_of
 # of whole numbers is w = (code - zero) * scale + minimum, with unsigned codes; zero, scale and minimum belong to a group of
 # 16 to 128 inputs of an output. In float32 that gives the bits of the format's own definition.
 
-FP4_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
-FP4_ZERO = 12  # is added, so that codes of FP4 are unsigned
 SCALES = 12  # bytes of the scales and minima of 8 groups, of 6 bits each
 
 
@@ -53,26 +67,29 @@ class IntegerParts(NamedTuple):
 
 def blocked_parts(format: Blocked, data: Tensor) -> IntegerParts:
     """data (rows, bytes of a row)"""
-    return _PARTS[format.name](data.reshape(-1, format.block_bytes), len(data))
+    layout, blocks, rows = format.layout, data.reshape(-1, format.block_bytes), len(data)
+    scales, minima = _SHARED[layout.shared](blocks, layout.shared_at)
+    codes = _codes(layout, blocks)
+    shared = None if minima is None else minima.reshape(rows, -1)
+    return IntegerParts(codes.reshape(rows, -1), _same(layout.zero, codes), scales.reshape(rows, -1), shared)
 
 
-def sectioned_parts(format: Int4 | Fp4, data: Tensor, outputs: int, inputs: int) -> IntegerParts:
+def sectioned_parts(format: Sectioned, data: Tensor, outputs: int, inputs: int) -> IntegerParts:
     """data (1, bytes)"""
-    sections = sections_of(format, data, outputs, inputs)
-    codes = _neighbours(sections[0].view(outputs, -1))
-    if isinstance(format, Fp4):
-        return IntegerParts(_fp4(codes), _same(FP4_ZERO, codes), _halved(sections[1].view(outputs, -1)), None)
-    scales = sections[1].view(getattr(torch, format.scale)).view(outputs, -1).float()
-    zeros = sections[2].view(outputs, -1).float() if format.zeros else _same(MIDDLE, codes)
-    order = sections[-1].view(torch.int32).long() if format.ordered else None
-    return IntegerParts(codes, zeros, scales, None, order)
+    layout, sections = format.layout, sections_of(format, data, outputs, inputs)
+    codes = _looked_up(layout, _neighbours(sections[0].view(outputs, -1)))
+    own = sections[1]
+    scales = _halved(own) if layout.codes == FLOAT4 else own.view(getattr(torch, format.scale)).float()
+    zeros = sections[2].view(outputs, -1).float() if layout.has_zeros else _same(layout.zero, codes)
+    order = sections[-1].view(torch.int32).long() if layout.is_ordered else None
+    return IntegerParts(codes, zeros, scales.view(outputs, -1), None, order)
 
 
 def fp8_parts(format: Fp8, data: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """data (1, bytes) -> codes (outputs, inputs) as float8, and scales in float32 by blocks of outputs and inputs"""
     codes, scales = sections_of(format, data, outputs, inputs)
     shape = format.scales_shape((outputs, inputs))
-    wide = _powers(scales) if format.scale == "e8m0" else scales.view(getattr(torch, format.scale)).float()
+    wide = _powers(scales) if format.scale == E8M0 else scales.view(getattr(torch, format.scale)).float()
     return codes.view(torch.float8_e4m3fn).view(outputs, inputs), wide.view(shape)
 
 
@@ -95,8 +112,12 @@ def _apart(codes: Tensor) -> Tensor:
     return torch.cat((codes & 15, codes >> 4), dim=-1)
 
 
-def _fp4(codes: Tensor) -> Tensor:
-    return torch.tensor(FP4_TWICE, device=codes.device).add(FP4_ZERO).to(torch.uint8)[codes.long()]
+def _looked_up(layout: ByteLayout, codes: Tensor) -> Tensor:
+    """What codes of 4 bits stand for."""
+    if not layout.table:
+        return codes
+    found: Tensor = torch.tensor(layout.table, dtype=torch.uint8, device=codes.device)[codes.long()]
+    return found
 
 
 def _same(number: int, like: Tensor) -> Tensor:
@@ -120,97 +141,87 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
+# -- codes of blocks ---------------------------------------------------------------------------------------------------------
+
+
+def _codes(layout: ByteLayout, blocks: Tensor) -> Tensor:
+    """(blocks, values), uint8"""
+    nbytes = layout.block_values * layout.bits // 8
+    stored = blocks[:, layout.codes_at : layout.codes_at + nbytes]
+    if layout.bits == 8:
+        return stored ^ 128 if layout.is_signed else stored  # the sign becomes 128
+    codes = _looked_up(layout, _apart(stored.unflatten(1, (-1, layout.span))).flatten(1))
+    return codes | _UPPER[layout.upper](blocks, layout.upper_at) if layout.upper else codes
+
+
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
     """Bit i of 4 bytes belongs to value i: (blocks, 32), shifted to its place in a code."""
     places = torch.arange(8, device=blocks.device, dtype=torch.uint8)
     return (blocks[:, at : at + 4, None] >> places & 1).flatten(1) << 4
 
 
-def _shared_of_eight(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and the minima of 8 groups, 6 bits each, of (blocks, 12) -> (blocks, 8) each"""
-    low, high, rest = packed.split(4, dim=1)
+def _planes_of_one(blocks: Tensor, at: int) -> Tensor:
+    """Bit i of 32 bytes belongs to the 32 values of group i."""
+    places = torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]
+    return (blocks[:, None, at : at + 32] >> places & 1).flatten(1) << 4
+
+
+def _planes_of_two(blocks: Tensor, at: int) -> Tensor:
+    """Each half of a block has 32 bytes, with pairs of bits of four groups of 32 values."""
+    places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)[:, None]
+    found: Tensor = (blocks[:, at : at + 64].unflatten(1, (2, 1, 32)) >> places & 3).flatten(1) << 4
+    return found
+
+
+_UPPER: Mapping[str, Callable[[Tensor, int], Tensor]] = {
+    FIFTH_BITS: _fifth_bits,
+    PLANES_OF_ONE: _planes_of_one,
+    PLANES_OF_TWO: _planes_of_two,
+}
+
+
+# -- what the codes of a block share -------------------------------------------------------------------------------------------
+
+Shares = tuple[Tensor, "Tensor | None"]  # scales and minima (blocks, groups), float32
+
+
+def _scale(blocks: Tensor, at: int) -> Shares:
+    return _float16(blocks, at), None
+
+
+def _scale_and_minimum(blocks: Tensor, at: int) -> Shares:
+    return _float16(blocks, at), _float16(blocks, at + 2)
+
+
+def _six_bits(blocks: Tensor, at: int) -> Shares:
+    """Scales and minima of 8 groups, in 12 bytes behind the two numbers of the block."""
+    low, high, rest = blocks[:, at + 4 : at + 4 + SCALES].split(4, dim=1)
     scales = torch.cat((low & 63, rest & 15 | low >> 6 << 4), dim=1)
     minima = torch.cat((high & 63, rest >> 4 | high >> 6 << 4), dim=1)
-    return scales.float(), minima.float()
+    return _float16(blocks, at) * scales.float(), -(_float16(blocks, at + 2) * minima.float())
 
 
-# -- formats -------------------------------------------------------------------------------------------------------------------
+def _sixteens(blocks: Tensor, at: int) -> Shares:
+    return blocks[:, at : at + 16].contiguous().view(torch.int8).float() * _float16(blocks, at + 16), None
 
 
-def _rows(rows: int, codes: Tensor, scales: Tensor, minima: Tensor | None = None, zero: int = 0) -> IntegerParts:
-    """Parts of blocks, row by row."""
-    shared = None if minima is None else minima.reshape(rows, -1)
-    return IntegerParts(codes.reshape(rows, -1), _same(zero, codes), scales.reshape(rows, -1), shared)
+def _exponent(blocks: Tensor, at: int) -> Shares:
+    return _halved(blocks[:, at : at + 1]), None
 
 
-def _q4_0(blocks: Tensor, rows: int) -> IntegerParts:
-    return _rows(rows, _apart(blocks[:, 2:]), _float16(blocks, 0), zero=8)
-
-
-def _q4_1(blocks: Tensor, rows: int) -> IntegerParts:
-    return _rows(rows, _apart(blocks[:, 4:]), _float16(blocks, 0), _float16(blocks, 2))
-
-
-def _q5_0(blocks: Tensor, rows: int) -> IntegerParts:
-    return _rows(rows, _apart(blocks[:, 6:]) | _fifth_bits(blocks, 2), _float16(blocks, 0), zero=16)
-
-
-def _q5_1(blocks: Tensor, rows: int) -> IntegerParts:
-    return _rows(rows, _apart(blocks[:, 8:]) | _fifth_bits(blocks, 4), _float16(blocks, 0), _float16(blocks, 2))
-
-
-def _q8_0(blocks: Tensor, rows: int) -> IntegerParts:
-    return _rows(rows, blocks[:, 2:] ^ 128, _float16(blocks, 0), zero=128)  # the sign becomes 128
-
-
-def _q4_k(blocks: Tensor, rows: int) -> IntegerParts:
-    return _of_eight_groups(blocks, rows, _apart(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1))
-
-
-def _q5_k(blocks: Tensor, rows: int) -> IntegerParts:
-    fifth, lower = blocks[:, None, 16:48], _apart(blocks[:, 48:].unflatten(1, (4, 32))).unflatten(2, (2, 32)).flatten(1, 2)
-    places = torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]
-    return _of_eight_groups(blocks, rows, lower | (fifth >> places & 1) << 4)
-
-
-def _of_eight_groups(blocks: Tensor, rows: int, codes: Tensor) -> IntegerParts:
-    scales, minima = _shared_of_eight(blocks[:, 4 : 4 + SCALES])
-    return _rows(rows, codes, _float16(blocks, 0) * scales, -(_float16(blocks, 2) * minima))
-
-
-def _q6_k(blocks: Tensor, rows: int) -> IntegerParts:
-    """Each half of a block has 64 bytes of lower halves and 32 of upper pairs of bits."""
-    lower = _apart(blocks[:, :128].unflatten(1, (2, 64)))  # of the first 64 values of a half, then of the last 64
-    places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)[:, None]
-    upper = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> places & 3).flatten(2) << 4
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _float16(blocks, 208)
-    return _rows(rows, lower | upper, scales, zero=32)
-
-
-def _mxfp4(blocks: Tensor, rows: int) -> IntegerParts:
-    return _rows(rows, _fp4(_apart(blocks[:, 1:])), _halved(blocks[:, :1]), zero=FP4_ZERO)
-
-
-_PARTS: Mapping[str, Callable[[Tensor, int], IntegerParts]] = {
-    "q4_0": _q4_0,
-    "q4_1": _q4_1,
-    "q5_0": _q5_0,
-    "q5_1": _q5_1,
-    "q8_0": _q8_0,
-    "q4_K": _q4_k,
-    "q5_K": _q5_k,
-    "q6_K": _q6_k,
-    "mxfp4": _mxfp4,
+_SHARED: Mapping[str, Callable[[Tensor, int], Shares]] = {
+    SCALE: _scale,
+    SCALE_AND_MINIMUM: _scale_and_minimum,
+    SIX_BITS: _six_bits,
+    SIXTEENS: _sixteens,
+    EXPONENT: _exponent,
 }
 
 
 # -- stored matrix ---------------------------------------------------------------------------------------------------------
 # A matrix in a checkpoint's own format, as C is told of it: stored_values.h has the same fields.
 
-E8M0 = "e8m0"  # of Fp4
 EVERY_INPUT = 40  # more inputs, as a power of two, than any matrix has
-Stored = Blocked | Fp8 | Fp4 | Int4
-FORMS = (*(format.name for format in BLOCKED), Fp8, Fp4, Int4)  # as C numbers them
 
 
 class MatrixInC(ctypes.Structure):
@@ -236,29 +247,33 @@ def _shape(format: Stored, outputs: int, inputs: int) -> tuple[int, int | None, 
     nbytes = format.nbytes((outputs, inputs), 0)
     if isinstance(format, Blocked):
         return nbytes, None, None, (format.nbytes((1, inputs), 0), 0, 0, 1, outputs, inputs)
-    starts, (rows, columns) = section_starts(format, (outputs, inputs)), _sharing(format, outputs)
-    kind = format.scale if isinstance(format, (Fp8, Int4)) else E8M0
-    code_row, groups = inputs if isinstance(format, Fp8) else inputs // 2, -(-inputs // (columns or inputs))
-    zeros = starts[2] if isinstance(format, Int4) and format.zeros else None
-    shift = columns.bit_length() - 1 if columns else EVERY_INPUT
-    sizes = (code_row, groups * SCALE_BYTES[kind], groups, rows, outputs, inputs, shift, (*DTYPES, E8M0).index(kind))
-    return nbytes, starts[1], zeros, sizes
+    layout, starts = format.layout, section_starts(format, (outputs, inputs))
+    columns = layout.shared_inputs  # a power of two
+    groups, shift = -(-inputs // (columns or inputs)), columns.bit_length() - 1 if columns else EVERY_INPUT
+    of_scales = groups * SCALE_BYTES[format.scale], groups, layout.shared_rows or outputs
+    sizes = (layout.row_bytes(inputs), *of_scales, outputs, inputs, shift, (*DTYPES, E8M0).index(format.scale))
+    return nbytes, starts[1], starts[2] if layout.has_zeros else None, sizes
 
 
+@cache
+def _names_in_c() -> Sequence[str]:
+    """The formats as C numbers them."""
+    header = Path(__file__).with_name("stored_values.h").read_text(encoding="ascii")
+    found = re.search(r"enum form \{([\w, ]+)\}", header)
+    assert found is not None
+    return found[1].replace(" ", "").split(",")
+
+
+@cache
 def number_in_c(format: Stored) -> int:
-    return FORMS.index(format.name if isinstance(format, Blocked) else type(format))
+    return _names_in_c().index(format.name_in_c)
 
 
 def order_of(format: Stored, data: Tensor, outputs: int, inputs: int) -> Tensor | None:
     """The input that each column of codes belongs to, int32 (inputs,), where that is not its own."""
-    if isinstance(format, Int4) and format.ordered:
+    if isinstance(format, Sectioned) and format.layout.is_ordered:
         return sections_of(format, data, outputs, inputs)[-1].view(torch.int32)
     return None
-
-
-def _sharing(format: Fp8 | Fp4 | Int4, outputs: int) -> tuple[int, int]:
-    """The outputs that share scales, and the inputs that share one, a power of two; 0 means all."""
-    return (format.block_rows or outputs, format.block_columns) if isinstance(format, Fp8) else (1, format.group)
 
 
 # -- stored decode ---------------------------------------------------------------------------------------------------------
@@ -273,28 +288,22 @@ def stored_decode(format: Stored, data: Tensor, out: Tensor) -> None:
     native_library().stored_decode(*places, *numbers)
 
 
-def stored_decode_twin(format: Blocked | Fp8 | Fp4 | Int4, data: Tensor, out: Tensor) -> None:
+def stored_decode_twin(format: Stored, data: Tensor, out: Tensor) -> None:
     """Decodes data of either family into out (outputs, inputs)."""
     if isinstance(format, Blocked):
-        blocked_decode_twin(format, data, out)
+        _blocked_decode(format, data, out)
+    elif isinstance(format, Fp8):
+        _fp8_decode(format, data, out)
     else:
-        sectioned_decode_twin(format, data, out)
+        out.copy_(sectioned_parts(format, data, *out.shape).values)
 
 
-def blocked_decode_twin(format: Blocked, data: Tensor, out: Tensor) -> None:
-    """Decodes data (rows, bytes of a row) into out (rows, columns), some rows at a time."""
+def _blocked_decode(format: Blocked, data: Tensor, out: Tensor) -> None:
+    """Decodes some rows at a time."""
     step = max(1, twin_values(out.device.type) // max(1, out.shape[1]))
     for row in range(0, len(out), step):
         part = slice(row, row + step)
         out[part] = blocked_parts(format, data[part]).values
-
-
-def sectioned_decode_twin(format: Fp8 | Fp4 | Int4, data: Tensor, out: Tensor) -> None:
-    """Decodes data (1, bytes) into out (outputs, inputs)."""
-    if isinstance(format, Fp8):
-        _fp8_decode(format, data, out)
-    else:
-        out.copy_(sectioned_parts(format, data, *out.shape).values)
 
 
 def _fp8_decode(format: Fp8, data: Tensor, out: Tensor) -> None:

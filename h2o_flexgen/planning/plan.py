@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Instance, decimal_number
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice, Instance, decimal_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
@@ -63,8 +63,17 @@ MOST_GPUS = 64  # of a machine
 MOST_BUFFERS = 1000  # upper bound of those of a schedule
 
 
-class RowCodec(Choice):
-    """A codec that people choose. On the command line it is called by its bits."""
+class RowCodec(Allowed):
+    """A format of rows, of all that there are at the time. On the command line it is called by its bits."""
+
+    def read(self, value: object) -> str:
+        return Choice(of_rows()).read(value)
+
+    def value(self, name: str, given: object, note: str = "") -> str:
+        return Choice(of_rows()).value(name, given, note)
+
+    def __str__(self) -> str:
+        return str(Choice(of_rows()))
 
     def typed(self, word: str) -> str:
         for bits, codec in BY_BITS.items():
@@ -77,7 +86,7 @@ class RowCodec(Choice):
 
 
 JSON_KEYS = {"buffers": "slots"}  # of reports and manifests, which others read
-CODEC, BITS, FOUR_BITS = RowCodec(of_rows()), "|".join(map(str, BY_BITS)), "4"
+CODEC, BITS, FOUR_BITS = RowCodec(), "|".join(map(str, BY_BITS)), "4"
 
 
 @dataclass(frozen=True)

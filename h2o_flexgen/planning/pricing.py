@@ -24,8 +24,7 @@ from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.schedule.lanes import longest_by_kind
-from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Key, Op, Task
+from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Key, Op, Task, longest_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.trace import Trace
@@ -258,8 +257,12 @@ class Pricing:
         share the memory of the host, on a CPU also with the weights and the KV that are computed with."""
         priced = self._priced(step)
         reads, writes = self._disk_seconds(priced)
-        memory = self._memory_bytes(key for key, _ in priced) / self.machine.host_read_per_s
+        memory = self.memory_bytes(step) / self.machine.host_read_per_s
         return {**self._by_lane(priced), SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
+
+    def memory_bytes(self, step: int) -> float:
+        """Bytes of host memory that a step moves, or computes with."""
+        return self._memory_bytes(self.schedule.in_step(step))
 
     def stretches(self, step: int) -> dict[Op, float]:
         """How many times longer tasks take because of what they share with others."""

@@ -12,13 +12,27 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from math import inf, log
+from typing import ClassVar
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, KVOptions
+from h2o_flexgen.policies.local import Local
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.policies.window import Window
+
+
+class Window(Local):
+    """What layers with a sliding window keep: the tokens that the next one sees. It is not chosen; models have it. Its `recent`
+    tokens and the newest one are the window."""
+
+    name: ClassVar[str] = "window"
+    accepts: ClassVar[tuple[str, ...]] = ("recent", "positions")
+
+    @property
+    def sees(self) -> int | None:
+        return self.options.total(0, 0) + 1
+
 
 MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log/eviction.md)
 NEARLY_ALL = 0.9  # heads that would keep more than this keep all

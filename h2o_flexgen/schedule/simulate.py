@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from h2o_flexgen.schedule.lanes import Lanes, kind_of
-from h2o_flexgen.schedule.ops import WORKERS, Key, Task
+from h2o_flexgen.schedule.ops import WORKERS, Key, Lanes, Task, kind_of
 from h2o_flexgen.schedule.trace import Span, Trace
 
 ONE_DEVICE = Lanes()

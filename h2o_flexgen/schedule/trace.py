@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import LayerName
-from h2o_flexgen.schedule.lanes import place_of
-from h2o_flexgen.schedule.ops import Data, Key, Op
+from h2o_flexgen.schedule.ops import Data, Key, Op, place_of
 
 OF_EXPERTS = "x"  # marks a COMPUTE of experts
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
-from h2o_flexgen.schedule.lanes import Lanes
-from h2o_flexgen.schedule.ops import Data, Op, Visit, ring
+from h2o_flexgen.schedule.ops import Data, Lanes, Op, Visit, ring
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.apps.data_wrangling.answers import AnswerRecord, JudgedAnswer, Verdict, answers_of, judged
+from h2o_flexgen.apps.data_wrangling.answers import (
+    AnswerCounts,
+    AnswerRecord,
+    JudgedAnswer,
+    Verdict,
+    accuracy,
+    answers_of,
+    judged,
+    number_of,
+)
 from h2o_flexgen.apps.data_wrangling.data_sets import BEGINS, EXACT
-from h2o_flexgen.apps.data_wrangling.metrics import AnswerCounts, accuracy, number_of
 from h2o_flexgen.apps.data_wrangling.question_prompts import PromptedQuestion
 from h2o_flexgen.apps.data_wrangling.questions import Question
 

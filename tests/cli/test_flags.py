@@ -15,12 +15,13 @@ from h2o_flexgen.cli import (
     profile_request,
     run_request,
 )
-from h2o_flexgen.cli.flags import KV, PLAN
+from h2o_flexgen.cli.flags import KV, MODEL, PLAN, SITE
 from h2o_flexgen.cli.run_request import parse, request_of
 from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
 from h2o_flexgen.core.option import Option, flags_written, options_of
 from h2o_flexgen.core.units import SIZE
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.formats.table import of_rows
+from h2o_flexgen.planning.plan import Plan, RowCodec
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING
 
@@ -46,7 +47,7 @@ def test_no_flag_takes_what_only_python_takes_for_a_number(action: argparse.Acti
         assert len(str(caught.value)) < 300
 
 
-OPTIONS = (*SAMPLING.values(), *PLAN.values(), *KV.values())
+OPTIONS = tuple(one for table in (SAMPLING, PLAN, KV, MODEL, SITE) for one in table.values())
 OF_NUMBERS = [one for one in OPTIONS if isinstance(one.allowed, Bounds)]
 
 
@@ -80,8 +81,9 @@ def another(option: Option) -> object:
     allowed = option.allowed
     if isinstance(allowed, Truth):
         return not option.default
-    if isinstance(allowed, Choice):
-        return next(name for name in reversed([*allowed.names]) if name != option.default)
+    if isinstance(allowed, (Choice, RowCodec)):
+        names = of_rows() if isinstance(allowed, RowCodec) else allowed.names
+        return next(name for name in reversed([*names]) if name != option.default)
     assert isinstance(allowed, Bounds)
     return allowed.most
 

@@ -9,8 +9,7 @@ import pytest
 
 from h2o_flexgen.evaluation.cells import Cell, Figure, mean
 from h2o_flexgen.evaluation.grid import BudgetShare, Grid
-from h2o_flexgen.evaluation.grid_picture import _scale, draw_quality, panel_title, panels_of, style
-from h2o_flexgen.evaluation.result_table import Results, details, tables
+from h2o_flexgen.evaluation.results import Results, _scale, details, draw_quality, panel_title, panels_of, style, tables
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RecallTask
 from h2o_flexgen.evaluation.tasks.task import Shown

@@ -68,6 +68,7 @@ STORED = (
     ("qwen2-moe", "gguf-q5_1", PLAIN, INT8),
     ("gpt-oss", "gguf-mxfp4", PLAIN, EXACT),
     ("glm4-moe", "gguf-q4_1", PLAIN, INT8),
+    ("granite-moe", "gguf-q5_0", PLAIN, EXACT),
     ("qwen2", "gguf-bfloat16", "group4", EXACT),
     ("qwen3", "gguf-q8_0", "group4", EXACT),
     ("llama-gqa", "gguf-q4_0", PLAIN, INT8),

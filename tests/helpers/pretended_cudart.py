@@ -9,8 +9,8 @@ from unittest.mock import patch
 from torch import Tensor
 
 from h2o_flexgen.memory import host
+from h2o_flexgen.memory.device import CudaPageLocks
 from h2o_flexgen.memory.host import PageLocker, Pages
-from h2o_flexgen.memory.page_locks import CudaPageLocks
 from tests.helpers.pretended import PretendedDevice
 
 REFUSED, LOCKED_ALREADY, NOT_LOCKED = 2, 712, 713  # CUDA's numbers

@@ -5,23 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.blocked import BLOCKED, Blocked
-from h2o_flexgen.formats.sectioned import FP4, Fp8, Int4, section_starts
-from h2o_flexgen.kernels.stored_values import Stored
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.byte_layout import EXPONENT, SCALE_AND_MINIMUM, SIX_BITS, SIXTEENS
+from h2o_flexgen.formats.fp8 import Fp8
+from h2o_flexgen.formats.int4 import Int4
+from h2o_flexgen.formats.mxfp4 import MXFP4_SECTIONS
+from h2o_flexgen.formats.sectioned import section_starts
+from h2o_flexgen.formats.table import BLOCKED, Stored
 
 SOME = (
     *BLOCKED,
-    *FP4,
+    MXFP4_SECTIONS,
     *(Fp8(128, 128, "float32"), Fp8(1, 32, "e8m0"), Fp8(1, 0, "bfloat16"), Fp8(0, 0, "float16")),
     *(Int4(32, "float16", True, False), Int4(128, "bfloat16", False, True), Int4(64, "float16", False, False)),
 )  # every layout once, and every type of scales
-FLOATS_OF_BLOCKS = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,)}  # bytes at which they lie
+FLOATS = {SCALE_AND_MINIMUM: (0, 2), SIX_BITS: (0, 2), SIXTEENS: (16,)}  # bytes at which those of a block lie
 NAN_CODE = 0x7F  # of float8, but for its sign
 
 
 def inputs_of(format: Stored, least: int) -> int:
     """So many inputs or a few more, as the form can have them."""
-    unit = format.values if isinstance(format, Blocked) else 1 if isinstance(format, Fp8) else format.group
+    unit = format.values if isinstance(format, Blocked) else 1 if isinstance(format, Fp8) else format.layout.shared_inputs
     return -(-least // unit) * unit
 
 
@@ -33,7 +37,7 @@ def random_matrix(format: Stored, outputs: int, inputs: int, seed: int = 0) -> T
         return _blocks(format, data.view(-1, format.block_bytes), draw).view(outputs, -1)
     starts, sizes = section_starts(format, (outputs, inputs)), format.sections((outputs, inputs))
     parts = [data[start : start + size] for start, size in zip(starts, sizes)]
-    parts[1].copy_(_scales("e8m0" if format in FP4 else format.scale, parts[1].numel(), draw))  # type: ignore[union-attr]
+    parts[1].copy_(_scales(format.scale, parts[1].numel(), draw))
     if isinstance(format, Fp8):
         parts[0][parts[0] & NAN_CODE == NAN_CODE] = 0
     if isinstance(format, Int4) and format.ordered:
@@ -42,11 +46,12 @@ def random_matrix(format: Stored, outputs: int, inputs: int, seed: int = 0) -> T
 
 
 def _blocks(format: Blocked, blocks: Tensor, draw: torch.Generator) -> Tensor:
-    if format.name == "mxfp4":
+    shared, start = format.layout.shared, format.layout.shared_at
+    if shared == EXPONENT:
         blocks[:, 0] = _scales("e8m0", len(blocks), draw)
     else:
-        for at in FLOATS_OF_BLOCKS.get(format.name, (0,)):
-            blocks[:, at : at + 2] = _scales("float16", 2 * len(blocks), draw).view(-1, 2)
+        for at in FLOATS.get(shared, (0,)):
+            blocks[:, start + at : start + at + 2] = _scales("float16", 2 * len(blocks), draw).view(-1, 2)
     return blocks
 
 

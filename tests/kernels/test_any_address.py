@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.blocked import BLOCKED, LARGE, Blocked
+from h2o_flexgen.formats.blocked import LARGE, Blocked
 from h2o_flexgen.formats.kernel_table import INT8_PRODUCT, PRODUCT, TORCH
+from h2o_flexgen.formats.table import BLOCKED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import decode, packed_product
 from tests.helpers.all_of import all_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.formats.kernel_table import PAIRS
-from h2o_flexgen.formats.plain import PlainFormat
+from h2o_flexgen.formats.table import PlainFormat
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_codes import tile_encode_twin
 from h2o_flexgen.kernels.native import variants

@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.blocked import BLOCKED, Blocked
-from h2o_flexgen.formats.sectioned import Int4
-from h2o_flexgen.formats.table import FP4, INT4
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.int4 import INT4, Int4
+from h2o_flexgen.formats.mxfp4 import MXFP4_SECTIONS, Fp4
+from h2o_flexgen.formats.table import BLOCKED
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.stored_int8_product import Whole, part_of, stored_int8_product, stored_int8_product_twin
+from h2o_flexgen.kernels.stored_int8_product import part_of, stored_int8_product, stored_int8_product_twin
 from h2o_flexgen.kernels.stored_values import blocked_parts, sectioned_parts
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 
-FORMS: tuple[Whole, ...] = (*BLOCKED, *FP4, *INT4)
+Whole = Blocked | Fp4 | Int4
+FORMS: tuple[Whole, ...] = (*BLOCKED, MXFP4_SECTIONS, *INT4)
 # one of each kind of loop, with every number of rows; the others are held to the twin with some
 KINDS = [Int4(64, "float16", False, False), Int4(128, "bfloat16", True, True), *BLOCKED]
 ROWS = (*range(1, 8), 13, 64, 258)

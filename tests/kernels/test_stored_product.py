@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.kernel_table import FUSED, PAIRS
+from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.stored_product import stored_dots, stored_pairs, stored_pairs_twin, stored_product, stored_product_twin
-from h2o_flexgen.kernels.stored_values import Stored
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, used

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.formats.kernel_table import FUSED
-from h2o_flexgen.formats.plain import PlainFormat
+from h2o_flexgen.formats.table import PlainFormat
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.products import wide_product, wide_product_twin
 from tests.helpers.all_of import all_of

@@ -96,6 +96,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "swiglu_limit": (1.0,),
     "swiglu_alpha": (0.7,),
     "query_pre_attn_scalar": (3, 40),
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), (0.6, 2, None)),
     "attn_logit_softcapping": (0.5, None),
     "final_logit_softcapping": (0.5, None),
     "use_bidirectional_attention": (False, None),

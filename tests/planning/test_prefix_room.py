@@ -7,8 +7,7 @@ import pytest
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.plan import JUDGED, Plan
-from h2o_flexgen.planning.prefix_room import first_that_fits, prefix_rooms, rooms_to_search
-from h2o_flexgen.planning.workload_plan import DoesNotFit
+from h2o_flexgen.planning.workload_plan import DoesNotFit, first_that_fits, prefix_rooms, rooms_to_search
 
 H2O = {"kv_policy": "h2o", "kv_budget": 0.2}
 

@@ -8,8 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from h2o_flexgen.apps.data_wrangling.answers import JudgedAnswer, Verdict, answers_of, read_records
-from h2o_flexgen.apps.data_wrangling.metrics import AnswerCounts, Speed, accuracy, number_of
+from h2o_flexgen.apps.data_wrangling.answers import (
+    AnswerCounts,
+    JudgedAnswer,
+    Speed,
+    Verdict,
+    accuracy,
+    answers_of,
+    number_of,
+    read_records,
+)
 from h2o_flexgen.apps.data_wrangling.request import WranglingRequest
 from h2o_flexgen.cli import batch_work
 from h2o_flexgen.cli.batch_work import FinishedJob

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.cli.report.entry import Entry, entry
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.sectioned import Fp4, Fp8, Int4
-from h2o_flexgen.formats.table import FORMATS, PLAIN
+from h2o_flexgen.formats.table import FORMATS, PLAIN, Stored
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.session.opened_model import OpenedModel
 
@@ -72,18 +70,5 @@ def forms_of(spec: ModelSpec, plain: str) -> tuple[FormatShare, ...]:
 
 def _form(format: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> FormatShare:
     own = [tensor for tensor in tensors if tensor.format == format]
-    bits = 8 * sum(tensor.stored_nbytes for tensor in own) / sum(tensor.numel for tensor in own)
-    return FormatShare(plain if format == PLAIN else format, _group(format), bits, share)
-
-
-def _group(name: str) -> str:
-    format = FORMATS[name]
-    if isinstance(format, Blocked):
-        return f"blocks of {format.values}"
-    if isinstance(format, (Fp4, Int4)):
-        return f"groups of {format.group}"
-    if not isinstance(format, Fp8):
-        return ""
-    if not format.block_columns:
-        return "a scale for an output" if format.block_rows else "a scale for a matrix"
-    return f"blocks of {format.block_rows} x {format.block_columns}"
+    stored, bits = FORMATS[format], 8 * sum(tensor.stored_nbytes for tensor in own) / sum(tensor.numel for tensor in own)
+    return FormatShare(plain if format == PLAIN else format, stored.sharing if isinstance(stored, Stored) else "", bits, share)

@@ -11,8 +11,8 @@ from contextlib import ExitStack, closing
 
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.host_attention_exchange import HOST_MEMORY
-from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
 from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerCache, heads_by_layer
 from h2o_flexgen.memory.memories import Memories

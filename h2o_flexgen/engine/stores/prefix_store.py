@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.prefix_groups import SharedPrefix, bytes_of
-from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
+from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import Judge
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer

@@ -28,8 +28,7 @@ from h2o_flexgen.evaluation.study.statistics import (
     still_held,
     survival,
 )
-from h2o_flexgen.evaluation.study.text_attention import THRESHOLD
-from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, read_texts
+from h2o_flexgen.evaluation.study.text_reading import THRESHOLD, OnLayer, TextReading, read_texts
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.positions import of_windows
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.statistics import Gone, of_layers
-from h2o_flexgen.evaluation.study.text_attention import (
+from h2o_flexgen.evaluation.study.text_reading import (
     WholeText,
     attend_whole,
     attention_in_blocks,

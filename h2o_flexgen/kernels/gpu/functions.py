@@ -13,8 +13,8 @@ from h2o_flexgen.kernels.gpu.int8_product import int8_product
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
-from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
+from h2o_flexgen.kernels.gpu.stored_values import stored_decode
 from h2o_flexgen.kernels.gpu.tile_product import tile_product
 
 KERNELS: Sequence[Callable[..., Any]] = (

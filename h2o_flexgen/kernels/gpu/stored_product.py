@@ -11,11 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
-from h2o_flexgen.kernels.gpu.stored_layout import layout_of, load_bytes, parts_of
-from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
-from h2o_flexgen.kernels.stored_values import Stored
+from h2o_flexgen.kernels.gpu.stored_values import (
+    as_float,
+    block_at,
+    codes_of,
+    first_input,
+    load_bytes,
+    parts_of,
+    shared_by,
+    upper_of,
+    words_of,
+)
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 OUTPUTS_AT_ONCE, WITH_HALVES = 8, 4  # outputs that meet what was loaded of the rows
@@ -34,7 +43,7 @@ def stored_product(format: Stored, x: Factor, data: Tensor, outputs: int, bias: 
 
 
 def _launch(format: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    (count, inputs), outputs, layout = rows.shape, out.shape[1], layout_of(format)
+    (count, inputs), outputs, layout = rows.shape, out.shape[1], format.layout
     parts, row_bytes = parts_of(format, data, outputs, inputs), layout.row_bytes(inputs)
     given = rows.index_select(1, parts.order) if layout.is_ordered else rows
     outputs_at_once = WITH_HALVES if layout.has_halves else OUTPUTS_AT_ONCE

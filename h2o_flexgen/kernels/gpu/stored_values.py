@@ -1,4 +1,4 @@
-"""What kernels on a checkpoint's own formats share: words of codes, what codes share, and codes as floats.
+"""What kernels on a checkpoint's own formats share: words of codes, what codes share, and codes as floats; and their decoder.
 
 All is said for words: `row` (rows, 1) and `word` (1, words) -> (rows, words). The four codes of each half of a word are first
 made the four bytes of one; a format of 8 bits has one half. Nothing here is fused, so that values have the bits of torch.
@@ -6,23 +6,59 @@ made the four bytes of one; a format of 8 bits has one half. Nothing here is fus
 
 from __future__ import annotations
 
+from math import gcd
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from h2o_flexgen.formats import byte_layout
+from h2o_flexgen.formats.blocked import Blocked
+from h2o_flexgen.formats.byte_layout import WORD_BYTES, ByteLayout
+from h2o_flexgen.formats.sectioned import E8M0
+from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.gpu.codes import widened
-from h2o_flexgen.kernels.gpu.stored_layout import (
-    EXPONENT,
-    FIFTH_BITS,
-    FP4,
-    FP8,
-    PLANES_OF_ONE,
-    PLANES_OF_TWO,
-    SCALE,
-    SCALE_AND_MINIMUM,
-    SECTIONS,
-    SIX_BITS,
-    SIXTEENS,
-)
+from h2o_flexgen.kernels.stored_values import sections_of
+
+FP4, FP8 = tl.constexpr(byte_layout.FLOAT4), tl.constexpr(byte_layout.FLOAT8)
+EXPONENT = tl.constexpr(byte_layout.EXPONENT)
+FIFTH_BITS = tl.constexpr(byte_layout.FIFTH_BITS)
+PLANES_OF_ONE = tl.constexpr(byte_layout.PLANES_OF_ONE)
+PLANES_OF_TWO = tl.constexpr(byte_layout.PLANES_OF_TWO)
+SCALE = tl.constexpr(byte_layout.SCALE)
+SCALE_AND_MINIMUM = tl.constexpr(byte_layout.SCALE_AND_MINIMUM)
+SECTIONS = tl.constexpr(byte_layout.SECTIONS)
+SIX_BITS = tl.constexpr(byte_layout.SIX_BITS)
+SIXTEENS = tl.constexpr(byte_layout.SIXTEENS)
+
+
+class Parts(NamedTuple):
+    """The tensors of a matrix that kernels are handed. What its format has no section for is the first of them once more."""
+
+    codes: Tensor  # or blocks, uint8
+    scales: Tensor
+    zeros: Tensor
+    order: Tensor
+
+
+def parts_of(format: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
+    """data (rows, bytes of a row), or (1, bytes) of a format in sections"""
+    assert data.is_contiguous() and data.numel() == format.nbytes((outputs, inputs), 1)
+    if isinstance(format, Blocked):
+        return Parts(data, data, data, data)
+    codes, scales, *more = sections_of(format, data, outputs, inputs)
+    typed = scales if format.scale == E8M0 else scales.view(getattr(torch, format.scale))
+    layout = format.layout
+    return Parts(
+        codes, typed, more[0] if layout.has_zeros else codes, more[-1].view(torch.int32) if layout.is_ordered else codes
+    )
+
+
+def load_bytes(layout: ByteLayout, parts: Parts, row_bytes: int) -> int:
+    """The bytes of a word that can be loaded at once, wherever it lies. Memory begins at a multiple of any word."""
+    return gcd(WORD_BYTES, layout.block_bytes, layout.codes_at, layout.upper_at, row_bytes, parts.codes.storage_offset())
 
 
 @triton.jit
@@ -211,3 +247,83 @@ def _of_section(places, there, LAYOUT: tl.constexpr):
     else:
         found = tl.load(places, mask=there, other=0.0).to(tl.float32)
     return found
+
+
+# -- stored decode ---------------------------------------------------------------------------------------------------------
+# Matrices in a checkpoint's own formats decoded in one launch, bit for bit as in torch.
+
+WORDS = 512  # that a program reads
+MOST_WORDS = 128  # of one row
+
+
+def stored_decode(format: Stored, data: Tensor, out: Tensor) -> None:
+    """Decodes data (rows, bytes of a row), or (1, bytes) of a format in sections, into out (rows, columns)."""
+    assert out.is_contiguous()
+    if not out.numel():
+        return
+    (rows, columns), layout = out.shape, format.layout
+    parts = parts_of(format, data, rows, columns)
+    words, row_bytes = triton.cdiv(columns * layout.bits, 32), layout.row_bytes(columns)
+    of_row = min(MOST_WORDS, triton.next_power_of_2(words))
+    at_once = WORDS // of_row
+    decode_kernel[triton.cdiv(rows, at_once), triton.cdiv(words, of_row)](
+        *(*parts, out, rows, columns, row_bytes),
+        *(layout, load_bytes(layout, parts, row_bytes), at_once, of_row),
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def decode_kernel(
+    data,
+    scales,
+    zeros,
+    order,
+    out,
+    rows,
+    columns,
+    row_bytes,
+    LAYOUT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    own, is_row = tl.minimum(row, rows - 1), (row < rows)[:, :, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    block = block_at(data, own, word, row_bytes, LAYOUT)
+    words = words_of(block, word, columns, LAYOUT, AT_ONCE)
+    upper = upper_of(block, word, columns, LAYOUT, AT_ONCE) if LAYOUT.upper != "" else words
+    beginning = out + row[:, :, None] * columns
+    if LAYOUT.takes_turns:
+        low = _values(words, upper, block, scales, zeros, own, word, columns, 0, LAYOUT, AT_ONCE)
+        high = _values(words, upper, block, scales, zeros, own, word, columns, 1, LAYOUT, AT_ONCE)
+        column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        there = column < columns
+        if LAYOUT.is_ordered:
+            column = tl.load(order + column, mask=there, other=-1)
+            there = (column >= 0) & (column < columns)  # what names no input is written nowhere
+        values = tl.reshape(tl.join(low, high), [ROWS, WORDS, 8])
+        tl.store(beginning + column, values.to(out.dtype.element_ty), mask=is_row & there)
+    else:
+        for half in tl.static_range(8 // LAYOUT.bits):
+            values = _values(words, upper, block, scales, zeros, own, word, columns, half, LAYOUT, AT_ONCE)
+            column = first_input(word, half, LAYOUT)[:, :, None] + tl.arange(0, 4)[None, None, :]
+            tl.store(beginning + column, values.to(out.dtype.element_ty), mask=is_row & (column < columns))
+
+
+@triton.jit
+def _values(
+    words, upper, block, scales, zeros, row, word, columns, HALF: tl.constexpr, LAYOUT: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The values of the four codes of a half: (rows, words, 4)"""
+    scale, minimum, zero = shared_by(block, scales, zeros, row, word, columns, HALF, LAYOUT, AT_ONCE)
+    byte = tl.arange(0, 4)[None, None, :]
+    codes = codes_of(words, upper, HALF, LAYOUT)
+    values = as_float((codes[:, :, None] >> (byte * 8).to(tl.uint32)) & 0xFF, LAYOUT)
+    if LAYOUT.has_zeros:
+        values -= zero[:, :, None]
+    values *= scale[:, :, None]
+    if LAYOUT.has_minimum:
+        values += minimum[:, :, None]
+    return values

@@ -14,9 +14,9 @@ from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.evaluation.recall_questions import FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
-from h2o_flexgen.evaluation.study.pictures import draw_facts
 from h2o_flexgen.evaluation.study.readers import Keeper, LevelKeeper, ranks
 from h2o_flexgen.evaluation.study.statistics import held_after
+from h2o_flexgen.evaluation.study.study_pictures import draw_facts
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens

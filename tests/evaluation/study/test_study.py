@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from h2o_flexgen.evaluation.study import pictures
+from h2o_flexgen.evaluation.study import study_pictures
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
-from h2o_flexgen.evaluation.study.pictures import draw, kept_map
+from h2o_flexgen.evaluation.study.study_pictures import draw, kept_map
 from h2o_flexgen.llm import LLM
 from tests.helpers.contract import Checkpoints, distinct_prompts
 
@@ -100,7 +100,7 @@ def test_a_heat_map_says_how_many_heads_hold_a_token() -> None:
 def test_without_matplotlib_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(study_pictures, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"need matplotlib; install it, or the extra \[plot\]"):
         draw(studied(checkpoints), tmp_path)
 

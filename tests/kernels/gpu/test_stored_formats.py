@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.blocked import BLOCKED
+from h2o_flexgen.formats.fp8 import Fp8
+from h2o_flexgen.formats.int4 import Int4
 from h2o_flexgen.formats.kernel_table import CUDA, DECODE, PRODUCT, TRITON, Processor
-from h2o_flexgen.formats.sectioned import Fp8, Int4
-from h2o_flexgen.formats.table import FORMATS, STORED
+from h2o_flexgen.formats.table import BLOCKED, FORMATS, STORED, Stored
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
-from h2o_flexgen.kernels.stored_values import Stored, blocked_decode_twin, sectioned_decode_twin
+from h2o_flexgen.kernels.gpu.stored_values import stored_decode
+from h2o_flexgen.kernels.stored_values import stored_decode_twin
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 
 ODD = Fp8(1, 32, "e8m0")  # rows of any number of inputs, which begin in the middle of a word
@@ -30,7 +30,7 @@ def name_of(format: Stored) -> str:
 
 def twin(format: Stored, data: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.empty(shape, dtype=dtype, device=data.device)
-    (blocked_decode_twin if format in BLOCKED else sectioned_decode_twin)(format, data, out)  # type: ignore[operator]
+    stored_decode_twin(format, data, out)
     return out
 
 

@@ -8,8 +8,8 @@ import torch
 
 from h2o_flexgen.formats.table import FORMATS
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
+from h2o_flexgen.kernels.gpu.stored_values import stored_decode
 from tests.kernels.gpu.launch import Launch
 
 SHAPE = OUTPUTS, INPUTS = 11008, 4096

@@ -1,39 +1,44 @@
-"""A run by several processes, each with a GPU: prompts are dealt to them, texts come back with the numbers and the draws that
-they would have had in one process, and the report is of all."""
+"""Work that several processes share, each with a GPU. A run: prompts are dealt to them, texts come back with the numbers and
+the draws that they would have had in one process, and the report is of all. A job over a file: each runs some of the requests,
+and their records are written here, as they finish."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from h2o_flexgen.cli.batch_request import BatchRequest
+from h2o_flexgen.cli.job_run import Listening
 from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone
-from h2o_flexgen.cli.processes.process import PromptsPart
+from h2o_flexgen.cli.processes.process import PromptsPart, RequestsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
 from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.summary import Timing, completion_lines, say_broken, summary
+from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import show_stage
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.engine.job import BrokenRequest
+from h2o_flexgen.engine.job import BrokenRequest, Outcome
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stats import Peaks, Stats
+from h2o_flexgen.jobs.file_job import FileJob
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
-
-if TYPE_CHECKING:
-    from h2o_flexgen.cli.run_work import RunJob
 
 SHOWN = (
     "num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds", "decode_seconds", "moved_bytes", "busy_seconds",
     "peak_bytes", "shrunk",
 )  # fmt: skip  # figures of each process in the JSON
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,3 +143,34 @@ class RunApart:
             "processes": each,
             **({} if job.predicted is None else {"predicted": job.predicted.as_json()}),
         }
+
+
+# -- a job over a file -----------------------------------------------------------------------------------------------------
+
+
+def dealt_requests(job: FileJob, processes: int) -> Sequence[FileJob]:
+    """The requests of each process. Those that share a prefix stay together as far as possible."""
+    sizes = job.sizes
+    if processes == 1 or len(sizes) < 2:
+        return [job]
+    work = [size.rows * (size.prompt_len + size.gen_len) for size in sizes]
+    groups = None if job.prefixes is None else job.prefixes.groups
+    parts = ({job.places[place] for place in places} for places in dealt(work, min(processes, len(work)), groups))
+    return [job.only(places.__contains__) for places in parts]
+
+
+def outcomes_of_processes(
+    llm: LLM, request: BatchRequest, seed: int, left: FileJob, listening: Listening
+) -> Generator[Outcome, None, None]:
+    """What becomes of the requests that are left of a job, as processes say it."""
+    parts = [RequestsPart(part.apart, request.needed_style, seed) for part in dealt_requests(left, request.site.gpus)]
+    with Processes(llm, request.model, request.site, parts) as processes:
+        for number, news in processes.said(listening.interrupts.put_aside):  # nothing is lost by ending then
+            if isinstance(news, (Completion, BrokenRequest)):
+                yield news
+            elif isinstance(news, Tick):
+                listening.tick_of(number, news)
+            elif isinstance(news, AtStage) and number == 0:
+                listening.stage(news.stage, news.done_bytes, news.total_bytes)
+            elif isinstance(news, Noted):
+                listening.progress.note(f"process {number}: {news.line}")

@@ -1,0 +1,80 @@
+"""ByteLayout: how the bytes of a checkpoint's own format lie. Decoders in torch and in Triton are made of it. Those in C say it
+in their own words (kernels/stored_values.h), and tests hold them together.
+
+The codes of a row are seen as words of 32 bits, eight codes of 4 bits or four of 8. What codes share (a scale, a minimum, a
+zero) lies in the block of the word, or in sections of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INTEGER, FLOAT4, FLOAT8 = "integer", "float4", "float8"  # kinds of codes
+SCALE, SCALE_AND_MINIMUM = "scale", "scale and minimum"  # of a block, as float16
+SIX_BITS = "six bits"  # scales and minima of 32 values in 6 bits, times those of their block
+SIXTEENS = "sixteens"  # scales of 16 values in 8 bits, times that of their block
+EXPONENT = "exponent"  # of a block: half a power of two
+SECTIONS = "sections"
+FIFTH_BITS = "fifth bits"  # in one word for 32 values
+PLANES_OF_ONE, PLANES_OF_TWO = "planes of one bit", "planes of two bits"
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ByteLayout:
+    block_values: int = 0  # 0: there are no blocks
+    block_bytes: int = WORD_BYTES
+    codes: str = INTEGER
+    bits: int = 4  # of a code in its word
+    table: tuple[int, ...] = ()  # what codes of 4 bits stand for, with the zero; nothing: themselves
+    zero: int = 0  # is taken off each code, where it is the same for all
+    is_signed: bool = False  # with its uppermost bit turned a code has no sign
+    span: int = 0  # the lower codes of so many bytes come before their upper ones; 0: they take turns
+    codes_at: int = 0  # in a block
+    upper: str = ""  # how bits above the fourth lie
+    upper_at: int = 0
+    shared: str = SECTIONS
+    shared_at: int = 0
+    shared_rows: int = 1  # rows and inputs that share a scale of a section; 0: all
+    shared_inputs: int = 0
+    has_zeros: bool = False  # in a section
+    is_ordered: bool = False  # column j belongs to input order[j]
+
+    @property
+    def block_words(self) -> int:
+        return max(1, self.block_values * self.bits // 32)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the lower and the upper code of a byte belong to neighbours."""
+        return self.bits == 4 and self.span == 0
+
+    def row_bytes(self, inputs: int) -> int:
+        """The bytes of the codes, or blocks, of a row."""
+        if self.shared == SECTIONS:
+            return inputs * self.bits // 8
+        return inputs * self.bits // 32 // self.block_words * self.block_bytes
+
+    @property
+    def has_minimum(self) -> bool:
+        return self.shared in (SCALE_AND_MINIMUM, SIX_BITS)
+
+    @property
+    def sharing_inputs(self) -> int:
+        """Inputs of a whole number that share a scale."""
+        return 16 if self.shared == SIXTEENS else self.shared_inputs or 32
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether the lower and the upper codes of a word have scales of their own, which are costly to find."""
+        return self.shared in (SIX_BITS, SIXTEENS)
+
+    @property
+    def words_together(self) -> int:
+        """Words that a thread takes because they share their scales."""
+        return 2 if self.has_halves else 1
+
+    @property
+    def apart(self) -> int:
+        """How far these are apart."""
+        return 4 if self.shared == SIX_BITS else 2
