@@ -42,8 +42,7 @@ from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers import tiny
 from tests.helpers.probes import OF_NO_MODEL, probe_for
 from tests.helpers.quantised import FORMS, WIDE, save_quantised
-from tests.helpers.reference import weights_by_layer
-from tests.helpers.resident import resident_generate
+from tests.helpers.resident import resident_generate, weights_by_layer
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
