@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import steady_product
 from h2o_flexgen.policies.keydiff import KeyDiff
+from h2o_flexgen.policies.knorm import KNorm
 from h2o_flexgen.policies.lagkv import LagKV
 from h2o_flexgen.policies.policy import VALUE_NORMS, KVPolicy
 
@@ -157,6 +158,15 @@ class ValueNorms(OneByOne):
         return new.v.float().square().sum(dim=-1).sqrt()
 
 
+class KeyNorms(OneByOne):
+    """A token is worth more the shorter its key is: the keys that get most attention are short."""
+
+    reads_new_key = True
+
+    def of_new(self, new: Written) -> Tensor:
+        return -new.k.float().square().sum(dim=-1).sqrt()
+
+
 class Linear(OneByOne):
     """A token's worth is a linear map of the layer's input; the map was fitted to what tokens turned out to be worth."""
 
@@ -179,5 +189,5 @@ def judge_of(policy: KVPolicy) -> Judge | None:
     """The judge that a policy asks, of any layer; None if it asks none, or one that was fitted to a model."""
     if policy.judge == LagKV.ranks_by:
         return Lag(policy.sinks)
-    known = {VALUE_NORMS: ValueNorms, KeyDiff.ranks_by: KeyDifference}
+    known = {VALUE_NORMS: ValueNorms, KeyDiff.ranks_by: KeyDifference, KNorm.ranks_by: KeyNorms}
     return known[policy.judge]() if policy.judge in known else None
