@@ -35,8 +35,7 @@ if __name__ == "__main__":
 from benchmarks.comparison.command import commit
 from benchmarks.portable import portable
 from benchmarks.recalled import NOT_MEASURED, Asked, Recalled
-from h2o_flexgen.checkpoints.hub import WHOLE_MODELS
-from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, local_place
+from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, WHOLE_MODELS, local_place
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.units import parse_bytes
@@ -246,7 +245,7 @@ def opened(args: argparse.Namespace) -> LLM:
 def take_rows(llm: LLM, args: argparse.Namespace, rows: int) -> None:
     """Has the plan compute so many rows, before anything is loaded."""
     count = -(-rows // args.gpu_batch_size)
-    llm.adopt(replace(llm.requested, gpu_batch_size=-(-rows // count), num_gpu_batches=count))
+    llm.adopt(replace(llm.loaded.requested, gpu_batch_size=-(-rows // count), num_gpu_batches=count))
 
 
 def fits_planned(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
@@ -264,7 +263,7 @@ def fits(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
     form, rows = matrix_format(llm.plan.weight_codec), (llm.plan.gpu_batch_size,)
-    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, form, read_files=llm.weight_files)
+    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, form, read_files=llm.loaded.weight_files)
     return measure(llm.device, needs, repetitions=3, seconds=0.5)
 
 

@@ -15,8 +15,6 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     GPUS,
     PACK,
-    ModelRequest,
-    SiteRequest,
     asked_of,
     model_of,
     named_machine,
@@ -28,10 +26,10 @@ from h2o_flexgen.cli.common_requests import (
 from h2o_flexgen.cli.flags import (
     NOISE,
     PLAN,
+    SITE,
     TRACEBACK,
     Group,
     Parser,
-    add_gpus,
     add_placement,
     add_sizes,
 )
@@ -50,6 +48,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.batch"
@@ -361,7 +360,7 @@ def add_engine(parser: Parser) -> None:
     parser.add_model()
     parser.add_tokenizer()
     workers = parser.group("workers")
-    add_gpus(workers)
+    workers.option(SITE["gpus"])
     _add_workers(workers)
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")

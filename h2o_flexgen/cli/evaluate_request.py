@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from h2o_flexgen.checkpoints.model_places import DEMO
-from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
+from h2o_flexgen.cli.common_requests import model_of, plan_of, site_of
 from h2o_flexgen.cli.flags import (
     PLAN,
     TRACEBACK,
@@ -49,6 +49,7 @@ from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.sampling.params import SEED
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
 
 PROGRAM = "python -m h2o_flexgen.evaluate"

@@ -14,20 +14,16 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice
-from h2o_flexgen.core.environment import cores, threads
 from h2o_flexgen.core.hints import nearest, shortened, shown
-from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import Option, options_of
-from h2o_flexgen.core.units import SIZE
 from h2o_flexgen.formats.kernel_table import INT8
-from h2o_flexgen.planning.machine import DEVICES
-from h2o_flexgen.planning.plan import MOST_GPUS, Plan, six_numbers
+from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.sampling.params import SAMPLING
-from h2o_flexgen.text.tokenizer import BYTES
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 
 DUMMY_PATH = "_DUMMY_"
 # the model that gives random weights their shapes, if none is named
@@ -35,6 +31,7 @@ NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": Tr
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 REPEATABLE = "may be given several times"
 PLAN, KV = options_of(Plan), options_of(KVOptions)
+MODEL, SITE = options_of(ModelRequest), options_of(SiteRequest)
 
 
 # -- the parser ---------------------------------------------------------------------------------------------------------
@@ -117,7 +114,7 @@ class Parser(argparse.ArgumentParser):
     def _flag_called(self, flag: str) -> str | None:
         """The flag of the option that has this name in Python, or in another library."""
         name = flag.lstrip("-").replace("-", "_")
-        options = (*SAMPLING.values(), *PLAN.values(), *KV.values())
+        options = (one for table in (SAMPLING, PLAN, KV, MODEL, SITE) for one in table.values())
         found = (one.flag for one in options if name == one.name or name in one.elsewhere)
         return next((called for called in found if called in self.flags), None)
 
@@ -137,22 +134,12 @@ class Parser(argparse.ArgumentParser):
         group.value("--model", "NAME", named)
         folder = f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen"
         group.value("--path", "FOLDER", folder)
-        group.truth("--dummy-weights", text="random weights in the model's shapes: for speed, nothing is downloaded")
-        group.choice("--dtype", (AUTO, *DTYPE_BYTES), "what is computed with; auto: the fast type of the device", AUTO)
-        add_device(group)
-        on_gpu = "no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)"
-        group.value("--gpu-mem", "SIZE", on_gpu, SIZE)
-        held = "no more than this is held in CPU memory by the whole process (default: what is free)"
-        group.value("--cpu-mem", "SIZE", held, SIZE)
-        add_threads(group)
-        left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
-        group.value("--offload-dir", "FOLDER", left)
+        for one in (MODEL["dummy_weights"], MODEL["dtype"], *(SITE[name] for name in SITE if name != "gpus")):
+            group.option(one)
 
     def add_tokenizer(self) -> None:
         """Adds --tokenizer, for commands that read and write texts."""
-        own = f"{AUTO}: that of the model, or {BYTES} for random weights"
-        other = f"a hub name, or a folder or GGUF file with a tokenizer, or {BYTES}: every byte is a token"
-        self.group("texts").value("--tokenizer", "NAME", f"{other}; {own}", default=AUTO)
+        self.group("texts").option(MODEL["tokenizer"])
 
     def add_search(self, title: str, machine: str) -> Group:
         """Adds what is asked of a plan to be found. `machine` says what else the machine is for."""
@@ -260,22 +247,6 @@ def typed(allowed: Allowed) -> Callable[[str], object] | None:
 
 
 # -- flags of several groups ---------------------------------------------------------------------------------------------
-
-
-def add_threads(group: Group) -> None:
-    text = "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)"
-    group.value("--threads", "N", text, threads(cores()))
-
-
-def add_device(group: Group) -> None:
-    devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
-    group.value("--device", "NAME", devices, default=AUTO)
-
-
-def add_gpus(group: Group) -> None:
-    """Adds by how many processes the work is done."""
-    shared = "a process with each of N GPUs, from the first on; rows are dealt to them, and all share the weights in CPU memory"
-    group.value("--gpus", "N", f"{shared}; a plan, --gpu-mem and --threads are those of each", Bounds(1, MOST_GPUS), 1)
 
 
 class Percent(argparse.Action):

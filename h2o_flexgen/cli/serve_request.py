@@ -9,16 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
-from h2o_flexgen.cli.common_requests import (
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    site_of,
-)
+from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
 from h2o_flexgen.cli.flags import (
     NOISE,
     PLAN,
@@ -38,6 +29,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.workload_plan import ROOM
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SEED
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.serve"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen.checkpoints import hub
+from h2o_flexgen.checkpoints import model_places
 from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config, tensor_names
 from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.config_values import Config
@@ -368,7 +368,7 @@ def test_a_misspelt_model_is_told_the_nearest_known_one(name: str, monkeypatch: 
     def nowhere(name: str, with_weights: bool) -> Path:
         raise ValueError(f"model {name!r} is nowhere")
 
-    monkeypatch.setattr(hub, "_from_hub", nowhere)
+    monkeypatch.setattr(model_places, "_from_hub", nowhere)
     message = error_of(load_config, name)
     assert repr(name) in message and "did you mean" in message and "facebook/opt-30b" in message
     assert known_config(name) is None

@@ -144,8 +144,8 @@ def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
     with case.open(checkpoints, offload) as llm:
         predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight buffers"]
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
-        assert llm._engine is not None
-        (weights,) = llm._engine._weights
+        assert llm.loaded._engine is not None
+        (weights,) = llm.loaded._engine._weights
         rings = weights._host_ring
         assert len(rings) >= 3 and sum(rings[at].nbytes for at in range(len(rings))) == predicted
 
@@ -168,7 +168,7 @@ def test_no_pass_holds_more_than_is_predicted_while_rows_come_and_go(
     samples: list[dict[str, int]] = []
 
     def sample(*_: object) -> None:
-        memories = llm._memories
+        memories = llm.loaded._memories
         assert memories is not None
         samples.append({HOST: memories.host.meter.used_bytes, DISK: memories.disk.meter.used_bytes})
         if memories.device.accelerator:
@@ -176,7 +176,7 @@ def test_no_pass_holds_more_than_is_predicted_while_rows_come_and_go(
 
     with case.open(checkpoints, offload) as llm:
         footprint = llm.planned(Stream(job_of(requests, llm._row_maker), llm._row_maker, False).workload).footprint
-        llm._load()
+        llm.loaded._load()
         passing = peak_allocated(lambda: list(llm.generate_stream(requests, on_visit=sample)), ())
     compute = DEVICE if device == "pretended" else HOST
     assert len(samples) >= len(llm.spec.layers)
@@ -192,7 +192,7 @@ def test_weights_alone_stay_within_what_is_predicted_for_them(kind: str, checkpo
     case = Case(kind, (0, 100, 0, 100, 0, 100))
     with case.open(checkpoints, offload) as llm:
         footprint = llm.check(Workload(case.lengths, case.gen_len)).footprint
-        llm._load()
+        llm.loaded._load()
         assert llm.spec.weight_bytes < held_by(llm)[HOST] <= footprint.parts[HOST]["weights"]
 
 

@@ -103,7 +103,7 @@ class Worker:
         llm = self._engine.llm
         self._refuse_another_model()
         if share.asked is not None:
-            AutoPlan(share.asked, str(share.engine["dtype"])).provide(llm, share.longest, share.scores_texts, None)
+            AutoPlan(share.asked, llm.loaded).provide(share.longest, share.scores_texts, None)
         self._reading = LineReading(llm.tokenizer, self._engine.style, self._engine.row_maker.size)
 
     def _refuse_another_model(self) -> None:
