@@ -26,8 +26,6 @@ COMMON = ("positions", "hh_prompt_only")  # options of all policies that evict
 
 @dataclass(frozen=True)
 class KVPolicy:
-    """By itself, a row keeps its last `recent` tokens, and `heavy` of the others."""
-
     options: KVOptions = field(default_factory=KVOptions)
     least_slots: int = 0  # that a share of a text is rounded up to: few heads of a model may be left nothing of a short one
 
@@ -46,7 +44,7 @@ class KVPolicy:
         self.options.refuse_all_but(self.accepts, self.name)
 
     def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
-        """The budget of a row with a prompt of this length."""
+        """The budget of a row with a prompt of this length: the last `recent` tokens, and `heavy` of the others."""
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len, self.recent_part)
         return self._protecting(heavy + recent, recent)
 
