@@ -4,7 +4,7 @@ policy ranks by this worth, or weighs the attention that the token gets with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -189,5 +189,9 @@ def judge_of(policy: KVPolicy) -> Judge | None:
     """The judge that a policy asks, of any layer; None if it asks none, or one that was fitted to a model."""
     if policy.judge == LagKV.ranks_by:
         return Lag(policy.sinks)
-    known = {VALUE_NORMS: ValueNorms, KeyDiff.ranks_by: KeyDifference, KNorm.ranks_by: KeyNorms}
+    known: dict[str | None, Callable[[], Judge]] = {
+        VALUE_NORMS: ValueNorms,
+        KeyDiff.ranks_by: KeyDifference,
+        KNorm.ranks_by: KeyNorms,
+    }
     return known[policy.judge]() if policy.judge in known else None
