@@ -105,6 +105,7 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "kvzap"), ("heavy", 2), ("recent", 2), ("probe", OF_NO_MODEL)),  # a case takes one of its model
     (("kv_policy", "keydiff"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "lagkv"), ("heavy", 3), ("recent", 1), ("sinks", 1)),
+    (("kv_policy", "knorm"), ("heavy", 2), ("recent", 2)),
 )
 
 # what the KV heads of a model keep, layer by layer; a model with fewer heads has the first ones
