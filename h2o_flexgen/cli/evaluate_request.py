@@ -213,7 +213,7 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
 def _probe(flags: Namespace, policies: Collection[str]) -> Probe | None:
     if flags.study is not None:  # it refuses such policies, and takes no probe
         return None
-    asking = next((name for name in policies if POLICIES[name].judged_by == BY_PROBE), None)
+    asking = next((name for name in policies if POLICIES[name].ranks_by == BY_PROBE), None)
     if flags.probe is None:
         if asking is not None:
             raise ValueError(f"--policies has {asking}, which ranks tokens by a probe; give --probe FILE, or --probe {OWN}")
