@@ -19,6 +19,7 @@ from h2o_flexgen import plan
 from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.kernels import native
+from h2o_flexgen.planning import search
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
@@ -61,6 +62,12 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, machine in files.items():
         machine.save(folder / f"{name}.yaml")
     return {name: folder / f"{name}.yaml" for name in files}
+
+
+@pytest.fixture(autouse=True)
+def few_numbers_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is the point of planning/test_search; here it is what the command says of it."""
+    monkeypatch.setattr(search, "NUMBERS_OF_BATCHES", (1, 2, 4))
 
 
 @pytest.fixture(autouse=True)
