@@ -42,8 +42,7 @@ from benchmarks.comparison.suites import Contender, Load
 from benchmarks.instructions import instructions, processor_slug
 from benchmarks.peaks import Peaks
 from h2o_flexgen.checkpoints.gguf_format import read_gguf
-from h2o_flexgen.checkpoints.hub import resolve_model
-from h2o_flexgen.checkpoints.model_places import SMOLLM2, held_out_prose
+from h2o_flexgen.checkpoints.model_places import SMOLLM2, held_out_prose, resolve_model
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.units import format_bytes, parse_bytes

@@ -35,8 +35,7 @@ if __name__ == "__main__":
 from benchmarks.comparison.command import commit
 from benchmarks.portable import portable
 from benchmarks.recalled import NOT_MEASURED, Asked, Recalled
-from h2o_flexgen.checkpoints.hub import WHOLE_MODELS
-from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, local_place
+from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, WHOLE_MODELS, local_place
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.units import parse_bytes
@@ -94,7 +93,7 @@ class Variant:
 def variants(args: argparse.Namespace) -> list[Variant]:
     """The full cache first: all others are held against it."""
     shares = [share for share in args.budgets if share != FULL]
-    probes = {name: args.probe if POLICIES[name].judged_by == PROBE else None for name in args.policies}
+    probes = {name: args.probe if POLICIES[name].ranks_by == PROBE else None for name in args.policies}
     each = product(shares, args.policies, args.head_budgets)
     return [Variant(FULL), *(Variant(share, name, heads, probes[name]) for share, name, heads in each)]
 
@@ -246,7 +245,7 @@ def opened(args: argparse.Namespace) -> LLM:
 def take_rows(llm: LLM, args: argparse.Namespace, rows: int) -> None:
     """Has the plan compute so many rows, before anything is loaded."""
     count = -(-rows // args.gpu_batch_size)
-    llm.adopt(replace(llm.requested, gpu_batch_size=-(-rows // count), num_gpu_batches=count))
+    llm.adopt(replace(llm.loaded.requested, gpu_batch_size=-(-rows // count), num_gpu_batches=count))
 
 
 def fits_planned(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
@@ -264,7 +263,7 @@ def fits(llm: LLM, args: argparse.Namespace, rows: int) -> bool:
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
     form, rows = matrix_format(llm.plan.weight_codec), (llm.plan.gpu_batch_size,)
-    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, form, read_files=llm.weight_files)
+    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, form, read_files=llm.loaded.weight_files)
     return measure(llm.device, needs, repetitions=3, seconds=0.5)
 
 

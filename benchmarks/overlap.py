@@ -102,7 +102,7 @@ def profile_of(args: argparse.Namespace) -> Machine:
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
     rows = (args.gpu_batch_size, args.gpu_batch_size * args.prompt_len)
-    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, read_files=llm.weight_files)
+    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, read_files=llm.loaded.weight_files)
     return measure(llm.device, needs, **MEASURING)
 
 

@@ -14,10 +14,12 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import refuse_unknown
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
@@ -27,22 +29,24 @@ from h2o_flexgen.engine.generate import OnCompletion, PreparedRows, Running, Use
 from h2o_flexgen.engine.head import Picker, positions_at_once
 from h2o_flexgen.engine.job import Job, Requests
 from h2o_flexgen.engine.reports import OnStage, OnTick, Ticker
-from h2o_flexgen.engine.resources import keep_few_compiled_products, set_threads
 from h2o_flexgen.engine.restarted_run import OnShrink
 from h2o_flexgen.engine.row_maker import Forced, Params, RowMaker, for_each, workload_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnLogits, OnToken
 from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_groups, params_of, read_pairs, scored_of, way_of
-from h2o_flexgen.engine.stats import Stats
+from h2o_flexgen.engine.stats import Peaks, Stats
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.memory.threads import do_without_lost_threads
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.auto_plan import AutoPlan
-from h2o_flexgen.session.loaded_model import ModelUnderPlan
+from h2o_flexgen.session.loaded_model import LoadedModel
+from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
@@ -54,7 +58,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(ModelUnderPlan):
+class LLM:
     """A model under a plan. `model` is a hub name or a local folder. With `dummy_weights`, weights are random and no file is
     read; then every byte of a text is a token unless a `tokenizer` is named ("bytes", a hub name or a folder). With
     percent="auto" the plan is found for the first prompts, and again for later ones that do not fit it; the machine is measured
@@ -83,16 +87,88 @@ class LLM(ModelUnderPlan):
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model."""
-        names = name_of("model", model), name_of("tokenizer", tokenizer)
-        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), names[0])
+        source = name_of("model", model)
+        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), source)
         asked = asked if overlap else asked.without_overlap()
-        dtype = str(dtype).removeprefix("torch.")
-        self._auto = AutoPlan(what_is_searched(asked, plan_options), dtype) if isinstance(percent, str) else None
+        searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
+        named = ModelRequest(source, source, dummy_weights, str(dtype).removeprefix("torch."), name_of("tokenizer", tokenizer))
+        site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir)
+        self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage), searched)
+
+    @classmethod
+    def of(cls, request: OpenRequest, on_stage: OnStage | None = None) -> LLM:
+        """The LLM of a request, as commands make it."""
+        llm = cls.__new__(cls)
+        llm._hold(LoadedModel(request, on_stage), None)
+        return llm
+
+    def _hold(self, loaded: LoadedModel, searched: PlanRequirements | None) -> None:
+        self.loaded = loaded
         self.stats: Stats | None = None
-        set_threads(threads)
-        keep_few_compiled_products()
-        do_without_lost_threads()
-        super().__init__(*names, asked, dtype, device, gpu_mem, cpu_mem, offload_dir, dummy_weights, trace, on_stage)
+        self._auto = None if searched is None else AutoPlan(searched, loaded)
+
+    # -- the model under its plan ----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.loaded.name
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.loaded.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.loaded.tokenizer
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force: without a GPU, the shares of one are the CPU's."""
+        return self.loaded.plan
+
+    @property
+    def device(self) -> Device:
+        return self.loaded.device
+
+    @property
+    def limits(self) -> MemoryLimits:
+        """The bytes that may be held."""
+        return self.loaded.limits
+
+    def adopt(self, plan: Plan) -> None:
+        """Replaces the plan, as long as no weights are loaded."""
+        self.loaded.adopt(plan)
+
+    def planned(self, workload: Workload, plan: Plan | None = None) -> WorkloadPlan:
+        """Plans the workload under this model's plan, or under another one."""
+        return self.loaded.planned(workload, plan)
+
+    def check(self, workload: Workload) -> WorkloadPlan:
+        """Refuses a workload that the plan does not fit, before anything is loaded; otherwise returns how it is planned."""
+        return self.loaded.check(workload)
+
+    def load(self, on_stage: OnStage | None = None) -> None:
+        """Loads the weights now instead of at the first generation."""
+        self.loaded.ready(on_stage)
+
+    def peaks(self) -> Peaks:
+        """The most bytes held since the weights were loaded; for the host, the most that the process has ever held."""
+        return self.loaded.peaks()
+
+    def unload(self) -> None:
+        """Frees all memory. The next generation loads everything again."""
+        self.loaded.unload()
+
+    def close(self) -> None:
+        """Ends the disk threads, closes files and removes written ones. The object can no longer generate. In a forked process
+        this does nothing: everything belongs to the parent."""
+        self.loaded.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | Tokenizer:
         """The tokenizer of transformers, if the model has one."""
@@ -158,9 +234,12 @@ class LLM(ModelUnderPlan):
                 return []
             prepared = self._prepared(rows, on_stage)
         found = []
-        with shown_progress(use_tqdm, prepared.rows, (on_token, on_stage or self._stages.always)) as (each_token, each_stage):
+        with shown_progress(use_tqdm, prepared.rows, (on_token, on_stage or self.loaded.stages.always)) as (
+            each_token,
+            each_stage,
+        ):
             picker = Picker(Sampler(seed), each_token, on_logits, prepared.planned.scored_at_once)
-            running = Running(self._ready(each_stage), picker, on_visit, on_shrink, may_shrink, stop_at)
+            running = Running(self.loaded.ready(each_stage), picker, on_visit, on_shrink, may_shrink, stop_at)
             for completion in running.completions(prepared):
                 found.append(completion)
                 if on_completion is not None:
@@ -191,7 +270,7 @@ class LLM(ModelUnderPlan):
             return
         stream, planned = self._planned_stream(job, on_token is not None, on_stage)
         picker, ticker = Picker(Sampler(seed), on_token, None, planned.scored_at_once), Ticker(on_tick)
-        running = Running(self._ready(on_stage), picker, on_visit, on_shrink, may_shrink, stop_at, ticker)
+        running = Running(self.loaded.ready(on_stage), picker, on_visit, on_shrink, may_shrink, stop_at, ticker)
         with closing(running.seated(planned, stream.waiting())) as ended:
             yield from stream.completions(ended, ticker)
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
@@ -214,13 +293,13 @@ class LLM(ModelUnderPlan):
         arriving = partial(Workload.arriving, SeatNeed(prompt_len, gen_len), rows)
         if (auto := self._auto) is not None:
             rooms = rooms_to_search(self.plan, prompt_len, prefix_room)
-            first_that_fits(rooms, lambda room: auto.provide(self, arriving(room), True, on_stage))
+            first_that_fits(rooms, lambda room: auto.provide(arriving(room), True, on_stage))
         scored_at_once = positions_at_once(self.plan, self.spec.vocab)
         for room in prefix_rooms(self.plan, prompt_len, prefix_room):
-            planned = self.planned(arriving(room), None, scored_at_once)
+            planned = self.loaded.planned(arriving(room), None, scored_at_once)
             if planned.fits(self.limits):
                 break
-        planned.refuse_what_does_not_fit(self.limits)
+        self.loaded.hold_to_limits(planned)
         return Arrivals(planned, self._row_maker)
 
     def generate_arriving(
@@ -236,7 +315,7 @@ class LLM(ModelUnderPlan):
         they end. The tokens of each row are those that it has alone, as in `generate_stream`."""
         planned, ticker = arrivals.planned, Ticker(on_tick)
         picker = Picker(Sampler(seed), arrivals.on_token, None, planned.scored_at_once)
-        running = Running(self._ready(on_stage), picker, on_shrink=on_shrink, ticker=ticker)
+        running = Running(self.loaded.ready(on_stage), picker, on_shrink=on_shrink, ticker=ticker)
         with closing(running.seated(planned, arrivals)) as ended:
             for arrival in arrivals.over(ended):
                 ticker.requests_done += 1
@@ -255,7 +334,7 @@ class LLM(ModelUnderPlan):
         while may_share_less and stream.longest_shared and not planned.fits(self.limits):
             stream = Stream(job, self._row_maker, streamed, stream.longest_shared // 2)
             planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
-        planned.refuse_what_does_not_fit(self.limits)
+        self.loaded.hold_to_limits(planned)
         if stream.longest_shared < all_shared:
             warnings.warn(
                 f"the longest prefix that prompts share has {all_shared} tokens, and there is no room for more than "
@@ -274,13 +353,13 @@ class LLM(ModelUnderPlan):
     ) -> PreparedRows:
         own = self._planned_for(workload_of(rows), any(row.wants_prompt_logprobs for row in rows), on_stage)
         planned = planned if planned == own else own
-        planned.refuse_what_does_not_fit(self.limits)
+        self.loaded.hold_to_limits(planned)
         return PreparedRows(rows, planned)
 
     def _planned_for(self, workload: Workload, asks_of_prompts: bool, on_stage: OnStage | None) -> WorkloadPlan:
         if self._auto is not None:
-            self._auto.provide(self, workload, asks_of_prompts, on_stage)
-        return self.planned(workload, None, positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0)
+            self._auto.provide(workload, asks_of_prompts, on_stage)
+        return self.loaded.planned(workload, None, positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0)
 
     def chat(
         self,
@@ -324,13 +403,13 @@ class LLM(ModelUnderPlan):
             return []
         rows = self._row_maker.rows(contexts, params_of(continuations), False, continuations)
         if self._auto is not None:
-            self._auto.provide(self, workload_of(rows), True, on_stage)
+            self._auto.provide(workload_of(rows), True, on_stage)
         at_once = positions_at_once(self.plan, self.spec.vocab) if by == PREFILL else 0
         scorer = Scorer(rows, self.tokenizer, at_once, on_token) if by == PREFILL else None
         groups = decode_groups(rows, self.plan) if scorer is None else [scorer.texts]
-        plans = {workload: self._fitting(workload, at_once) for workload in dict.fromkeys(map(workload_of, groups))}
+        plans = {workload: self.loaded.fitting(workload, at_once) for workload in dict.fromkeys(map(workload_of, groups))}
         at_head = scorer or Picker(Sampler(0), on_token)
-        running = Running(self._ready(on_stage), at_head, on_visit, on_shrink, may_shrink)
+        running = Running(self.loaded.ready(on_stage), at_head, on_visit, on_shrink, may_shrink)
         running.to_the_end(PreparedRows(group, plans[workload_of(group)]) for group in groups)
         self.stats = Stats.of([row for group in groups for row in group], running.done, self.peaks())
         return [scored_of(row.completion()) for row in rows] if scorer is None else scorer.in_order
@@ -338,12 +417,12 @@ class LLM(ModelUnderPlan):
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """Opens a text that continues turn by turn, and keeps its KV cache. It may grow to `context` tokens (default: the
         model's positions); with rolling positions it has no limit. Until it is closed nothing else can be generated."""
-        if self._auto is not None and not self._auto.found_for:
+        if self._auto is not None and not self._auto.has_plan:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
         extent = Extent.of(self.spec, self.plan, context)
         try:
-            planned = self._fitting(extent.workload)
+            planned = self.loaded.fitting(extent.workload)
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; or give a shorter context, or a KV policy that keeps less") from None
-        self._conversation = Conversation(self._ready(on_stage), planned, self.tokenizer, extent, seed)
-        return self._conversation
+        self.loaded.conversation = Conversation(self.loaded.ready(on_stage), planned, self.tokenizer, extent, seed)
+        return self.loaded.conversation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    gc.disable()  # nothing of what is imported and collected is garbage; it begins again with the first test
+    sys.dont_write_bytecode = False  # each worker, and each process that a test starts, would compile all modules again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, too
     hypothesis.settings.register_profile("patient", deadline=None)  # no outcome depends on a clock
@@ -52,6 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def what_was_imported_is_not_searched() -> Iterator[None]:
     """Keeps the many imported modules out of garbage collection, which an engine triggers when it gives memory back."""
     gc.freeze()
+    gc.enable()
     yield
     gc.unfreeze()  # or Triton's library complains at the end of what it calls leaks
 

@@ -77,7 +77,7 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path, at_once: 
         guests = Guests(case, llm.arrivals(LONGEST, MOST), at_once, every)
         assert len(guests.all_served(llm)) == len(case.prompts)
         assert guests.arrivals.load == (0, 0, case.gpu_batch_size * case.num_gpu_batches)
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     for place, arrival in enumerate(guests.come):
         alone = checkpoints.resident_logits(replace(case, gen_len=GROWTH[place]), (place,))
         assert list(arrival.completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {place}: {case}"

@@ -173,7 +173,7 @@ class Counted:
         ticks = list[Tick]()
         come = [self.arrivals.offer(Request(Prompt(None, tuple(prompt)), params)) for prompt in prompts]
         assert list(self.llm.generate_arriving(self.arrivals, seed=1, on_tick=ticks.append))
-        engine = self.llm._engine
+        engine = self.llm.loaded._engine
         assert engine is not None and engine._lasting is not None
         assert not any(prefix.users for prefix in engine._lasting), "nobody has a seat any more"
         read, spared = ticks[-1].prompt_tokens, ticks[-1].spared_tokens
@@ -309,8 +309,8 @@ def test_where_a_block_breaks_prefixes_are_computed_anew(checkpoints: Checkpoint
     case, head = ArrivingCase("llama-gqa", gpu_batch_size=2, num_gpu_batches=2), drawn(40, 1)
     with case.open(checkpoints, offload) as llm:
         counted = Counted(llm, llm.arrivals(60, 4))
-        assert counted.spared([1, 2, 3]) == 0 and llm._memories is not None
-        host = llm._memories.host
+        assert counted.spared([1, 2, 3]) == 0 and llm.loaded._memories is not None
+        host = llm.loaded._memories.host
         held = host.meter.used_bytes - host.spare_bytes
 
         def hear(row: RowState, token: int, text: str | None) -> None:
@@ -388,10 +388,10 @@ def test_seats_come_first_and_prefixes_get_what_memory_leaves(checkpoints: Check
         assert needs[0] < needs[1] < needs[2]
         found = []
         for enough in needs:
-            llm.limits = MemoryLimits(host=enough)
+            llm.loaded.limits = MemoryLimits(host=enough)
             found.append((room_of(llm), llm.arrivals(60, 4).load.seats))
         assert found == [(0, 8), (32, 8), (64, 8)]
-        llm.limits = MemoryLimits(host=needs[1])
+        llm.loaded.limits = MemoryLimits(host=needs[1])
         with pytest.raises(DoesNotFit, match=r"shared prefixes .*; would fit: .*less than 64 tokens of prefix_room"):
             room_of(llm, 64)
 
@@ -417,14 +417,14 @@ def test_no_pass_holds_more_than_is_predicted(device: str, checkpoints: Checkpoi
     compute, held = DEVICE if device == "pretended" else HOST, list[tuple[int, int]]()
 
     def sample(*_: object) -> None:
-        memories = llm._memories
+        memories = llm.loaded._memories
         assert memories is not None
         held.append((memories.host.meter.used_bytes, memories.compute.meter.used_bytes))
 
     with case.open(checkpoints, offload) as llm:
         guests = guests_of(case, llm, 80, at_once=4)
         footprint = guests.arrivals.planned.footprint
-        llm._load()
+        llm.loaded._load()
         passing = peak_allocated(lambda: guests.all_served(llm, on_tick=sample), ())
     assert footprint.parts[compute]["shared prefixes"] and held
     assert max(host for host, _ in held) <= footprint.total(HOST)

@@ -135,5 +135,5 @@ def test_room_for_the_largest_layer_decoded_is_promised_and_held(
     with opened_inverted(case, checkpoints, offload) as llm:
         promised = llm.check(workload).footprint.parts[compute]["decoded weights"]
         llm.generate(case.prompts, SamplingParams(max_tokens=1))
-        assert llm._engine is not None and llm._engine._weights[0]._decoded is not None
-        assert promised == llm._engine._weights[0]._decoded.nbytes
+        assert llm.loaded._engine is not None and llm.loaded._engine._weights[0]._decoded is not None
+        assert promised == llm.loaded._engine._weights[0]._decoded.nbytes

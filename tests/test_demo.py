@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.checkpoints.hub import resolve_model
-from h2o_flexgen.checkpoints.model_places import ARCHITECTURES, DEMO, demo_folder, held_out_prose
+from h2o_flexgen.checkpoints.model_places import ARCHITECTURES, DEMO, demo_folder, held_out_prose, resolve_model
 from h2o_flexgen.cli.run_request import DEMO_PROMPTS
 
 NAMES = [f"{DEMO}-{architecture}" for architecture in ARCHITECTURES]

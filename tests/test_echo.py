@@ -95,7 +95,7 @@ def test_a_prompt_that_leaves_no_position_for_its_echo_is_refused(checkpoints: C
             llm.generate([[1] * (LONGEST + 1)], SamplingParams(max_tokens=1))
         with pytest.raises(ValueError, match=r"context is 128, but .* has 128 positions; give 1 to 127"):
             llm.converse(LONGEST + 1)
-        assert llm._engine is None
+        assert llm.loaded._engine is None
 
 
 def test_a_prefix_that_others_have_read_is_not_judged_by_an_echo() -> None:

@@ -17,6 +17,7 @@ from h2o_flexgen.cli import evaluate_work
 from h2o_flexgen.evaluation.cells import FILE, Cells
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.session.loaded_model import LoadedModel
 from tests.helpers.commands import Result, called
 from tests.helpers.real_tokenizers import SENTENCES, save_byte_level
 from tests.helpers.tiny import save_tiny
@@ -317,10 +318,10 @@ def test_bad_input_is_one_line_before_anything_is_opened(
 def test_what_only_the_model_can_tell_is_one_line_before_it_is_loaded(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[object, ...], problem: str
 ) -> None:
-    def loaded(self: LLM) -> None:
+    def loaded(self: LoadedModel) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(LLM, "_load", loaded)
+    monkeypatch.setattr(LoadedModel, "_load", loaded)
     (tmp_path / "short.txt").write_text("too short")
     words = [str(flag).format(short=tmp_path / "short.txt") for flag in flags]
     assert problem in command("--tasks", "perplexity", *SMALL, *words).error

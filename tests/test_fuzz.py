@@ -103,9 +103,9 @@ def generate(case: Case, params: Sequence[SamplingParams], checkpoints: Checkpoi
 
 
 def check_books(llm: LLM, completions: Sequence[Completion]) -> None:
-    assert llm.stats is not None and llm._memories is not None
+    assert llm.stats is not None and llm.loaded._memories is not None
     assert llm.stats.generated_tokens == sum(len(each.token_ids) for each in completions)
-    assert llm._memories.disk.meter.used_bytes == 0
+    assert llm.loaded._memories.disk.meter.used_bytes == 0
 
 
 def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[str] = ("cpu", "pretended")) -> None:

@@ -36,7 +36,7 @@ ROOMS = {
     "models": ("checkpoints", "core", "formats", "kernels"),
     "kv": ("core", "formats", "kernels", "models", "policies"),
     "sampling": ("core",),
-    "text": ("checkpoints", "core", "models", "sampling"),
+    "text": ("checkpoints", "core", "sampling"),
     "engine": (
         "checkpoints",
         "core",
@@ -55,10 +55,17 @@ ROOMS = {
 ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 # Files above all rooms, the lowest first.
-FACE = (
-    *(f"session/{name}" for name in ("options", "opened_model", "loaded_model", "plan_finder", "auto_plan")),
-    "llm",
+SESSION = (
+    "options",
+    "open_request",
+    "opened_model",
+    "machine_source",
+    "plan_finder",
+    "loaded_model",
+    "model_shapes",
+    "auto_plan",
 )
+FACE = (*(f"session/{name}" for name in SESSION), "llm")
 DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
 DOORS += ("serve.py",)
 HTTP = ("starlette", "uvicorn", "h11")
@@ -81,7 +88,6 @@ PREDICTING = [
 # Imports of the package's own that wait until a function is called, and why.
 LAZY = {
     f"{ROOT} -> import_module",  # public names cost nothing before they are used
-    f"{ROOT}.cli.flags -> import_module",  # whose flag one is that a command lacks is known to the command that has all others
     f"{ROOT}.cli.main -> import_module",  # a command's flags are answered without torch; what works imports it
     f"{ROOT}.kernels.functions -> import_module",  # those for GPUs import an optional package
     f"{ROOT}.models -> import_module",  # flags name architectures without torch; functions of one are imported with its model

@@ -18,12 +18,14 @@ import torch
 
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.checkpoints.model_places import DEMO
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.session.plan_finder import PlanSearch
+from h2o_flexgen.session import loaded_model
+from h2o_flexgen.session.plan_finder import PlanFinder
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.real_tokenizers import save_byte_level
@@ -60,7 +62,7 @@ def test_a_plan_is_taken_as_it_is(tmp_path: Path) -> None:
     save_tiny("opt", tmp_path)
     plan = Plan(gpu_batch_size=3, schedule=list(SCHEDULES)[-1]).with_percent((0, 100, 0, 100, 0, 100))
     with LLM(str(tmp_path), plan=plan, device="cpu") as llm:
-        assert llm.requested == llm.plan == plan
+        assert llm.loaded.requested == llm.plan == plan
     with LLM(str(tmp_path), plan=plan, device="cpu", overlap=False) as llm:
         assert llm.plan == plan.without_overlap()
 
@@ -71,10 +73,11 @@ def test_another_plan_can_be_adopted_until_weights_are_loaded(tmp_path: Path, mo
     save_tiny("opt", tmp_path / "model")
     packed = Plan(weight_codec="group4").with_percent((50, 50, 0, 100, 0, 100))
     with LLM(str(tmp_path / "model"), device="cpu") as llm:
-        assert llm.packing is None and llm.limits.disk == 10**9
+        assert llm.loaded.packing is None and llm.limits.disk == 10**9
         llm.adopt(packed)
-        assert llm.requested == packed and llm.plan == packed.folded() and llm.spec.layers[1].matrices[0].format == "tiles4"
-        assert llm.packing is not None and llm.limits.disk == 10**9 - llm.packing[1] < 10**9
+        assert llm.loaded.requested == packed and llm.plan == packed.folded()
+        assert llm.spec.layers[1].matrices[0].format == "tiles4"
+        assert llm.loaded.packing is not None and llm.limits.disk == 10**9 - llm.loaded.packing[1] < 10**9
         (found,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2))
         assert len(found.token_ids) == 2
         with pytest.raises(ValueError, match="are already loaded under another plan; make a new LLM"):
@@ -260,9 +263,11 @@ def test_calls_of_two_kinds_in_turn_are_planned_for_once_each(
     first: tuple[int, int | None], second: tuple[int, int | None], finds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
-    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
-    held_back, find = list[int](), PlanSearch.find
-    monkeypatch.setattr(PlanSearch, "find", lambda wish, machine: held_back.append(wish.held_back) or find(wish, machine))
+    monkeypatch.setattr(PlanFinder, "_plan_with_room", lambda *_: None)
+    held_back, searched = list[int](), PlanFinder._searched
+    monkeypatch.setattr(
+        PlanFinder, "_searched", lambda self, need, shown: held_back.append(need.held_back) or searched(self, need, shown)
+    )
     save_tiny("opt", tmp_path)
     with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", gpu_batch_size=1, num_gpu_batches=1) as llm:
         for length, gen_len in (first, second, first, second):
@@ -291,7 +296,7 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
     with LLM(tmp_path, dtype="float32", device="cpu", percent="auto") as llm:
         assert llm.generate(prompts, params)[0].token_ids == expected[0]
         assert llm.plan.block_size == 9 and not measured, "what fits with room to spare needs no profile"
-    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
+    monkeypatch.setattr(PlanFinder, "_plan_with_room", lambda *_: None)
     with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", num_gpu_batches=1) as llm:
         with pytest.raises(ValueError, match="for a conversation give six numbers"):
             llm.converse()
@@ -303,10 +308,10 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
         assert plans[2] is plans[1], "fewer prompts go with the plan that there is"
         assert {plan.num_gpu_batches for plan in plans} == {1} and measured == ["float32"]
         limits = llm.limits
-        llm.limits = replace(limits, host=1)
+        llm.loaded.limits = replace(limits, host=1)
         with pytest.raises(DoesNotFit, match="no plan fits"):
             llm.generate([[7] * 50], params)
-        llm.limits = limits
+        llm.loaded.limits = limits
         (scored,) = llm.score([(prompts[0], expected[0])])
         assert scored.greedy == expected[0]
         with llm.converse() as talk, pytest.raises(ValueError, match=r"a conversation of .* is open"):
@@ -314,3 +319,15 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
             llm.generate([[7] * 100], params)
     with pytest.raises(ValueError, match=r"percent is 'best'; give six numbers, or 'auto' to have a plan found$"):
         LLM(tmp_path, percent="best")
+
+
+def test_a_process_keeps_little_of_what_was_freed_where_a_plan_fits_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list[bool]()
+    monkeypatch.setattr(loaded_model, "keep_little_freed", lambda: kept.append(True))
+    with LLM(DEMO, device="cpu", percent=(100, 0, 100, 0, 100, 0)) as llm:
+        workload = Workload.uniform(1, 4, 2)
+        planned = llm.check(workload)
+        assert kept == []
+        llm.loaded.limits = replace(llm.limits, host=llm.limits.needs(planned.footprint, "host") + 1)
+        llm.check(workload)
+    assert kept == [True]

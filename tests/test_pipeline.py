@@ -133,8 +133,8 @@ def test_every_device_holds_what_its_footprint_says(
     with case.open(checkpoints, offload) as llm:
         parts = llm.planned(Workload(case.lengths, case.gen_len)).footprint
         generate_with(llm, case)
-        assert llm._memories is not None
-        for held, memories in zip(parts.devices, llm._memories.of_devices, strict=True):
+        assert llm.loaded._memories is not None
+        for held, memories in zip(parts.devices, llm.loaded._memories.of_devices, strict=True):
             predicted = sum(nbytes for name, nbytes in held.items() if name not in (*NOT_IN_ARENAS, "activations"))
             peak = memories.compute.meter.peak_bytes
             assert 0 < peak <= predicted <= 1.3 * peak + PAGE * 40, held

@@ -16,13 +16,16 @@ import pytest
 import torch
 
 from h2o_flexgen import plan
-from h2o_flexgen.cli import asked_problem, plan_request, plan_work, run_request
+from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.kernels import native
+from h2o_flexgen.planning import search
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling import profile_cache
+from h2o_flexgen.session import machine_source, model_shapes
+from h2o_flexgen.session.plan_finder import PlanFinder
 from tests.helpers.commands import Result, called
 from tests.helpers.tiny import save_tiny
 from tests.planning.test_linear import case_of
@@ -62,9 +65,15 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
+def few_numbers_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is the point of planning/test_search; here it is what the command says of it."""
+    monkeypatch.setattr(search, "NUMBERS_OF_BATCHES", (1, 2, 4))
+
+
+@pytest.fixture(autouse=True)
 def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the tests may hold more than a plan is given here."""
-    monkeypatch.setattr(asked_problem, "process_bytes", lambda: 320 << 20)
+    monkeypatch.setattr(model_shapes, "process_bytes", lambda: 320 << 20)
 
 
 @pytest.fixture
@@ -394,8 +403,7 @@ def test_threads_are_those_of_this_machine_and_count_from_the_beginning(
     assert as_run(asked.run_flags(Plan())).site.threads == 1
     before = torch.get_num_threads()
     seen: list[int] = []
-    monkeypatch.setattr(plan_work, "problem_of", lambda *_: seen.append(torch.get_num_threads()) or pytest.fail("asked"))
-    monkeypatch.setattr(plan_work, "machine_before_measuring", lambda *_: MACHINE)
+    monkeypatch.setattr(PlanFinder, "search", lambda *_: seen.append(torch.get_num_threads()) or pytest.fail("asked"))
     torch.set_num_threads(2)
     try:
         with pytest.raises(pytest.fail.Exception):
@@ -426,8 +434,8 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
 def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_is_kept(
     opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_work, "has_profile", lambda *_: True)
-    monkeypatch.setattr(plan_work, "machine_before_measuring", lambda args: pytest.fail("nobody waits for a profile"))
+    monkeypatch.setattr(machine_source, "profile_at_hand", lambda *_: find_machine("cpu-2core"))
+    monkeypatch.setattr(machine_source, "machine_before_profile", lambda *_: pytest.fail("nothing waits for a profile"))
     monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
     assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from h2o_flexgen import SamplingParams, batch, run
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
-from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import Mendable
 from h2o_flexgen.cli.processes import supervisor
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, PartDone, Passing, ProcessLink
@@ -34,6 +33,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaDevice
 from h2o_flexgen.memory.host import file_in_memory
 from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from tests.helpers.commands import Result, called
 from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.patience import PATIENCE_SECONDS
@@ -61,7 +61,7 @@ def together(llm: LLM, case: Case, offload: Path, parts: Sequence[Any], model: M
     with descriptors(2) as (weights, passing):
         for number, part in enumerate(parts):
             site = SiteRequest(case.device, threads=1, offload_dir=str(offload / str(number)))
-            place = ProcessPlace(number, model, site, llm.requested, weights, passing)
+            place = ProcessPlace(number, model, site, llm.loaded.requested, weights, passing)
             threads.append(
                 threading.Thread(target=compute, args=(ProcessLink(pipes[number][1]), place, part), name=str(number))
             )
@@ -133,7 +133,7 @@ def test_who_comes_with_another_plan_is_told(checkpoints: Checkpoints, offload: 
         model, site = ModelRequest("tiny", llm.name, False, "float32", "bytes"), SiteRequest("cpu", 1, offload_dir=str(offload))
         ProcessLink(mine).say(Loaded(4096))
         part = PromptsPart([[1]], [0], SAMPLED, 0)
-        assert compute(ProcessLink(its), ProcessPlace(1, model, site, llm.requested, weights, passing), part) == 2
+        assert compute(ProcessLink(its), ProcessPlace(1, model, site, llm.loaded.requested, weights, passing), part) == 2
         heard = []
         while not heard or not isinstance(heard[-1], Failed):
             heard.append(mine.recv())
@@ -274,10 +274,11 @@ from types import SimpleNamespace
 from pathlib import Path
 from h2o_flexgen.cli.processes import supervisor
 from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.cli.common_requests import SiteRequest
+from h2o_flexgen.session.open_request import SiteRequest
 from tests.helpers.sleeping_process import sleeping
 names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
-llm = SimpleNamespace(offload_folder=Path(sys.argv[1]), limits=SimpleNamespace(host=1), plan=None, device=names)
+loaded = SimpleNamespace(offload_folder=Path(sys.argv[1]))
+llm = SimpleNamespace(loaded=loaded, limits=SimpleNamespace(host=1), plan=None, device=names)
 def work(flags):
     with sleeping(), supervisor.Processes(llm, None, SiteRequest(gpus=2), [None, None]) as both:
         for number, pid in both.said(nullcontext):
@@ -310,7 +311,9 @@ def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Pat
 
 def test_all_end_when_one_is_killed(offload: Path) -> None:
     names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
-    llm: Any = SimpleNamespace(offload_folder=offload, limits=SimpleNamespace(host=1), plan=None, device=names)
+    llm: Any = SimpleNamespace(
+        loaded=SimpleNamespace(offload_folder=offload), limits=SimpleNamespace(host=1), plan=None, device=names
+    )
     others: list[psutil.Process] = []
     none: Any = None
     with (

@@ -31,7 +31,9 @@ from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import measure, profile_cache
-from h2o_flexgen.session.plan_finder import PlanSearch
+from h2o_flexgen.profiling.busy_cores import Others
+from h2o_flexgen.session.loaded_model import LoadedModel
+from h2o_flexgen.session.plan_finder import WITH_ROOM, PlanFinder
 from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
@@ -390,7 +392,7 @@ def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
 def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
     flags: tuple[object, ...], message: str, command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.cli.run_work.machine_to_run_on", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: pytest.fail("measured"))
     result = command("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
     assert result.error.startswith(message)
 
@@ -455,7 +457,7 @@ def test_a_run_that_is_ended_early_keeps_the_texts_that_were_done(
 def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_opened(
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(run_work, "open_together", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(run_work, "open_llm", lambda *_: pytest.fail("opened"))
     for place in (tmp_path, tmp_path / "none" / "a.jsonl"):
         assert f"--output {place} cannot be written" in command("--model", "x", "--output", place).error
     long = tmp_path / ("a" * 250)  # and .partial makes it too long
@@ -493,7 +495,7 @@ def test_a_dry_run_loads_and_writes_nothing(command: Any, opt: Path, offload: Pa
     from h2o_flexgen.llm import LLM
 
     monkeypatch.setattr(LLM, "generate", lambda *_, **__: pytest.fail("a dry run generates"))
-    monkeypatch.setattr(LLM, "_load", lambda *_: pytest.fail("a dry run loads weights"))
+    monkeypatch.setattr(LoadedModel, "_load", lambda *_: pytest.fail("a dry run loads weights"))
     result = command("--model", opt, *SMALL, *DISK_HEAVY, "--dry-run")
     assert result.status == 0 and not offload.exists()
     assert any(line.startswith("activations ") for line in result.out)
@@ -631,7 +633,7 @@ def test_what_fits_with_room_to_spare_needs_no_search_and_no_machine(
     if not flags:  # it has a plan of its own, over every tier
         assert result.json["requested_percent"] == [20, 30, 20, 30, 100, 0]
         return
-    assert result.out[0] == f"plan      {run_work.WITH_ROOM}" and result.json["requested_percent"] == [100, 0] * 3
+    assert result.out[0] == f"plan      {WITH_ROOM}" and result.json["requested_percent"] == [100, 0] * 3
     plan, rows = result.json["plan"], result.json["num_prompts"]
     size = 2 if "--gpu-batch-size" in flags else plan["gpu_batch_size"] if "demo" in flags else rows
     assert (plan["gpu_batch_size"], plan["num_gpu_batches"]) == (size, -(-rows // size))
@@ -647,7 +649,7 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
     command: Any, opt: Path, unmeasured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "long.txt").write_text("a" * (POSITIONS + 1))
-    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda self: None)
+    monkeypatch.setattr(PlanFinder, "_plan_with_room", lambda *_: None)
     for flags, words in (
         (("--prompt-len", POSITIONS, "--gen-len", 2), f"has {POSITIONS} positions"),
         (("--prompt-file", tmp_path / "long.txt"), f"has {POSITIONS} positions"),
@@ -746,7 +748,7 @@ def test_a_plan_that_cannot_be_found_gets_one_line(
 def test_a_machine_that_is_not_there_is_told_of_before_a_model_is_opened(
     command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(run_work, "open_together", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(run_work, "open_llm", lambda *_: pytest.fail("opened"))
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("name: half\ndevice: cpu\n")
     for machine, words in (("nowhere", "'nowhere' is unknown"), (damaged, str(damaged)), (tmp_path / "no.yaml", "no.yaml")):
@@ -970,7 +972,7 @@ def test_every_policy_runs_from_the_command_and_fits_a_smaller_memory(
 ) -> None:
     shape = ("--prompt-len", 40, "--gen-len", 6, "--percent", 0, 0, 0, 50, 100, 0)
     kept = ["--kv-policy", policy, "--kv-budget", 0.2]
-    if POLICIES[policy].judged_by == PROBE:
+    if POLICIES[policy].ranks_by == PROBE:
         write_probe(made_up_probe(3, 4, 32), opt.parent / "probe.safetensors")
         kept += ["--probe", opt.parent / "probe.safetensors"]
     if shape not in run_once:
@@ -999,6 +1001,17 @@ def test_fewer_bits_say_what_is_packed_and_move_what_was_predicted(
         assert any("with matrices as group4" in line for line in result.out)
         assert any(line.startswith("KV ") and line.endswith(", as group4") for line in result.out)
     assert first.json["kernels"] in (TORCH, *(f"C ({name})" for name in LIBRARIES))
+
+
+@pytest.mark.parametrize(("rows", "is_quiet", "times"), [(1, True, 1), (1, False, 0), (2, True, 0)])
+def test_a_row_that_waits_for_visits_is_named_without_a_profile(
+    command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch, rows: int, is_quiet: bool, times: int
+) -> None:
+    monkeypatch.setattr(Others, "are_quiet", lambda self: is_quiet)
+    flags = ("--gpu-batch-size", rows, "--num-prompts", rows, "--prompt-len", 7, "--gen-len", 5, *IN_MEMORY)
+    result = command("--model", opt, *flags)
+    assert result.status == 0
+    assert sum(line.startswith("slow: a step of 1 row took ") for line in result.err) == times
 
 
 def test_a_profile_at_hand_tells_of_faster_products(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

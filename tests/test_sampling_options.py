@@ -202,10 +202,10 @@ def test_what_logits_of_prompts_hold_is_counted_before_anything_is_loaded(checkp
     prompts = distinct_prompts((100,) * 4)
     with Case("qwen2-wordy").open(checkpoints, offload) as llm:
         fits = WorkloadPlan(llm.spec, llm.plan, Workload.uniform(4, 100, 1), Site()).footprint
-        llm.limits = replace(llm.limits, host=llm.limits.needs(fits, "host"))
+        llm.loaded.limits = replace(llm.limits, host=llm.limits.needs(fits, "host"))
         with pytest.raises(ValueError, match="working space"):
             llm.generate(prompts, SamplingParams(1, prompt_logprobs=0))
-        assert llm._engine is None
+        assert llm.loaded._engine is None
 
 
 # -- what a model can do -------------------------------------------------------------------------------------------------

@@ -95,13 +95,13 @@ def test_few_positions_at_once_score_as_many_do(
     pairs, sizes = ragged_pairs(), list[int]()
     monkeypatch.setattr("h2o_flexgen.engine.head.LOGITS_AT_ONCE", 7 * tiny.VOCAB)
     with Case("neox-parallel").open(checkpoints, offload) as llm:
-        head = llm.model.head
+        head = llm.loaded.model.head
 
         def noting(hidden: torch.Tensor, weights: Any) -> torch.Tensor:
             sizes.append(len(hidden))
             return head(hidden, weights)
 
-        monkeypatch.setattr(llm.model, "head", noting)
+        monkeypatch.setattr(llm.loaded.model, "head", noting)
         assert near(llm.score(pairs), by_transformers(checkpoints, "neox-parallel", pairs))
     assert max(sizes) == 7 and sum(sizes) == sum(len(after) for _, after in pairs) and sizes.count(7) > len(sizes) / 2
 
@@ -123,7 +123,7 @@ def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints,
         more = many.footprint.total("host") - few.footprint.total("host")
         assert more > 140 * llm.spec.vocab * 4
         assert replace(many, scored_at_once=10**6).footprint == replace(many, scored_at_once=200).footprint
-        llm.limits = replace(llm.limits, host=llm.limits.needs(few.footprint, "host"))
+        llm.loaded.limits = replace(llm.limits, host=llm.limits.needs(few.footprint, "host"))
         with pytest.raises(ValueError, match="working space"):
             llm.score([([1] * 90, [2] * 10)] * 4)
 

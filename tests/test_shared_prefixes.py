@@ -106,7 +106,7 @@ def hold_contract(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> 
         case = replace(case, least_own=ENOUGH)
     with case.open(checkpoints, offload) as llm:
         completions = streamed(llm, case.requests)
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     groups = case.groups
     assert sorted(groups.lengths)[1:] == [12, 19]
     model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", case.weight_codec, case.compute)
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_not_shared_and_that_is_said_once(checkpoints: Chec
         case.open(checkpoints, offload) as llm,
         pytest.warns(RuntimeWarning, match="has 19 tokens, and there is no room") as told,
     ):
-        llm.limits = limits
+        llm.loaded.limits = limits
         assert same(streamed(llm, case.requests), wanted)
     assert len(told) == 1
 
@@ -220,7 +220,7 @@ def test_where_answers_depend_on_it_a_job_that_cannot_share_is_refused(checkpoin
     case = SharedCase("llama-gqa", gpu_batch_size=4, policy=POLICIES[1], prefill_tokens=1)
     limits = between_sharing_and_not(case, checkpoints, offload)
     with case.open(checkpoints, offload) as llm:
-        llm.limits = limits
+        llm.loaded.limits = limits
         with pytest.raises(DoesNotFit, match="shared prefixes"):
             streamed(llm, case.requests)
 

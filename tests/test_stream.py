@@ -79,7 +79,7 @@ def test_each_row_says_what_the_resident_loop_says_of_it_alone(
 def hold_contract(case: Case, growth: Sequence[int], checkpoints: Checkpoints, offload: Path) -> None:
     with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
         completions = streamed(llm, requests_of(case, growth))
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     for row, (completion, grown) in enumerate(zip(completions, growth, strict=True)):
         alone = checkpoints.resident_logits(replace(case, gen_len=grown), (row,))
         assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {row}: {case}"
@@ -175,7 +175,7 @@ def test_whoever_wants_no_more_closes_the_iterator(checkpoints: Checkpoints, off
         stream = llm.generate_stream(requests_of(case))
         first = next(stream)
         stream.close()  # type: ignore[attr-defined]
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
         assert len(first.token_ids) == GROWTH[first.index]
         assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
 
@@ -234,7 +234,7 @@ def test_a_request_that_is_not_what_its_job_said_is_refused(checkpoints: Checkpo
         said = replace(job, sizes=[one_longer(size) for size in job.sizes])
         with pytest.raises(ValueError, match="request 9 was declared with 6 tokens, max_tokens 11 and n 1, but now has 5, 11"):
             list(llm.generate_stream(said))
-        assert llm._memories is None or llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is None or llm.loaded._memories.disk.meter.used_bytes == 0
 
 
 def one_longer(size: RequestSize) -> RequestSize:
@@ -255,7 +255,7 @@ def test_nothing_runs_on_behind_an_error_that_somebody_keeps(
         with pytest.raises(LookupError) as kept:
             list(llm.generate_stream(requests_of(case), on_tick=fail if failing == "on_tick" else None))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane-")], kept
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
 
 
 def test_a_pass_is_told_of_when_its_completions_were_handed_out(checkpoints: Checkpoints, offload: Path) -> None:
@@ -282,7 +282,7 @@ def test_whoever_hears_of_a_pass_may_end_the_job(checkpoints: Checkpoints, offlo
     with case.open(checkpoints, offload) as llm:
         with pytest.raises(KeyboardInterrupt):
             streamed(llm, requests_of(case), on_tick=end)
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
         assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
 
 
@@ -292,4 +292,4 @@ def test_a_row_too_short_for_a_share_of_it_is_refused_before_any_is_run(checkpoi
         stream = llm.generate_stream([Request(prompt, SamplingParams(max_tokens=1)) for prompt in case.prompts])
         with pytest.raises(ValueError, match="budget of 0 slots for a prompt of 1 and 1 to generate"):
             next(stream)
-        assert llm._memories is None, "nothing was loaded"
+        assert llm.loaded._memories is None, "nothing was loaded"

@@ -14,10 +14,9 @@ import torch
 
 from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
-from h2o_flexgen.checkpoints.experts import each_expert, matrices_of_each
 from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_gguf
-from h2o_flexgen.checkpoints.gguf_model import stored_in
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH, Progress, Shards, find_shards
+from h2o_flexgen.checkpoints.named_tensors import each_expert, matrices_of_each, stored_in
 from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header

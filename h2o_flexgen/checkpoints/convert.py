@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, Copy, DerivedFolder
+from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import (
     SAFETENSORS,
     TORCH,
@@ -26,7 +27,6 @@ from h2o_flexgen.checkpoints.model_files import (
     require_free_space,
 )
 from h2o_flexgen.checkpoints.safetensors_format import CODES, TensorForm, write_safetensors
-from h2o_flexgen.checkpoints.sums import Sums
 
 ZIP_MAGIC = b"PK\x03\x04"
 REOPEN_BYTES = 256 << 20  # touched pages count as our memory as long as their file is mapped

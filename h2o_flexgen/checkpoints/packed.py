@@ -15,10 +15,10 @@ import torch
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint
 from h2o_flexgen.checkpoints.decoded_values import plain_rows, stored_values
 from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
+from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import Progress, advancing, require_free_space
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor
-from h2o_flexgen.checkpoints.sums import Sums
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.formats.table import FORMATS, PLAIN, chosen_format

@@ -15,8 +15,6 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     GPUS,
     PACK,
-    ModelRequest,
-    SiteRequest,
     asked_of,
     model_of,
     named_machine,
@@ -25,16 +23,8 @@ from h2o_flexgen.cli.common_requests import (
     sampling_of,
     site_of,
 )
-from h2o_flexgen.cli.flags import (
-    NOISE,
-    PLAN,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_gpus,
-    add_placement,
-    add_sizes,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import NOISE, PLAN, SITE, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.hints import not_installed
@@ -50,6 +40,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.batch"
@@ -361,7 +352,7 @@ def add_engine(parser: Parser) -> None:
     parser.add_model()
     parser.add_tokenizer()
     workers = parser.group("workers")
-    add_gpus(workers)
+    workers.option(SITE["gpus"])
     _add_workers(workers)
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")

@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.job_run import Elsewhere, JobFigures, JobRun, Listening, end_lines
-from h2o_flexgen.cli.open_llm import open_together
+from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import say_broken
-from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import say_threads
@@ -35,11 +33,11 @@ from h2o_flexgen.jobs.openai_answers import Answers, RecordMaker
 from h2o_flexgen.jobs.output import JobOutput, OrderedOutput
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.sampling.sampler import resolve_seed
-from h2o_flexgen.session.plan_finder import PlanSearch
+from h2o_flexgen.session.plan_finder import PlanFinder
 from h2o_flexgen.text.dialogue import choose_style
 
 SOME_FAILED = 1  # exit status of a job that has come to its end with errors among its records
@@ -57,7 +55,7 @@ def run(request: BatchRequest) -> FinishedJob | None:
     """Runs a job to its end. One that is only to be looked at has none."""
     with ExitStack() as stack:
         stack.enter_context(closing(request.checked.index))
-        llm = stack.enter_context(open_together(request.model, request.site, request.first_plan))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
         request.refuse_other_seed()
         prepared = PreparedBatch(request, llm)
         prepared.refuse_other()
@@ -191,25 +189,14 @@ class BatchJob:
         asked = self.request.plan
         if not isinstance(asked, Plan):
             workload = workload_of_job(self._largest_part, self.llm.plan, self.llm.spec)
-            wish = PlanSearch(asked, self.llm, workload, max(workload.prompt_lens), workload.gen_len)
-            wish.refuse_impossible()
-            with_room = wish.plan_with_room() if self.request.machine is None else None
-            if with_room is not None:
-                self.llm.adopt(with_room)
-                self.tell([f"plan      {WITH_ROOM}"])
-            else:
-                self.tell(list(wish.find(self._machine).lines()))
+            finder = PlanFinder(asked, self.llm.loaded, self.llm.loaded.machines(self.request.machine))
+            self.tell(finder.find(PlanNeed(workload)).lines())
         self.request.refuse_other(plan_settings(self.llm.plan))
-
-    @property
-    def _machine(self) -> Machine:
-        request = self.request
-        return machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
 
     @cached_property
     def plan_report(self) -> PlanReport:
         planned = {id(part): self.llm.plan_job(part) for part in self.parts}  # each has to fit
-        return PlanReport.of(self.llm, self.request.model, planned[id(self._largest_part)])
+        return PlanReport.of(self.llm.loaded, planned[id(self._largest_part)])
 
     def show_plan(self) -> None:
         """Tells of the plan, for a job that is not run."""

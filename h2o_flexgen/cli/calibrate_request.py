@@ -10,13 +10,15 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.checkpoints.probe_file import FILE as PROBE_FILE
-from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, model_of, site_of
-from h2o_flexgen.cli.flags import TRACEBACK, Group, Parser
+from h2o_flexgen.cli.common_requests import model_of, site_of
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import Group, Parser
 from h2o_flexgen.cli.output_files import OUTPUT, check_output_file, check_picture
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.policies.head_budgets import FILE, OWN
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 
 PROGRAM = "python -m h2o_flexgen.calibrate"
 USUAL_TOKENS, USUAL_TEXTS, MOST_TEXTS = 512, 8, 1000

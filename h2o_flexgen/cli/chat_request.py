@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
-from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
-from h2o_flexgen.cli.flags import PLAN, TRACEBACK, Group, Parser, add_placement
+from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, model_of, plan_of, sampling_of, site_of
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 from h2o_flexgen.text.given_prompts import read_lines
 

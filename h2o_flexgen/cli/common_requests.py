@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
-from h2o_flexgen.checkpoints.model_places import local_place
 from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.environment import cores
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import INT8
@@ -25,37 +23,16 @@ from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest, refuse_other_device
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, named_by_files
 
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
-SAFETENSORS = "*.safetensors"
 BITS = 4  # bits of the codec that --allow-4bit allows
 GPUS, PIPELINE = "--gpus", "--pipeline"
 PACK = "--compress-weight (4 bits) or --compress-weight 8"
 
 
 # -- the model -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModelRequest:
-    """The model: a hub name, a local folder or GGUF file, FlexGen's --path with the model in it, or random weights."""
-
-    name: str  # as the user says it, for reports
-    source: str  # hub name, folder or file, as LLM takes it
-    dummy_weights: bool
-    dtype: str = AUTO
-    tokenizer: str = AUTO
-
-    def without_weights(self) -> ModelRequest:
-        """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
-        has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
-        return self if has_headers else replace(self, dummy_weights=True)
-
-    @property
-    def folder(self) -> Path:
-        """The place of the model, if it is no name on the hub."""
-        return local_place(self.source)
 
 
 def model_of(flags: Namespace) -> ModelRequest:
@@ -87,18 +64,6 @@ def _folder_in(path: Path, model: str | None) -> Path:
 # -- where it runs ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SiteRequest:
-    """What computes, and how much may be held there. Sizes are kept as they were written, since messages repeat them."""
-
-    device: str = AUTO
-    threads: int | None = None  # None: one for each free core
-    gpu_mem: str | None = None  # None: what is free
-    cpu_mem: str | None = None
-    offload_dir: str | None = None  # None: a folder in the user's cache
-    gpus: int = 1  # so many processes, each with a GPU
-
-
 def site_of(flags: Namespace) -> SiteRequest:
     """The site that the flags ask for. A command without some flag leaves that open."""
     names = [one.name for one in fields(SiteRequest)]
@@ -109,12 +74,7 @@ def site_of(flags: Namespace) -> SiteRequest:
     if getattr(flags, "gpus", 1) > 1 and getattr(flags, "pipeline", 1) > 1:
         processes = f"{GPUS} {flags.gpus} starts processes with a GPU each"
         raise ValueError(f"{processes}, and {PIPELINE} {flags.pipeline} has one process use several; leave one of them out")
-    return SiteRequest(**{name: getattr(flags, name) for name in names if hasattr(flags, name)})
-
-
-def site_of_each(site: SiteRequest) -> SiteRequest:
-    """The site of each process: with a share of the threads, if the user gave no number."""
-    return site if site.gpus == 1 else replace(site, threads=site.threads or max(1, cores() // site.gpus))
+    return SiteRequest(**{name: getattr(flags, name) for name in names if hasattr(flags, name)}, by_flags=True)
 
 
 def named_machine(flags: Namespace) -> Machine | None:
@@ -123,17 +83,8 @@ def named_machine(flags: Namespace) -> Machine | None:
         return None
     machine = find_machine(flags.machine)
     if flags.device != AUTO:
-        check_device(machine, flags.device)
+        refuse_other_device(machine, flags.device)
     return machine
-
-
-def check_device(machine: Machine, device: str) -> None:
-    """Refuses a device that is not the machine's: it says nothing of a run on another."""
-    if device.partition(":")[0] != machine.device:
-        raise ValueError(
-            f"machine {machine.name!r} computes on {machine.device}, and not on {device}; "
-            "leave --machine out or choose another --device; `python -m h2o_flexgen.plan` plans for other machines"
-        )
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
-from h2o_flexgen.cli.open_llm import make_llm, open_llm
+from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import EvaluationWatch
@@ -35,6 +35,7 @@ from h2o_flexgen.evaluation.texts import windows
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
+from h2o_flexgen.session.open_request import OpenRequest
 
 PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy", "rouge_score")
 RESULTS, TABLE, PICTURE = "results.json", "table.md", "picture.png"
@@ -66,10 +67,10 @@ def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, Stored
     with open_llm(request.model, request.site, request.plan) as llm:
         bound = {name: task.bind(llm) for name, task in asked.tasks.items()}
         cells = Cells(request.output)
-        settings = asked.grid.settings(lambda codec: llm.spec_under(replace(request.plan, weight_codec=codec)))
+        settings = asked.grid.settings(lambda codec: llm.loaded.spec_under(replace(request.plan, weight_codec=codec)))
         evaluation = Evaluation(model_identity(llm), settings, bound, request.plan, cells)
         evaluation.check(llm.spec)
-        return evaluation, StoredWeights.of(llm.opened), describe_machine(llm.device), llm.offload_folder
+        return evaluation, StoredWeights.of(llm.loaded.opened), describe_machine(llm.device), llm.loaded.offload_folder
 
 
 def _announce(evaluation: Evaluation, stored: StoredWeights | None, output: Path | None) -> None:
@@ -90,7 +91,7 @@ def _fill(request: EvaluateRequest, evaluation: Evaluation, folder: Path) -> Non
         watch = EvaluationWatch(progress)
 
         def opened(plan: Plan) -> LLM:
-            return make_llm(request.model, request.site, plan, watch.stage)
+            return LLM.of(OpenRequest(request.model, request.site, plan), watch.stage)
 
         try:
             evaluation.run(opened, folder, watch)

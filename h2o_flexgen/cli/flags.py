@@ -9,32 +9,28 @@ import argparse
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice
-from h2o_flexgen.core.environment import cores, threads
 from h2o_flexgen.core.hints import nearest, shortened, shown
-from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import Option, options_of
-from h2o_flexgen.core.units import SIZE
 from h2o_flexgen.formats.kernel_table import INT8
-from h2o_flexgen.planning.machine import DEVICES
-from h2o_flexgen.planning.plan import MOST_GPUS, Plan, six_numbers
+from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.sampling.params import SAMPLING
-from h2o_flexgen.text.tokenizer import BYTES
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 
 DUMMY_PATH = "_DUMMY_"
 # the model that gives random weights their shapes, if none is named
 NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": True}
-TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 REPEATABLE = "may be given several times"
 PLAN, KV = options_of(Plan), options_of(KVOptions)
+MODEL, SITE = options_of(ModelRequest), options_of(SiteRequest)
 
 
 # -- the parser ---------------------------------------------------------------------------------------------------------
@@ -54,6 +50,21 @@ class Version(argparse.Action):
                 told.append(f"{package} (not installed)")
         print(", ".join(told))
         parser.exit()
+
+
+class UnknownFlag(ValueError):
+    """A flag that a command lacks. The hint is what stands for it there, or else which commands have it and what is near."""
+
+    def __init__(self, flag: str, instead: str, near: str | None) -> None:
+        self.flag, self._instead, self._near = flag, instead, near
+        super().__init__(self.line(()))
+
+    def line(self, commands: Sequence[str]) -> str:
+        """The error for a person. `commands` have the flag."""
+        theirs = f"it is a flag of {', '.join(commands)}" if commands else ""
+        meant = "" if self._near is None else f"did you mean {self._near}?"
+        hint = self._instead or "; ".join(filter(None, (theirs, meant)))
+        return f"unknown flag {self.flag}; {hint or '--help names those that there are'}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,24 +111,23 @@ class Parser(argparse.ArgumentParser):
         flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is None:
             self.error(f"{unknown[0]!r} belongs to no flag; a model is given with --model, a text with spaces in quotes")
-        self.error(f"unknown flag {flag}{self._hint(flag) or '; --help names those that there are'}")
+        raise UnknownFlag(flag, self._instead_of(flag), self._nearest(flag))
 
-    def _hint(self, flag: str) -> str:
-        """The hint: what to use instead, which command has the flag, or the nearest name. Dashes do not count as similarity."""
-        if flag in self._instead:
-            return f"; {self._instead[flag]}"
-        if called := self._flag_called(flag):
-            return f"; it is called {called}"
+    def _instead_of(self, flag: str) -> str:
+        """What to do instead of giving the flag, or what it is called here."""
+        called = self._flag_called(flag)
+        return self._instead.get(flag) or (f"it is called {called}" if called else "")
+
+    def _nearest(self, flag: str) -> str | None:
+        """The nearest flag. Dashes do not count as similarity."""
         names = {name.lstrip("-"): name for name in self.flags}
         near = nearest(flag.lstrip("-"), names)
-        meant = "" if near is None else f"; did you mean {names[near]}?"
-        others: list[str] = import_module("h2o_flexgen.cli.main").commands_with(flag)
-        return f"; it is a flag of {', '.join(others)}{meant}" if others else meant
+        return None if near is None else names[near]
 
     def _flag_called(self, flag: str) -> str | None:
         """The flag of the option that has this name in Python, or in another library."""
         name = flag.lstrip("-").replace("-", "_")
-        options = (*SAMPLING.values(), *PLAN.values(), *KV.values())
+        options = (one for table in (SAMPLING, PLAN, KV, MODEL, SITE) for one in table.values())
         found = (one.flag for one in options if name == one.name or name in one.elsewhere)
         return next((called for called in found if called in self.flags), None)
 
@@ -137,22 +147,12 @@ class Parser(argparse.ArgumentParser):
         group.value("--model", "NAME", named)
         folder = f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen"
         group.value("--path", "FOLDER", folder)
-        group.truth("--dummy-weights", text="random weights in the model's shapes: for speed, nothing is downloaded")
-        group.choice("--dtype", (AUTO, *DTYPE_BYTES), "what is computed with; auto: the fast type of the device", AUTO)
-        add_device(group)
-        on_gpu = "no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)"
-        group.value("--gpu-mem", "SIZE", on_gpu, SIZE)
-        held = "no more than this is held in CPU memory by the whole process (default: what is free)"
-        group.value("--cpu-mem", "SIZE", held, SIZE)
-        add_threads(group)
-        left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
-        group.value("--offload-dir", "FOLDER", left)
+        for one in (MODEL["dummy_weights"], MODEL["dtype"], *(SITE[name] for name in SITE if name != "gpus")):
+            group.option(one)
 
     def add_tokenizer(self) -> None:
         """Adds --tokenizer, for commands that read and write texts."""
-        own = f"{AUTO}: that of the model, or {BYTES} for random weights"
-        other = f"a hub name, or a folder or GGUF file with a tokenizer, or {BYTES}: every byte is a token"
-        self.group("texts").value("--tokenizer", "NAME", f"{other}; {own}", default=AUTO)
+        self.group("texts").option(MODEL["tokenizer"])
 
     def add_search(self, title: str, machine: str) -> Group:
         """Adds what is asked of a plan to be found. `machine` says what else the machine is for."""
@@ -260,22 +260,6 @@ def typed(allowed: Allowed) -> Callable[[str], object] | None:
 
 
 # -- flags of several groups ---------------------------------------------------------------------------------------------
-
-
-def add_threads(group: Group) -> None:
-    text = "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)"
-    group.value("--threads", "N", text, threads(cores()))
-
-
-def add_device(group: Group) -> None:
-    devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
-    group.value("--device", "NAME", devices, default=AUTO)
-
-
-def add_gpus(group: Group) -> None:
-    """Adds by how many processes the work is done."""
-    shared = "a process with each of N GPUs, from the first on; rows are dealt to them, and all share the weights in CPU memory"
-    group.value("--gpus", "N", f"{shared}; a plan, --gpu-mem and --threads are those of each", Bounds(1, MOST_GPUS), 1)
 
 
 class Percent(argparse.Action):

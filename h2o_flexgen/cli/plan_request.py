@@ -8,26 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from h2o_flexgen.cli.common_requests import (
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    site_of,
-)
-from h2o_flexgen.cli.flags import (
-    DUMMY_PATH,
-    PLAN,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_gpus,
-    add_placement,
-    add_sizes,
-)
+from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import DUMMY_PATH, PLAN, SITE, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.option import flag_of, flags_written
@@ -38,6 +21,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.given_prompts import DEFAULT_TOKENS
 
@@ -48,7 +32,6 @@ The flags that it prints are those of `python -m h2o_flexgen.run`. Without --mac
   {PROGRAM} --model facebook/opt-6.7b --prompt-len 512 --gen-len 32 --cpu-mem 8GB
   {PROGRAM} --model facebook/opt-6.7b --cpu-mem 8GB --evaluate --percent 0 10 0 50 0 100 --gpu-batch-size 4
 """
-SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir", "gpus")  # passed on if given
 
 
 @dataclass(frozen=True)
@@ -104,13 +87,13 @@ def request_of(flags: Namespace) -> PlanRequest:
         verbose=flags.verbose,
         model_flags=(*_typed(flags, ("model", "path")), *(("--dummy-weights",) if flags.dummy_weights else ())),
         head_flags=tuple(_typed(flags, (HEAD_BUDGETS, PROBE))),
-        site_flags=tuple(_typed(flags, SITE_FLAGS)),
+        site_flags=(*_typed(flags, ("dtype",)), *flags_written(site_of(flags), SiteRequest)),
     )
 
 
 def _typed(flags: Namespace, names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        if (value := getattr(flags, name)) not in (None, AUTO, 1 if name == "gpus" else None):
+        if (value := getattr(flags, name)) not in (None, AUTO):
             yield from (flag_of(name), str(value))
 
 
@@ -148,7 +131,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program))
     parser.add_model()
     several = parser.group("several GPUs")
-    add_gpus(several)
+    several.option(SITE["gpus"])
     several.option(PLAN["pipeline"])
     _add_workload(parser.group("work"))
     _add_plan(parser)

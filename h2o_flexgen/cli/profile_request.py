@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.cli.common_requests import SiteRequest, site_of
-from h2o_flexgen.cli.flags import TRACEBACK, Parser, add_device, add_threads
+from h2o_flexgen.cli.common_requests import site_of
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import MODEL, SITE, Parser
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.planning.machines import SUFFIXES
+from h2o_flexgen.session.open_request import SiteRequest
 
 PROGRAM = "python -m h2o_flexgen.profile"
 DESCRIPTION = """\
@@ -57,10 +58,10 @@ def make_parser(program: str = PROGRAM) -> Parser:
     group.truth("--quick", text="half a minute at most: fewer repetitions, a smaller file")
     written = "also write the profile here, as YAML; the machine is named after the file"
     group.add("-o", "--output", metavar="FILE", help=written)
-    group.value("--offload-dir", "FOLDER", "the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)")
-    add_device(group)
-    add_threads(group)
-    types = "of values and products; auto: the one that runs use"
-    group.choice("--dtype", (AUTO, *DTYPE_BYTES), types, AUTO)
+    disk = "the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)"
+    group.option(SITE["offload_dir"], disk)
+    group.option(SITE["device"])
+    group.option(SITE["threads"])
+    group.option(MODEL["dtype"], "of values and products; auto: the one that runs use")
     group.verbose(f"{TRACEBACK}: where errors come from")
     return parser

@@ -13,8 +13,6 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     DEMO_SAMPLING,
     GPUS,
-    ModelRequest,
-    SiteRequest,
     asked_of,
     model_of,
     named_machine,
@@ -23,17 +21,8 @@ from h2o_flexgen.cli.common_requests import (
     sampling_of,
     site_of,
 )
-from h2o_flexgen.cli.flags import (
-    PLAN,
-    REPEATABLE,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_gpus,
-    add_placement,
-    add_sizes,
-    typed,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import PLAN, REPEATABLE, SITE, Group, Parser, add_placement, add_sizes, typed
 from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
@@ -43,6 +32,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.given_prompts import DEFAULT_TOKENS, given_prompts
 
 PROGRAM = "python -m h2o_flexgen.run"
@@ -245,7 +235,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.add_model()
     parser.add_tokenizer()
     several = parser.group("several GPUs")
-    add_gpus(several)
+    several.option(SITE["gpus"])
     several.option(PLAN["pipeline"])
     _add_prompts(parser.group("prompts"))
     _add_plan(parser.group("plan"))

@@ -5,50 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property
 
-from h2o_flexgen.cli.asked_problem import machine_to_run_on
-from h2o_flexgen.cli.common_requests import check_device
-from h2o_flexgen.cli.open_llm import open_together
+from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.output_files import CompletionsFile
 from h2o_flexgen.cli.processes.shared_work import RunApart
-from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
-from h2o_flexgen.cli.report.plan_report import PlanReport, together
-from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.run_report import RunOutcome
-from h2o_flexgen.cli.report.summary import after_first_layers
+from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
-from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
-from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import RunWatch, say_threads
-from h2o_flexgen.core.dealing import longest_part
-from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.predict import predict
-from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.profiling.profile_cache import profile_at_hand
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.schedule.ops import Task
-from h2o_flexgen.session.plan_finder import PlanSearch
-from h2o_flexgen.text.given_prompts import check_room, made_up_prompts
-from h2o_flexgen.text.prompts import Prompt
-
-WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"
 
 
 def work(request: RunRequest) -> None:
     with ExitStack() as stack:
         completions = request.files.completions
         output = None if completions is None else stack.enter_context(CompletionsFile(completions))
-        llm = stack.enter_context(open_together(request.model, request.site, request.first_plan, request.shows_trace))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan, request.shows_trace))
         request.sampling.check_vocabulary(llm.spec.vocab, llm.name)
         if not isinstance(request.prompts, MadeUpPrompts) and not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before a machine is measured
-        job = RunJob(request, llm, output)
+        job = RunJob(request, llm, llm.loaded.machines(request.machine), output)
         job.refuse_impossible()
         job.find_plan()
         job.announce()
@@ -60,196 +38,37 @@ def work(request: RunRequest) -> None:
         else:
             say_threads(request.others, request.site.threads, job.plan_report.arithmetic)
             job.say_slow()
-            job.run()
+            run(job)
 
 
-@dataclass(frozen=True)
-class RunJob:
-    """One call of the command: what it generates, and what it reports."""
-
-    request: RunRequest
-    llm: LLM
-    output: CompletionsFile | None  # where texts go, beside those that are shown
-
-    # -- what is to be done --------------------------------------------------------------------------------------------
-
-    def refuse_impossible(self) -> None:
-        """Refuses what no plan and no machine can run, before a machine is measured to find a plan."""
-        if self.request.machine is not None:
-            check_device(self.request.machine, self.llm.device.kind)
-        asked = self.request.prompts
-        if isinstance(asked, MadeUpPrompts):
-            one = made_up_prompts(1, asked.length, self.llm.tokenizer, self.llm.spec.vocab)  # all of them are as long
-            self.llm.read(one, self.request.sampling)
-            if self._is_counted:
-                self._check_room(asked)
-        else:
-            _ = self._read
-        if self._wish is not None:
-            self._wish.refuse_impossible()
-
-    @property
-    def _is_counted(self) -> bool:
-        """Whether the number of prompts is known before a plan is found."""
-        request = self.request
-        return (
-            isinstance(request.plan, Plan)
-            or not isinstance(request.prompts, MadeUpPrompts)
-            or request.prompts.number is not None
+def run(job: RunJob) -> None:
+    """Runs it in this process."""
+    request, llm, blocks, seed = job.request, job.llm, job.planned_run.blocks, resolve_seed(job.request.seed)
+    prepared = llm.prepare(job.prompts, request.sampling.up_to(request.steps), planned=job.planned_run)
+    with Progress(blocks.visits, "run", late=True) as progress:
+        watch = RunWatch(blocks, progress)
+        completions = llm.generate(
+            prepared,
+            seed=seed,
+            on_completion=None if job.output is None else job.output.add,
+            on_stage=watch.stage,
+            on_visit=_listener(job, watch),
+            on_shrink=lambda shrink: watch.shrink(shrink.num_ended, shrink.rest, str(shrink)),
+            stop_at=job.stop_at,
         )
+        seconds = watch.seconds
+    assert llm.stats is not None
+    job.say_slow_row(llm.stats.step_seconds)
+    RunOutcome(job, watch.blocks, llm.stats, completions, watch, seconds, seed).tell()
 
-    @cached_property
-    def _wish(self) -> PlanSearch | None:
-        """What a plan is to be found for, if none is given. Without a number, made-up prompts are as many as a block takes."""
-        request = self.request
-        if isinstance(request.plan, Plan):
-            return None
-        workload = self.workload_of_each if self._is_counted else None
-        length = request.prompts.length if isinstance(request.prompts, MadeUpPrompts) else max(self.workload.prompt_lens)
-        return PlanSearch(request.plan, self.llm, workload, length, request.gen_len)
 
-    def find_plan(self) -> None:
-        """Finds a plan if none was given."""
-        if self._wish is None:
-            return
-        if self._plan_with_room is not None:
-            say([f"plan      {WITH_ROOM}"])
-            self.llm.adopt(self._plan_with_room)
-            return
-        assert self.machine is not None
-        say(self._wish.find(self.machine).lines())
+def _listener(job: RunJob, watch: RunWatch) -> Callable[[Task, int], None]:
+    if job.stop_at is None:
+        return watch.visit
 
-    @cached_property
-    def _plan_with_room(self) -> Plan | None:
-        return None if self._wish is None or self.request.machine is not None else self._wish.plan_with_room()
+    def visit_when_done(task: Task, tokens: int) -> None:
+        """Waits for the layer: where layers are timed, launching one must not count as its end."""
+        job.llm.device.settle()
+        watch.visit(task, tokens)
 
-    @cached_property
-    def machine(self) -> Machine | None:
-        """The machine that the run is predicted for; None, and not measured, if no prediction is asked for."""
-        request = self.request
-        is_searched = self._wish is not None and self._plan_with_room is None
-        if not is_searched and request.machine is None and request.files.timeline is None:
-            return None
-        return machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
-
-    def _num_made_up(self, asked: MadeUpPrompts) -> int:
-        return self.llm.plan.block_size * self.request.site.gpus if asked.number is None else asked.number
-
-    @cached_property
-    def _read(self) -> list[Prompt]:
-        """The texts with their tokens; none if prompts are made up."""
-        asked = self.request.prompts
-        return [] if isinstance(asked, MadeUpPrompts) else self.llm.read(asked, self.request.sampling)
-
-    @cached_property
-    def prompts(self) -> list[Prompt] | list[list[int]]:
-        asked = self.request.prompts
-        if not isinstance(asked, MadeUpPrompts):
-            return self._read
-        self._check_room(asked)
-        return made_up_prompts(self._num_made_up(asked), asked.length, self.llm.tokenizer, self.llm.spec.vocab)
-
-    def _check_room(self, asked: MadeUpPrompts) -> None:
-        check_room(self._num_made_up(asked), asked.length, self.llm.limits.host)
-
-    @cached_property
-    def workload(self) -> Workload:
-        """The whole workload, even if only a part is run."""
-        asked, gen_len = self.request.prompts, self.request.gen_len
-        if isinstance(asked, MadeUpPrompts):  # they can be counted without being made
-            return Workload.uniform(self._num_made_up(asked), asked.length, gen_len)
-        return Workload(tuple(len(prompt.ids) for prompt in self._read), gen_len)
-
-    @property
-    def processes(self) -> int:
-        """The processes that do the work: no more than there are prompts."""
-        return min(self.request.site.gpus, self.workload.num_prompts)
-
-    @property
-    def workload_of_each(self) -> Workload:
-        """The workload of the process that has most to do."""
-        return longest_part(self.workload, self.processes)
-
-    @property
-    def stop_at(self) -> Callable[[Task], bool] | None:
-        return after_first_layers if self.request.stops_after_layers else None
-
-    @cached_property
-    def planned(self) -> WorkloadPlan:
-        return self.llm.check(self.workload_of_each)
-
-    @cached_property
-    def planned_run(self) -> WorkloadPlan:
-        """The part of the workload that is run."""
-        steps = self.request.steps
-        is_whole = steps == self.workload.gen_len
-        return self.planned if is_whole else self.llm.planned(replace(self.workload, gen_len=steps))
-
-    # -- before --------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def plan_report(self) -> PlanReport:
-        return PlanReport.of(self.llm, self.request.model, self.planned)
-
-    def plan_as_json(self) -> dict[str, object]:
-        """The plan, with the prompts of all processes."""
-        return document_of([*self.plan_report.entries(), self._together])
-
-    @property
-    def _together(self) -> Entry:
-        return together(self.processes, self.workload.num_prompts, self.llm.device.accelerator)
-
-    @cached_property
-    def predicted(self) -> Predicted | None:
-        """The prediction for the steps that are run; None for a run that ends inside a step."""
-        if self.machine is None or self.stop_at is not None:
-            return None
-        return Predicted(predict(self.planned_run, self.machine), self.machine.name, self.llm.limits)
-
-    def announce(self) -> None:
-        say(self.plan_report.lines())
-        say(self.request.notes)
-        say(self._together.lines)
-        if self.predicted is not None:
-            say(["", *lines_of(self.predicted.entries())])
-
-    def say_slow(self) -> None:
-        """Says what makes the run slow and could be mended."""
-        say_slow(kernel_reasons(self.plan_report.arithmetic))
-        say_slow(experts_reason(self.planned.blocks.first))
-        machine = self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
-        if machine is not None:
-            say_slow(int8_reason(self.planned.blocks.first, machine))
-            say_slow(visits_reason(self.planned.blocks.first, machine))
-
-    # -- the run -------------------------------------------------------------------------------------------------------
-
-    def _listener(self, watch: RunWatch) -> Callable[[Task, int], None]:
-        if self.stop_at is None:
-            return watch.visit
-
-        def visit_when_done(task: Task, tokens: int) -> None:
-            """Waits for the layer: where layers are timed, launching one must not count as its end."""
-            self.llm.device.settle()
-            watch.visit(task, tokens)
-
-        return visit_when_done
-
-    def run(self) -> None:
-        request, blocks, seed = self.request, self.planned_run.blocks, resolve_seed(self.request.seed)
-        prepared = self.llm.prepare(self.prompts, request.sampling.up_to(request.steps), planned=self.planned_run)
-        with Progress(blocks.visits, "run", late=True) as progress:
-            watch = RunWatch(blocks, progress)
-            completions = self.llm.generate(
-                prepared,
-                seed=seed,
-                on_completion=None if self.output is None else self.output.add,
-                on_stage=watch.stage,
-                on_visit=self._listener(watch),
-                on_shrink=lambda shrink: watch.shrink(shrink.num_ended, shrink.rest, str(shrink)),
-                stop_at=self.stop_at,
-            )
-            seconds = watch.seconds
-        stats = self.llm.stats
-        assert stats is not None
-        RunOutcome(self, watch.blocks, stats, completions, watch, seconds, seed).tell()
+    return visit_when_done

@@ -9,25 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
-from h2o_flexgen.cli.common_requests import (
-    ModelRequest,
-    SiteRequest,
-    asked_of,
-    model_of,
-    named_machine,
-    plan_of,
-    refuse_search_options,
-    site_of,
-)
-from h2o_flexgen.cli.flags import (
-    NOISE,
-    PLAN,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_sizes,
-)
+from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import NOISE, PLAN, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import SIZE, parse_bytes
@@ -38,6 +22,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.workload_plan import ROOM
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SEED
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.serve"

@@ -14,18 +14,16 @@ from socket import socket
 
 from starlette.types import ASGIApp
 
-from h2o_flexgen.cli.asked_problem import machine_to_run_on
+from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.report.summary import say_broken
-from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.cli.watch import OpeningReport, say_threads
+from h2o_flexgen.cli.watch import Crowd, OpeningReport, say_threads
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
@@ -41,7 +39,7 @@ from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.planning.workload_plan import first_that_fits, rooms_to_search
 from h2o_flexgen.sampling.params import SamplingParams
@@ -56,7 +54,7 @@ from h2o_flexgen.server.desk import Desk, Terms
 from h2o_flexgen.server.listening import ServerAddress, bound, is_loopback, listening, place_of
 from h2o_flexgen.server.service import Service
 from h2o_flexgen.server.status_page import Facts, Tier
-from h2o_flexgen.session.plan_finder import PlanSearch
+from h2o_flexgen.session.plan_finder import PlanFinder
 from h2o_flexgen.text.dialogue import choose_style
 
 TEMPERATURE, MAX_TOKENS = 1.0, 16  # of OpenAI, where a request does not say
@@ -89,7 +87,7 @@ class Preparing:
         self._find_plan(room)
         with _named_as_flags():
             arrivals = self.llm.arrivals(room.prompt_len, room.gen_len, prefix_room=self.request.prefix_room)
-        report = PlanReport.of(self.llm, self.request.model, arrivals.planned)
+        report = PlanReport.of(self.llm.loaded, arrivals.planned)
         self._announce(report, arrivals)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
             self.llm.load(OpeningReport(progress).stage)
@@ -114,20 +112,12 @@ class Preparing:
             return
         with _named_as_flags():
             rooms = rooms_to_search(self.llm.plan, room.prompt_len, request.prefix_room)
-        first_that_fits(rooms, lambda tokens: self._search(asked, room, tokens))
+        finder = PlanFinder(asked, self.llm.loaded, self.llm.loaded.machines(request.machine))
 
-    def _search(self, asked: PlanRequirements, room: SeatNeed, prefix_room: int) -> None:
-        request = self.request
-        workload = Workload.arriving(room, request.rows, prefix_room)
-        wish = PlanSearch(asked, self.llm, workload, room.prompt_len, room.gen_len)
-        wish.refuse_impossible()
-        with_room = wish.plan_with_room() if request.machine is None else None
-        if with_room is not None:
-            self.llm.adopt(with_room)
-            self._tell([f"plan      {WITH_ROOM}"])
-            return
-        machine = machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
-        self._tell(wish.find(machine).lines())
+        def find(tokens: int) -> None:
+            self._tell(finder.find(PlanNeed(Workload.arriving(room, request.rows, tokens))).lines())
+
+        first_that_fits(rooms, find)
 
     def _announce(self, report: PlanReport, arrivals: Arrivals) -> None:
         self._tell([*report.lines(), *self._unshared(arrivals)])
@@ -169,7 +159,8 @@ class Server:
         self._request, self._llm, self._arrivals, self.counts, self.facts = request, llm, arrivals, counts, facts
         self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
         terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
-        self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk)
+        crowd = Crowd(lambda line: print(line, file=sys.stderr, flush=True))
+        self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk, crowd.computing, crowd.look)
 
     def service(self, readers: Executor) -> Service:
         llm, request = self._llm, self._request

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
@@ -198,6 +199,12 @@ class Crowd:
     def __init__(self, note: Callable[[str], None], begin: Callable[[], Watched] = Others) -> None:
         self._note, self._begin, self._is_told = note, begin, False
         self._watched = begin()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context in which is computed, for what may be idle before and behind it: that time is not looked at."""
+        self._watched = self._begin()
+        yield
 
     def look(self) -> None:
         if self._is_told or self._watched.seconds < LOOK_SECONDS:

@@ -228,6 +228,7 @@ def mapping(key: Read[Key], value: Read[T]) -> Read[dict[Key, T]]:
     return read
 
 
+EOS = "eos_token_id"  # as configs of models call it
 LARGEST_ID = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
 
 
@@ -236,3 +237,11 @@ def check_tokens(what: str, ids: Iterable[int], vocab: int, model: str) -> None:
     wrong = next((token for token in ids if not 0 <= token < vocab), None)
     if wrong is not None:
         raise ValueError(f"{what} the token id {wrong}; {model} knows 0 to {vocab - 1}")
+
+
+def eos_ids_of(value: object) -> frozenset[int]:
+    """The tokens that end a text: an id, a list of them, or none at all."""
+    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if wrong := [one for one in ids if type(one) is not int]:
+        raise ValueError(f"{EOS} is {shown(value)}: {shown(wrong[0])} is no token id; give a whole number or a list of them")
+    return frozenset(ids)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from tempfile import gettempdir
 
-from h2o_flexgen.core.allowed_values import Bounds
+from h2o_flexgen.core.allowed_values import Allowed, Bounds
 
 LONGEST_FOR_SOCKETS = 24  # characters: names of sockets have 107 at most, and Ray adds up to 80
 
@@ -43,6 +43,19 @@ def cores() -> int:
 def threads(most: int) -> Bounds:
     """The numbers of threads that may compute where there are so many cores."""
     return Bounds(1, most, note=", the cores that this process may use")
+
+
+class Threads(Allowed):
+    """The numbers of threads that may compute. The cores are counted when a number is read."""
+
+    def read(self, value: object) -> int:
+        return int(threads(cores()).read(value))
+
+    def typed(self, word: str) -> int:
+        return int(threads(cores()).typed(word))
+
+    def __str__(self) -> str:
+        return str(threads(cores()))
 
 
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # if the user sets one of them, it stays

@@ -50,6 +50,10 @@ def format_bytes(nbytes: float) -> str:
 class MemorySize(Allowed):
     """A size in bytes, kept as it was typed, since messages and printed flags repeat it."""
 
+    def value(self, name: str, given: object, note: str = "") -> int | str:
+        parse_bytes(given)  # type: ignore[arg-type]
+        return given  # type: ignore[return-value]
+
     def typed(self, word: str) -> str:
         parse_bytes(word)
         return word

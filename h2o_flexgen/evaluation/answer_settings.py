@@ -11,7 +11,7 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
-from h2o_flexgen.checkpoints.hub import resolve_model
+from h2o_flexgen.checkpoints.model_places import resolve_model
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.kernels.native import in_use
@@ -31,11 +31,12 @@ PLACES = 64  # samples of a larger file
 
 
 def model_identity(llm: LLM) -> dict[str, object]:
-    weights = f"random, seed {DUMMY_SEED}: {llm.name}" if llm.dummy_weights else folder_digest(resolve_model(llm.name))
+    asked = llm.loaded.request.model
+    weights = f"random, seed {DUMMY_SEED}: {llm.name}" if asked.dummy_weights else folder_digest(resolve_model(llm.name))
     machine = describe_machine(llm.device)
     return {
         "weights": weights,
-        **_tokenizer_identity(llm),
+        **_tokenizer_identity(asked.tokenizer),
         "dtype": llm.spec.dtype,
         "device": machine["device"],
         "kernels": in_use(),
@@ -43,13 +44,13 @@ def model_identity(llm: LLM) -> dict[str, object]:
     }
 
 
-def _tokenizer_identity(llm: LLM) -> dict[str, object]:
+def _tokenizer_identity(asked: str) -> dict[str, object]:
     """Only a tokenizer other than the model's own is named; that one belongs to the folder's digest."""
-    if llm.tokenizer_name == AUTO:
+    if asked == AUTO:
         return {}
-    if llm.tokenizer_name == BYTES:
+    if asked == BYTES:
         return {"tokenizer": BYTES}
-    place = resolve_model(llm.tokenizer_name, with_weights=False)
+    place = resolve_model(asked, with_weights=False)
     files = [place] if is_gguf(place) else [place / name for name in TOKENIZER_FILES]
     return {"tokenizer": _digest(file for file in files if file.is_file())}
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from h2o_flexgen.checkpoints.gguf_config import OWN_KEYS, config_in
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, is_gguf, read_gguf
-from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.checkpoints.model_files import read_object
+from h2o_flexgen.checkpoints.model_places import resolve_model
 from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, TensorNames
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import one_line, shown
@@ -40,6 +40,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "qwen3_moe": ("qwen", "Qwen3Moe"),
     "gpt_oss": ("gpt_oss", "GptOss"),
     "glm4_moe": ("glm", "GlmMoe"),
+    "granite": ("granite", "Granite"),
+    "granitemoe": ("granite", "GraniteMoe"),
     "gpt_neox": ("neox", "NeoX"),
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from h2o_flexgen.core.allowed_values import EOS, eos_ids_of
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH
 
@@ -58,7 +59,6 @@ SHARED_BOUNDS: Bounds = {
     "routed_scaling_factor": Number(0.0, 1e6),
 }
 EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
-EOS = "eos_token_id"
 TEXT_PART, NO_PARTS = "text_config", ("quantization_config", "generation_config")
 
 
@@ -138,11 +138,3 @@ def _check_experts(values: Mapping[str, Any]) -> None:
     for key in (key for key in EXPERTS if values.get(key) is not None):
         _check_whole(key, values[key], Whole(MOST_EXPERTS))
         _check_whole(CHOSEN, values.get(CHOSEN), Whole(values[key]))
-
-
-def eos_ids_of(value: object) -> frozenset[int]:
-    """The tokens that end a text: an id, a list of them, or none at all."""
-    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    if wrong := [one for one in ids if type(one) is not int]:
-        raise ValueError(f"{EOS} is {shown(value)}: {shown(wrong[0])} is no token id; give a whole number or a list of them")
-    return frozenset(ids)

@@ -43,8 +43,8 @@ class Gemma(Decoder):
         super().__init__(config, dtype, sep_layer, name)
         near, *_ = self.ropes_of(config)
         self._rotary_near = near.rotary(self.spec.head_dim)
-        scale = torch.tensor(config.hidden_size**0.5, dtype=getattr(torch, dtype))  # rounded as the model was trained with
-        self._embedding_scale = float(scale)
+        rounded = torch.tensor(self._traits.embedding_scale, dtype=getattr(torch, dtype))  # as the model was trained with
+        self._embedding_scale = float(rounded)
 
     # -- what it says otherwise --------------------------------------------------------------------------------------------
 
@@ -54,6 +54,7 @@ class Gemma(Decoder):
             config.attention_bias,
             config.attention_bias,
             windows=windows_by_kind(config),
+            embedding_scale=config.hidden_size**0.5,
             query_scale=math.sqrt(head_width(config) / config.query_pre_attn_scalar),
             logit_cap=getattr(config, "final_logit_softcapping", None),
         )
@@ -71,9 +72,6 @@ class Gemma(Decoder):
         return tensor_ops.rms_norm_from_one(x, weights, name, self._eps)
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
-
-    def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
-        return super().embed(tokens, weights, given).mul_(self._embedding_scale)
 
     def near_attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         """The attention of a layer with a window."""

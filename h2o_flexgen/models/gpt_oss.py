@@ -30,7 +30,8 @@ from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import SINKS, Traits, windows_by_kind
 from h2o_flexgen.models.mixture import ExpertGroup, Mixture, MixtureOfExperts
 
-ROUTER = {"ffn_gate_inp": "mlp.router"}  # its names in GGUF files and here
+ROUTER = "mlp.router"
+ROUTER_IN_FILES = {"ffn_gate_inp": ROUTER}
 LIMIT, ALPHA = 7.0, 1.702  # of configs that are older than the keys
 
 
@@ -39,8 +40,8 @@ class GptOss(MixtureOfExperts):
     gguf = GgufArchitecture(
         "gpt-oss",
         {
-            **weights(ATTENTION, EXPERTS, ROUTER, NORMS_BY_PLACE),
-            **biases(ATTENTION, EXPERTS, ROUTER),
+            **weights(ATTENTION, EXPERTS, ROUTER_IN_FILES, NORMS_BY_PLACE),
+            **biases(ATTENTION, EXPERTS, ROUTER_IN_FILES),
             "attn_sinks.weight": SINKS,
         },
         keys={
@@ -74,7 +75,7 @@ class GptOss(MixtureOfExperts):
             config.intermediate_size,
             sums_to_one=True,
             of_chosen=True,
-            router="mlp.router",
+            router=ROUTER,
             router_bias=True,
             expert_bias=True,
         )

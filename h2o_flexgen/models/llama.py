@@ -39,6 +39,7 @@ class Traits:
     clip: float | None = None  # queries, keys and values are no larger
     sinks: bool = False  # each query head has a score beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
+    embedding_scale: float = 1.0
     query_scale: float = 1.0  # of queries, beside that of every attention
     residual_scale: float = 1.0  # of what attention and mlp add to the hidden states
     logit_scale: float = 1.0
@@ -83,6 +84,7 @@ class Decoder(InHalves):
         self._gating = tensor_ops.gating(self.activation_of(config))
         self._eps = config.rms_norm_eps
         self._rotary = self.rotary_of(config)
+        self._embedding_scale = self._traits.embedding_scale
         self._interleaved = bool(getattr(config, "rope_interleave", False))
 
     # -- what relatives say otherwise --------------------------------------------------------------------------------------
@@ -124,7 +126,8 @@ class Decoder(InHalves):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
-        return tensor_ops.embedding(tokens, weights, "embed_tokens")
+        hidden = tensor_ops.embedding(tokens, weights, "embed_tokens")
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         return self.attended_by(self._rotary, hidden, weights, given)

@@ -334,7 +334,7 @@ def _case(
     constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in KINDS]
     seconds = [pulp.LpVariable(f"step{number}_{name}", 0) for number in range(len(case.steps))]
     for number, step in enumerate(seconds):
-        constraints += [step >= bound for bound in _step_bounds(case, shares, number)]
+        constraints += [_at_least(step, bound) for bound in _step_bounds(case, shares, number)]
     lacking = {tier: pulp.LpVariable(f"lacking_{tier}_{name}", 0) for tier in case.tiers}
     for tier in case.tiers:
         limit = case.limits.of(tier)
@@ -348,16 +348,31 @@ def _case(
     return shares, total + scale * lower + LACKING * pulp.lpSum(lacking.values()), constraints
 
 
-def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: int) -> Iterator[pulp.LpAffineExpression]:
-    names = dict.fromkeys([*case.base[number], *(name for corner in case.corners for name in case.more[corner][number])])
-    bounds = {
-        name: case.base[number].get(name, 0.0)
-        + pulp.lpSum(shares[corner] * case.more[corner][number].get(name, 0.0) for corner in case.corners)
-        for name in names
-    }
-    yield from bounds.values()
+@dataclass(frozen=True)
+class StepBound:
+    """Seconds that a step takes at least: those with all data on the fastest tier, and those that each share adds."""
+
+    seconds: float
+    added: Mapping[pulp.LpVariable, float]
+
+
+def _at_least(step: pulp.LpVariable, bound: StepBound) -> pulp.LpConstraint:
+    """Made of one mapping: sums and products of pulp's own are what building a program takes longest for."""
+    terms = {step: 1.0} | {share: -seconds for share, seconds in bound.added.items()}
+    return pulp.LpConstraint(pulp.LpAffineExpression(terms, constant=-bound.seconds), pulp.LpConstraintGE)
+
+
+def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: int) -> Iterator[StepBound]:
+    base, more = case.base[number], {corner: case.more[corner][number] for corner in case.corners}
+    names = dict.fromkeys([*base, *(name for added in more.values() for name in added)])
+    for name in names:
+        yield StepBound(base.get(name, 0.0), {shares[corner]: added[name] for corner, added in more.items() if added.get(name)})
     if case.plan.buffers == 1:
-        yield pulp.lpSum(bound for name, bound in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
+        alone = [name for name in names if name not in (SHARED_DISK, SHARED_MEMORY)]
+        sums = {shares[corner]: sum(added.get(name, 0.0) for name in alone) for corner, added in more.items()}
+        yield StepBound(
+            sum(base.get(name, 0.0) for name in alone), {share: seconds for share, seconds in sums.items() if seconds}
+        )
 
 
 def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:

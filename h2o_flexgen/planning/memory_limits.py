@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.planning.footprint import WEIGHTS, Footprint
@@ -27,6 +28,11 @@ class MemoryLimits:
 
     def needs(self, footprint: Footprint, tier: str) -> int:
         return sum(self.held(footprint, tier).values())
+
+    def room(self, footprint: Footprint, tier: str) -> float:
+        """Bytes that a plan leaves of a limit."""
+        limit = self.of(tier)
+        return inf if limit is None else limit - self.needs(footprint, tier)
 
     def held(self, footprint: Footprint, tier: str) -> dict[str, int]:
         """Bytes by what they hold on a tier, of all processes."""

@@ -1,4 +1,4 @@
-"""Asked: the requirements of a plan to be found, and the problem that a search makes of them."""
+"""PlanRequirements: what is asked of a plan that is to be found, and the problem that a search makes of it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,34 @@ def refuse_to_search_pipelines(plan: Plan) -> None:
     if plan.pipeline > 1:
         asked = f"a pipeline of {plan.pipeline} devices"
         raise ValueError(f"{asked} is for a plan that is given, and none is searched for it; give six numbers as percent")
+
+
+@dataclass(frozen=True)
+class PlanNeed:
+    """What a plan must have room for."""
+
+    workload: Workload
+    held_back: int = 0  # bytes of the fastest memory that the plan may not use
+    is_sample: bool = False  # the workload is one prompt; the search decides how many of them make a block
+
+    @property
+    def prompt_len(self) -> int:
+        return max(self.workload.prompt_lens)
+
+
+@dataclass(frozen=True)
+class PlanSubject:
+    """What a plan is for: a model's sizes, and the memory and the site that it has."""
+
+    model: Callable[[Plan], ModelSpec]  # its sizes under a plan
+    limits: MemoryLimits
+    site: Site
+
+    def limits_less(self, held_back: int) -> MemoryLimits:
+        """The limits with so many bytes less of the fastest memory."""
+        tier = DEVICE if self.site.accelerator else HOST
+        held = self.limits.of(tier)
+        return self.limits if held is None else replace(self.limits, **{tier: held - held_back})
 
 
 @dataclass(frozen=True)
@@ -58,36 +86,27 @@ class PlanRequirements:
         """The plan that a model is opened under until one is found. Of its products only some codecs may be capable."""
         return replace(self.plan, compute=EXACT) if self.codecs else self.plan
 
-    def problem(
-        self,
-        machine: Machine,
-        model: Callable[[Plan], ModelSpec],
-        workload: Workload | None,
-        prompt_len: int,
-        gen_len: int,
-        limits: MemoryLimits,
-        site: Site,
-    ) -> SearchProblem:
+    def problem(self, machine: Machine, subject: PlanSubject, need: PlanNeed) -> SearchProblem:
         """The problem to search. What is visibly wrong without a search is refused here."""
-        plan = self.plan.at(site)
-        spec = self._checked(plan, model)
+        plan, workload = self.plan.at(subject.site), need.workload
+        spec = self._checked(plan, subject.model)
         machine.flop_rate(spec.dtype, 1)  # refuses a type that was not measured there
         check_rolling(spec, plan)
-        if workload is not None and workload.gen_lens is not None:
+        if workload.gen_lens is not None:
             for row, (length, grown) in enumerate(zip(workload.prompt_lens, workload.gen_lens)):
                 check_positions(spec, plan, row, length, grown)
         else:
-            for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
-                check_positions(spec, plan, row, length, gen_len)
+            for length, row in workload.first_of_length.items():
+                check_positions(spec, plan, row, length, workload.gen_len)
         return SearchProblem(
-            model=model,
-            workload=workload,
-            prompt_len=prompt_len,
-            gen_len=gen_len,
+            model=subject.model,
+            workload=None if need.is_sample else workload,
+            prompt_len=need.prompt_len,
+            gen_len=workload.gen_len,
             plan=plan,
             machine=machine,
-            limits=limits,
-            site=site,
+            limits=subject.limits_less(need.held_back),
+            site=subject.site,
             codecs=self.codecs,
             computes=self.computes,
             buffers=() if plan.buffers == 1 or plan.has_own_buffers else self.buffers,  # without overlap there is one

@@ -257,8 +257,12 @@ class Pricing:
         share the memory of the host, on a CPU also with the weights and the KV that are computed with."""
         priced = self._priced(step)
         reads, writes = self._disk_seconds(priced)
-        memory = self._memory_bytes(key for key, _ in priced) / self.machine.host_read_per_s
+        memory = self.memory_bytes(step) / self.machine.host_read_per_s
         return {**self._by_lane(priced), SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
+
+    def memory_bytes(self, step: int) -> float:
+        """Bytes of host memory that a step moves, or computes with."""
+        return self._memory_bytes(self.schedule.in_step(step))
 
     def stretches(self, step: int) -> dict[Op, float]:
         """How many times longer tasks take because of what they share with others."""

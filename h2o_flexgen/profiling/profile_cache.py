@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.environment import existing_folder
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.engine.progress import Progress
@@ -153,11 +152,6 @@ def told_of_disturbance(machine: Machine) -> str:
     return f"{' and '.join(machine.disturbed)}; `python -m h2o_flexgen.profile` measures again, and the better figures count"
 
 
-def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
-    """True if a profile is saved, so that there is no wait for one."""
-    return profile_at_hand(device, offload_folder, dtype) is not None
-
-
 def profile_at_hand(device: Device, offload_folder: Path, dtype: str | None = None) -> Machine | None:
     """This machine's saved profile; None if there is none, or none that can be read."""
     try:
@@ -207,13 +201,13 @@ def about(mark: Fingerprint) -> str:
     return "\n".join([head, *(f"{name}: {value}" for name, value in mark.parts.items())])
 
 
-def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Progress) -> Machine:
-    """This machine as its profile was kept, or as it is measured now, which is shown. `dtype` is as it was asked for."""
+def this_machine(device: Device, offload_folder: Path, dtype: str | None, progress: Progress) -> Machine:
+    """This machine as its profile was kept, or as it is measured now, which is shown."""
     progress.stage("profiling this machine, once")
     return profiled(
         device,
         offload_folder,
-        None if dtype == AUTO else dtype,
+        dtype,
         on_note=progress.note,
         on_subject=lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
     )

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from h2o_flexgen.engine.arrivals import GIVEN_UP, Arrival, Arrivals, OnPiece
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request, without_number
+from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.restarted_run import OnShrink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion
@@ -55,10 +56,12 @@ class Desk:
         on_broken: Callable[[Exception], str],
         on_shrink: OnShrink | None = None,
         in_turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+        on_pass: Callable[[], object] = bool,
     ) -> None:
-        """`on_broken` hears why a block has failed, and returns what clients are told. Blocks run in a context `in_turn`."""
+        """`on_broken` hears why a block has failed, and returns what clients are told. Blocks run in a context `in_turn`, and
+        each pass ends with a call of `on_pass`."""
         self._llm, self._arrivals, self._terms, self._counts = llm, arrivals, terms, counts
-        self._on_broken, self._on_shrink, self._in_turn = on_broken, on_shrink, in_turn
+        self._on_broken, self._on_shrink, self._in_turn, self._on_pass = on_broken, on_shrink, in_turn, on_pass
         self._lock = Lock()
         self._listeners: dict[Arrival, RequestListener] = {}
         self._is_closed = False
@@ -153,13 +156,17 @@ class Desk:
                 self._counts.run_over()
 
     def _run_block(self) -> None:
-        seed, on_tick = self._terms.seed, self._counts.tick
-        for arrival in self._llm.generate_arriving(self._arrivals, seed=seed, on_tick=on_tick, on_shrink=self._on_shrink):
+        seed = self._terms.seed
+        for arrival in self._llm.generate_arriving(self._arrivals, seed=seed, on_tick=self._tick, on_shrink=self._on_shrink):
             listener = self._taken(arrival)
             if listener is not None:
                 completion = arrival.completion
                 self._counts.ended(output.finish_reason for output in completion.outputs)
                 listener.over(completion)
+
+    def _tick(self, tick: Tick) -> None:
+        self._counts.tick(tick)
+        self._on_pass()
 
     def _survive(self, error: Exception) -> None:
         """Tells the clients of lost requests: all that had a seat. If a single request broke the block, only that one is lost;

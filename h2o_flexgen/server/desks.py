@@ -71,7 +71,7 @@ class Turns:
         with self._computing:
             if self._loaded not in (None, llm):
                 self._loaded.unload()
-                llm.weigh()
+                llm.loaded.weigh()
             self._loaded = llm
             yield
 

@@ -1,4 +1,4 @@
-"""ModelUnderPlan: an open model under a plan, its memory limits, and its engine, once its weights are loaded."""
+"""LoadedModel: an open model under a plan, its memory limits, and its engine, once its weights are loaded."""
 
 from __future__ import annotations
 
@@ -8,76 +8,72 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TypeVar
 
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
-from h2o_flexgen.core.environment import cache_folder, default_offload_folder, folder_of_sockets
+from h2o_flexgen.core.environment import cache_folder, folder_of_sockets
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.reports import OnStage, Stage, Stages
-from h2o_flexgen.engine.resources import Packing, disk_limit, open_limits, refuse_memory_of_no_gpu, weighed_anew
+from h2o_flexgen.engine.resources import (
+    Packing,
+    disk_limit,
+    keep_few_compiled_products,
+    open_limits,
+    set_threads,
+    weighed_anew,
+)
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.host import SharedWeights, give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed, keep_little_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories, site_of
-from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
+from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan_requirements import PlanSubject
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.profiling.profile_cache import machine_before_profile
+from h2o_flexgen.session.machine_source import MachineSource
+from h2o_flexgen.session.open_request import OpenRequest
 from h2o_flexgen.session.opened_model import Mending, OpenedModel
 
-Opened = TypeVar("Opened", bound="ModelUnderPlan")
 
-
-class ModelUnderPlan:
+class LoadedModel:
     """An open model under a plan. Nothing large is loaded before an engine is asked for; `close`, or a `with`, frees it."""
 
-    def __init__(
-        self,
-        name: str,
-        tokenizer: str,
-        plan: Plan,
-        dtype: str,
-        device: str,
-        gpu_mem: int | str | None,
-        cpu_mem: int | str | None,
-        offload_dir: str | Path | None,
-        dummy_weights: bool,
-        trace: bool,
-        on_stage: OnStage | None,
-    ) -> None:
-        self._times_all = trace
-        self.name, self.tokenizer_name = name, tokenizer
-        self.dummy_weights = dummy_weights
-        self._dtype = dtype
-        self._stages = Stages(on_stage)
-        self._mending = Mending(self._stages)
+    def __init__(self, request: OpenRequest, on_stage: OnStage | None = None) -> None:
+        site = request.site
+        set_threads(site.threads)
+        keep_few_compiled_products()
+        do_without_lost_threads()
+        self.request = request
+        self.stages = Stages(on_stage)
+        self.conversation: Conversation | None = None
+        self._mending = Mending(self.stages)
         self._process = os.getpid()
         self._held_before = peak_resident_bytes()
         self._closed = False
         self._memories: Memories | None = None
         self._shared: SharedWeights | None = None
         self._engine: Engine | None = None
-        self._conversation: Conversation | None = None
-        self.device = open_device(device)
-        refuse_memory_of_no_gpu(self.device, gpu_mem)
-        self._device_name = device
-        self._take(plan)
-        self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
+        self.device = open_device(site.device)
+        site.refuse_memory_of_no_gpu(self.device.accelerator, "this model computes on the CPU")
+        self._take(request.plan)
+        self.offload_folder = site.offload_folder
         caches = [cache_folder(kind) for kind in COPIES]
         self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
         self._open()
-        self.limits = open_limits([self.device, *self.others], gpu_mem, cpu_mem)
-        self.limits = replace(self.limits, disk=disk_limit(self.offload_folder, self.packing))
+        limits = open_limits([self.device, *self.others], site.gpu_mem, site.cpu_mem)
+        self.limits = replace(limits, disk=disk_limit(self.offload_folder, self.packing), processes=site.gpus)
+
+    @property
+    def name(self) -> str:
+        return self.request.model.source
 
     # -- the plan --------------------------------------------------------------------------------------------------------
 
@@ -94,8 +90,8 @@ class ModelUnderPlan:
         asked = f"a pipeline of {devices} devices was asked for"
         if not self.device.accelerator:
             raise ValueError(f"{asked}, and there is no GPU; leave it out, and the model computes on the CPU")
-        if ":" in self._device_name:
-            raise ValueError(f"{asked}, and device {self._device_name!r} is one; leave one of them out")
+        if ":" in self.request.site.device:
+            raise ValueError(f"{asked}, and device {self.request.site.device!r} is one; leave one of them out")
         return [open_device(name) for name in self.device.names_of(devices)[1:]]
 
     def adopt(self, plan: Plan) -> None:
@@ -116,7 +112,7 @@ class ModelUnderPlan:
         self._refuse_in_conversation()
         before = self.requested
         self._unload()
-        with self._stages.heard_by(on_stage):
+        with self.stages.heard_by(on_stage):
             try:
                 yield
             except BaseException:
@@ -130,7 +126,7 @@ class ModelUnderPlan:
 
     @property
     def site(self) -> Site:
-        return site_of(self.device.kind, self.device.accelerator, self.dummy_weights)
+        return site_of(self.device.kind, self.device.accelerator, self.request.model.dummy_weights)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
         """Plans the workload under this model's plan, or under another one."""
@@ -143,36 +139,48 @@ class ModelUnderPlan:
         """Refuses a workload that the plan does not fit, before anything is loaded; otherwise returns how it is planned."""
         for length, row in workload.first_of_length.items():
             check_positions(self.spec, self.plan, row, length, workload.gen_len)
-        return self._fitting(workload)
+        return self.fitting(workload)
 
-    def _fitting(self, workload: Workload, scored_at_once: int = 0) -> WorkloadPlan:
+    def fitting(self, workload: Workload, scored_at_once: int = 0) -> WorkloadPlan:
         planned = self.planned(workload, None, scored_at_once)
-        planned.refuse_what_does_not_fit(self.limits)
+        self.hold_to_limits(planned)
         return planned
 
-    def spec_under(self, plan: Plan) -> ModelSpec:
-        return self._opened.spec(plan)
+    def hold_to_limits(self, planned: WorkloadPlan) -> None:
+        """Refuses what does not fit. Of what fits closely the process keeps little of what was freed, which no plan counts."""
+        planned.refuse_what_does_not_fit(self.limits)
+        if self.limits.room(planned.footprint, HOST) < FREED_BYTES:
+            keep_little_freed()
 
-    def machine_before_profile(self) -> Machine:
-        return machine_before_profile(self.device, self.offload_folder)
+    def spec_under(self, plan: Plan) -> ModelSpec:
+        return self.opened.spec(plan)
+
+    def machines(self, named: Machine | None = None) -> MachineSource:
+        """The machine that plans are found for: the named one, or this one."""
+        return MachineSource(named, self.device, self.offload_folder, self.request.model.dtype, self.limits.processes)
+
+    def subject_on(self, machine: Machine) -> PlanSubject:
+        """What a plan is found for; the machine has the memory that was free when the model was opened."""
+        return PlanSubject(self.spec_under, self.limits, self.site)
 
     # -- the model -------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         """Opens the model; damaged copies of its weights are made again."""
+        asked = self.request.model
         while True:
             try:
-                self._opened = OpenedModel.of(self.name, self.dummy_weights, self._dtype, self.site, self._stages)
+                self.opened = OpenedModel.of(asked.source, asked.dummy_weights, asked.dtype, self.site, self.stages)
                 self._put_under_plan()
             except Damaged as damaged:
                 self._mending.discard(damaged)
             else:
-                self.tokenizer = self._opened.tokenizer(self.tokenizer_name, self.spec.vocab)
+                self.tokenizer = self.opened.tokenizer(asked.tokenizer, self.spec.vocab)
                 return
 
     def _put_under_plan(self) -> None:
-        self.model = self._opened.model(self.plan)  # its layers as functions, for other code that runs them
-        self.source = self._opened.source(self.plan, self.offload_folder, self._stages)  # where its weights come from
+        self.model = self.opened.model(self.plan)  # its layers as functions, for other code that runs them
+        self.source = self.opened.source(self.plan, self.offload_folder, self.stages)  # where its weights come from
         if any(self.spec.windows):  # rows do not keep tokens before a window, so that no prefix is shared
             self.plan = replace(self.plan, shared_prefixes=False)
         check_rolling(self.spec, self.plan)
@@ -184,11 +192,6 @@ class ModelUnderPlan:
     @property
     def spec(self) -> ModelSpec:
         return self.model.spec
-
-    @property
-    def opened(self) -> OpenedModel:
-        """The contents of the model's config and files."""
-        return self._opened
 
     @property
     def packing(self) -> Packing | None:
@@ -206,18 +209,18 @@ class ModelUnderPlan:
 
     def load(self, on_stage: OnStage | None = None) -> None:
         """Loads the weights now instead of at the first generation."""
-        self._ready(on_stage)
+        self.ready(on_stage)
 
     def load_shared(self, shared: SharedWeights, on_stage: OnStage | None = None) -> Engine:
         """Loads the weights, those in host memory into a file that several processes share."""
         self._shared = shared
-        return self._ready(on_stage)
+        return self.ready(on_stage)
 
-    def _ready(self, on_stage: OnStage | None) -> Engine:
+    def ready(self, on_stage: OnStage | None) -> Engine:
         """The engine, with nothing of earlier workloads in memory but the weights."""
         self._refuse_in_conversation()
         self._refuse_closed()
-        with self._stages.heard_by(on_stage):
+        with self.stages.heard_by(on_stage):
             engine = self._load()
         engine.trim()
         engine.restart_peaks()
@@ -226,14 +229,14 @@ class ModelUnderPlan:
     def _load(self) -> Engine:
         self._refuse_closed()
         while self._engine is None:
-            self._stages(Stage.LOADING)
+            self.stages(Stage.LOADING)
             start_computing_threads(teams=2 if self.plan.attend_on == HOST else self.plan.pipeline)
             try:
                 self._engine = self._new_engine()
             except Damaged as damaged:
                 self._mending.discard(damaged)
                 self._open()
-        self._stages(Stage.GENERATING)
+        self.stages(Stage.GENERATING)
         return self._engine
 
     def _new_engine(self) -> Engine:
@@ -243,7 +246,7 @@ class ModelUnderPlan:
             source = HandedSource(source, shared.take)
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared, self.others)
         try:
-            return Engine(self.model, source, self.plan, self._memories, self._times_all)
+            return Engine(self.model, source, self.plan, self._memories, self.request.trace)
         except BaseException:  # the next attempt starts from nothing
             self.source.close()
             self._memories.close()
@@ -253,7 +256,7 @@ class ModelUnderPlan:
         """The most bytes held since the weights were loaded; for the host, the most that the process has ever held."""
         assert self._memories is not None
         disk = self._memories.disk.meter.peak_bytes
-        if self.dummy_weights:
+        if self.request.model.dummy_weights:
             disk += sum(file.stat().st_size for file in self.weight_files)
         device, host = max(device.peak_bytes() for device in (self.device, *self.others)), peak_resident_bytes()
         over = self.limits.exceeded_by({DEVICE: device, HOST: host, DISK: disk})
@@ -267,7 +270,7 @@ class ModelUnderPlan:
             raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
 
     def _refuse_in_conversation(self) -> None:
-        if self._conversation is not None and not self._conversation.closed:
+        if self.conversation is not None and not self.conversation.closed:
             raise ValueError(f"a conversation of {self.name} is open; close it first")
 
     # -- the end ---------------------------------------------------------------------------------------------------------
@@ -275,8 +278,8 @@ class ModelUnderPlan:
     def unload(self) -> None:
         """Frees all memory. The next generation loads everything again."""
         refuse_forked(self._process, f"this LLM of {self.name}")
-        if self._conversation is not None:
-            self._conversation.close()
+        if self.conversation is not None:
+            self.conversation.close()
         if self._memories is not None:
             self._memories.close()
         self._memories = self._engine = None  # page-locked until its memory is closed
@@ -289,8 +292,8 @@ class ModelUnderPlan:
         self._closed = True
         if self._process != os.getpid():
             return
-        if self._conversation is not None:
-            self._conversation.close()
+        if self.conversation is not None:
+            self.conversation.close()
         self._unload()
 
     def _unload(self) -> None:
@@ -300,9 +303,3 @@ class ModelUnderPlan:
             if self._memories is not None:
                 self._memories.close()
             self._engine = self._memories = None  # last: what it holds is page-locked until its memory is closed
-
-    def __enter__(self: Opened) -> Opened:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from h2o_flexgen.checkpoints.derived import Damaged
 from h2o_flexgen.checkpoints.dummy import DummySource, random_format
-from h2o_flexgen.checkpoints.hub import resolve_model
+from h2o_flexgen.checkpoints.model_places import resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quantisation_of
 from h2o_flexgen.core.allowed_values import AUTO

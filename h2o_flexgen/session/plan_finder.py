@@ -1,101 +1,120 @@
-"""Finds a plan for what an open model is to generate: by a search, or without one where the answer is known. The commands and
-LLM both ask here."""
+"""PlanFinder: finds a plan for what a model is to generate, by a search, or without one where the answer is known. The commands
+and LLM all ask here."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from h2o_flexgen.checkpoints.model_places import demo_folder
-from h2o_flexgen.core.site import DEVICE, HOST
-from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from h2o_flexgen.planning.search import MOST_ROWS, SearchProblem, SearchResult, refuse_what_never_fits, search
-from h2o_flexgen.planning.workload_plan import WorkloadPlan
-
-if TYPE_CHECKING:
-    from h2o_flexgen.session.loaded_model import ModelUnderPlan
+from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
+from h2o_flexgen.planning.search import MOST_ROWS, Candidate, SearchProblem, SearchResult, refuse_what_never_fits, search
+from h2o_flexgen.session.machine_source import MachineSource
 
 FASTEST = Shares(1.0, 0.0)
 MOST_SEARCHES = 4  # with a limit of hundreds of MB, two left a tenth of a MB too little now and then
+WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"
 
 
-@dataclass(frozen=True)
-class FoundPlan:
-    machine: Machine
-    found: SearchResult
-    seconds: float  # seconds of the search
+class PlannedModel(Protocol):
+    """A model that plans are found for: it is open, or only its shapes are known."""
 
     @property
-    def plan(self) -> Plan:
-        return self.found.best.plan
+    def name(self) -> str: ...
 
-    def lines(self) -> Iterator[str]:
-        best = self.found.best
-        yield f"machine   {self.machine.name}; its busiest part will be {best.prediction.busiest_lane}"
-        yield f"found     in {self.seconds:.1f} s among {self.found.cases} sizes of batch and block"
+    def subject_on(self, machine: Machine) -> PlanSubject: ...
+
+    def adopt(self, plan: Plan) -> None: ...
 
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What an open model is to generate under a plan that is still to be found."""
+    """A search that is done."""
 
+    problem: SearchProblem
+    result: SearchResult
+    seconds: float
+
+    def lines(self) -> Iterator[str]:
+        machine, best = self.problem.machine, self.result.best
+        yield f"machine   {machine.name}; its busiest part will be {best.prediction.busiest_lane}"
+        yield f"found     in {self.seconds:.1f} s among {self.result.cases} sizes of batch and block"
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan that a model has adopted."""
+
+    search: PlanSearch | None  # None: nothing had to be searched, and no machine measured
+
+    def lines(self) -> list[str]:
+        return [f"plan      {WITH_ROOM}"] if self.search is None else [*self.search.lines()]
+
+
+@dataclass(frozen=True)
+class PlanFinder:
     asked: PlanRequirements
-    llm: ModelUnderPlan
-    workload: Workload | None  # the given prompts; None: as many will be made as the block takes
-    prompt_len: int
-    gen_len: int
-    held_back: int = 0  # bytes of the fastest memory that the plan may not use
+    model: PlannedModel
+    machines: MachineSource
 
-    def refuse_impossible(self) -> None:
-        """Refuses what no machine could do, before this one is measured."""
-        refuse_what_never_fits(self._problem(self.llm.machine_before_profile()))
+    def find(self, need: PlanNeed) -> FoundPlan:
+        """Finds a plan and gives it to the model. What no machine could do is refused before this one is measured; it is not
+        measured either where everything has room in the fastest memory."""
+        with self._shown() as progress:
+            plan = self._plan_with_room(self._possible(need), need) if self.machines.named is None else None
+            if plan is None:
+                return FoundPlan(self._searched(need, progress))
+            self.model.adopt(plan)
+            return FoundPlan(None)
 
-    def find(self, machine: Machine) -> FoundPlan:
-        """Finds a plan and gives it to the model. A search leaves something in memory: if the plan lacks room for just that,
-        the search is repeated with what is left. Each repetition leaves less than the one before."""
-        begun = time.perf_counter()
-        for _ in range(MOST_SEARCHES):
-            found = search(self._problem(machine))
-            self.llm.adopt(found.best.plan)
-            if self.is_granted_by(found.best.plan):
-                break
-        return FoundPlan(machine, found, time.perf_counter() - begun)
+    def search(self, need: PlanNeed) -> PlanSearch:
+        """Searches in any case, for a caller that wants to know why a plan is the best."""
+        with self._shown() as progress:
+            self._possible(need)
+            return self._searched(need, progress)
 
-    def is_granted_by(self, plan: Plan) -> bool:
-        """Whether the plan fits what may be held."""
-        return self._planned(plan).fits(self._limits)
+    def price(self, need: PlanNeed) -> PlanSearch:
+        """The plan that is asked for, as if a search had found it."""
+        with self._shown() as progress:
+            self._refuse_what_does_not_fit(self._problem(need, self.machines.before_measuring()))
+            problem = self._problem(need, self.machines.measured(progress))
+            progress.stage("pricing the plan")
+            begun = time.perf_counter()
+            self._refuse_what_does_not_fit(problem)
+            one = Candidate(problem.plan, problem.predict(problem.plan))
+            return PlanSearch(problem, SearchResult(one, (), (one,), 0), time.perf_counter() - begun)
 
-    @property
-    def _limits(self) -> MemoryLimits:
-        tier = DEVICE if self.llm.device.accelerator else HOST
-        held = self.llm.limits.of(tier)
-        return self.llm.limits if held is None else replace(self.llm.limits, **{tier: held - self.held_back})
+    def refuse_impossible(self, need: PlanNeed) -> None:
+        """Refuses what no machine could do."""
+        self._possible(need)
 
-    def _problem(self, machine: Machine) -> SearchProblem:
-        llm = self.llm
-        return self.asked.problem(
-            machine,
-            model=llm.spec_under,
-            workload=self.workload,
-            prompt_len=self.prompt_len,
-            gen_len=self.gen_len,
-            limits=self._limits,
-            site=llm.site,
-        )
+    def has_room(self, plan: Plan, need: PlanNeed) -> bool:
+        """Whether a plan of the model fits what may be held."""
+        return _fits(self._problem(need, self.machines.before_measuring()), plan)
 
-    def _planned(self, plan: Plan) -> WorkloadPlan:
-        workload = self.workload or Workload.uniform(plan.block_size, self.prompt_len, self.gen_len)
-        return self.llm.planned(workload, plan)
+    # -- steps -----------------------------------------------------------------------------------------------------------
 
-    # -- without a search ------------------------------------------------------------------------------------------------
+    def _shown(self) -> Progress:
+        return Progress(0, f"planning for {self.model.name}", late=True)
 
-    def plan_with_room(self) -> Plan | None:
+    def _problem(self, need: PlanNeed, machine: Machine) -> SearchProblem:
+        return self.asked.problem(machine, self.model.subject_on(machine), need)
+
+    def _possible(self, need: PlanNeed) -> SearchProblem:
+        problem = self._problem(need, self.machines.before_measuring())
+        refuse_what_never_fits(problem)
+        return problem
+
+    def _refuse_what_does_not_fit(self, problem: SearchProblem) -> None:
+        problem.largest(problem.plan).refuse_what_does_not_fit(problem.limits)
+
+    def _plan_with_room(self, problem: SearchProblem, need: PlanNeed) -> Plan | None:
         """A plan with all prompts in one block and everything in the fastest memory, if that takes no more than half of it: no
         search finds a better plan, so the machine need not be measured. None otherwise, or if a plan is asked for more than
         speed."""
@@ -103,11 +122,30 @@ class PlanSearch:
         if not asked.is_only_speed:
             return None
         fastest = replace(asked.plan, weights=FASTEST, kv=FASTEST, hidden=FASTEST)
-        if self.workload is not None:
-            fastest = _in_one_block(fastest, self.workload.num_prompts, asked.batch_sizes, asked.batches)
-        elif demo_folder(self.llm.name) is None:
+        if not need.is_sample:
+            fastest = _in_one_block(fastest, need.workload.num_prompts, asked.batch_sizes, asked.batches)
+        elif demo_folder(self.model.name) is None:
             return None  # the search decides how many prompts make a good block
-        return fastest if self._planned(fastest).fits(self._limits.with_half_free()) else None
+        return fastest if _fits(problem, fastest, problem.limits.with_half_free()) else None
+
+    def _searched(self, need: PlanNeed, progress: Progress) -> PlanSearch:
+        """A search leaves something in memory: if the plan lacks room for just that, the search is repeated with what is left.
+        Each repetition leaves less than the one before."""
+        machine = self.machines.measured(progress)
+        progress.stage("searching")
+        begun = time.perf_counter()
+        for _ in range(MOST_SEARCHES):
+            problem = self._problem(need, machine)
+            found = search(problem)
+            self.model.adopt(found.best.plan)
+            if _fits(self._problem(need, machine), found.best.plan):
+                break
+        return PlanSearch(problem, found, time.perf_counter() - begun)
+
+
+def _fits(problem: SearchProblem, plan: Plan, limits: MemoryLimits | None = None) -> bool:
+    plan = plan.at(problem.site)
+    return problem.planned(plan, problem.prompts(plan)).fits(limits or problem.limits)
 
 
 def _in_one_block(plan: Plan, rows: int, sizes: tuple[int, ...], batches: tuple[int, ...]) -> Plan:

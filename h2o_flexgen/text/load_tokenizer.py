@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_metadata
 from h2o_flexgen.checkpoints.model_files import read_object
-from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.allowed_values import AUTO, EOS, eos_ids_of
 from h2o_flexgen.core.files import read_document
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.models.config_values import EOS, eos_ids_of
 from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.gguf_tokenizer import library_tokenizer
 from h2o_flexgen.text.gguf_vocabulary import KIND, PIECES, RULE, GgufVocabulary, has_tokens

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from h2o_flexgen.checkpoints.hub import resolve_model
+from h2o_flexgen.checkpoints.model_places import resolve_model
 
 
 class Hub:

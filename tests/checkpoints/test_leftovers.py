@@ -168,4 +168,4 @@ def test_any_run_removes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
     dead = [weights_of(tmp_path / "offload", "a"), partial_of(cache_folder(kind), "b@2"), sockets / f"{RAY_PREFIX}c"]
     dead[-1].mkdir(parents=True)
     with LLM("demo", offload_dir=tmp_path / "offload") as llm:
-        assert llm.leftovers is not None and llm.leftovers.places == dead
+        assert llm.loaded.leftovers is not None and llm.loaded.leftovers.places == dead

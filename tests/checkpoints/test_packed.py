@@ -21,10 +21,10 @@ from h2o_flexgen.checkpoints import packed as packed_module
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.decoded_values import stored_values
 from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
+from h2o_flexgen.checkpoints.file_reading import STRETCH_BYTES
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import nbytes_in, remove_leftovers
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
-from h2o_flexgen.checkpoints.sums import STRETCH_BYTES
 from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
@@ -232,14 +232,14 @@ def test_progress_counts_every_byte_once(model: Path, tmp_path: Path) -> None:
 def test_a_plan_says_what_it_would_write(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path / "offload") as llm:
-        assert llm.packing is not None
-        folder, nbytes, _ = llm.packing
+        assert llm.loaded.packing is not None
+        folder, nbytes, _ = llm.loaded.packing
         assert folder.parent == tmp_path / "home" / "h2o_flexgen" / "packed" and nbytes > 0
         assert not folder.exists()
         llm.generate([[1, 2, 3]])
-        assert llm.packing == (folder, 0, 0)
+        assert llm.loaded.packing == (folder, 0, 0)
     with LLM(str(model), offload_dir=tmp_path / "offload") as llm:
-        assert llm.packing is None
+        assert llm.loaded.packing is None
 
 
 def test_what_packing_will_write_is_no_room_for_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_what_packing_will_write_is_no_room_for_the_run(model: Path, tmp_path: P
     with LLM(str(model), offload_dir=tmp_path / "offload") as plain:
         assert plain.limits.disk == 10**9
     with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path / "offload") as llm:
-        assert llm.packing is not None and llm.limits.disk == 10**9 - llm.packing[1]
+        assert llm.loaded.packing is not None and llm.limits.disk == 10**9 - llm.loaded.packing[1]
 
 
 # -- copies of an older layout -------------------------------------------------------------------------------------------
@@ -337,9 +337,9 @@ def test_what_an_older_copy_takes_is_room_for_the_run(model: Path, tmp_path: Pat
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=10**9, used=0, free=10**9))
     stages = list[Stage]()
     with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path, on_stage=lambda stage, *_: stages.append(stage)) as llm:
-        assert llm.packing is not None and llm.packing.freed == held
-        assert llm.limits.disk == 10**9 + held - llm.packing.nbytes
-        assert str(llm.packing).endswith(f" in {older}, in place of {format_bytes(held)} of an older layout")
+        assert llm.loaded.packing is not None and llm.loaded.packing.freed == held
+        assert llm.limits.disk == 10**9 + held - llm.loaded.packing.nbytes
+        assert str(llm.loaded.packing).endswith(f" in {older}, in place of {format_bytes(held)} of an older layout")
         llm.generate([[1, 2, 3]])
-        assert llm.packing == (older, 0, 0)
+        assert llm.loaded.packing == (older, 0, 0)
     assert stages.count(Stage.RENEWING) == 1 and stages.index(Stage.RENEWING) < stages.index(Stage.PACKING)

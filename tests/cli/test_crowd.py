@@ -55,3 +55,16 @@ def test_on_a_quiet_machine_nothing_is_said() -> None:
 
 def test_a_window_too_short_to_tell_is_waited_for() -> None:
     assert told([Planted(0.2, 4.0)] * 5) == []
+
+
+def test_idle_time_before_computing_is_not_looked_at() -> None:
+    """A server waits for requests while others compute, which slows nothing."""
+    idle, begun, busy = Planted(60.0, 4.0), Planted(0.1, 4.0), Planted(1.5, 4.0, 0.4)
+    lines, left = list[str](), iter([idle, begun, busy, busy])
+    watching = Crowd(lines.append, lambda: next(left))
+    with watching.computing():
+        watching.look()
+    assert lines == []
+    with watching.computing():
+        watching.look()
+    assert [line.startswith("slow: 4 threads compute on 4 cores") for line in lines] == [True]

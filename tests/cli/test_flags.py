@@ -15,7 +15,7 @@ from h2o_flexgen.cli import (
     profile_request,
     run_request,
 )
-from h2o_flexgen.cli.flags import KV, PLAN
+from h2o_flexgen.cli.flags import KV, MODEL, PLAN, SITE
 from h2o_flexgen.cli.run_request import parse, request_of
 from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
 from h2o_flexgen.core.option import Option, flags_written, options_of
@@ -47,7 +47,7 @@ def test_no_flag_takes_what_only_python_takes_for_a_number(action: argparse.Acti
         assert len(str(caught.value)) < 300
 
 
-OPTIONS = (*SAMPLING.values(), *PLAN.values(), *KV.values())
+OPTIONS = tuple(one for table in (SAMPLING, PLAN, KV, MODEL, SITE) for one in table.values())
 OF_NUMBERS = [one for one in OPTIONS if isinstance(one.allowed, Bounds)]
 
 

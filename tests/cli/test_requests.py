@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli.common_requests import ModelRequest, choose_model
+from h2o_flexgen.cli.common_requests import choose_model
+from h2o_flexgen.session.open_request import ModelRequest
 
 
 @pytest.fixture

@@ -9,7 +9,16 @@ import pytest
 
 from h2o_flexgen.cli import slow
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
-from h2o_flexgen.cli.slow import NO_KERNELS, NO_TRITON, experts_reason, int8_reason, kernel_reasons, say_slow, visits_reason
+from h2o_flexgen.cli.slow import (
+    NO_KERNELS,
+    NO_TRITON,
+    experts_reason,
+    int8_reason,
+    kernel_reasons,
+    row_reason,
+    say_slow,
+    visits_reason,
+)
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats import kernel_table
 from h2o_flexgen.formats.kernel_table import Processor
@@ -202,3 +211,29 @@ def test_visits_of_layers_are_named_where_a_step_takes_far_longer_than_memory_do
 )
 def test_otherwise_nothing_is_said_of_visits(first: BlockPlan, known: Machine) -> None:
     assert list(visits_reason(first, known)) == []
+
+
+# -- a row, on a machine without a profile ---------------------------------------------------------------------------------
+
+
+def test_a_step_of_one_row_that_took_far_longer_than_slow_memory_is_named() -> None:
+    first = small()
+    (line,) = row_reason(first, visiting(), 0.002)
+    assert line.startswith("a step of 1 row took 2 ms, and slow memory (10 GB/s) gives its ")
+    assert line.endswith("visits of layers cost beside their work, whatever their rows; more rows at once share it")
+    assert next(row_reason(first, visiting(), 0.002, is_talk=True)).endswith("a talk has no other rows to share it")
+
+
+@pytest.mark.parametrize(
+    ("first", "seconds", "device"),
+    [
+        (small(), 1e-9, "cpu"),
+        (small(rows=2), 1.0, "cpu"),
+        (small(percent=0), 1.0, "cpu"),
+        (small(gen_len=1), 1.0, "cpu"),
+        (small(), 1.0, "cuda"),
+    ],
+    ids=["near memory", "more rows", "from disk", "no step", "another device"],
+)
+def test_otherwise_nothing_is_said_of_a_row(first: BlockPlan, seconds: float, device: str) -> None:
+    assert list(row_reason(first, visiting(device=device), seconds)) == []

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from h2o_flexgen.cli.asked_problem import opened_for, problem_of
 from h2o_flexgen.cli.plan_request import parse, request_of
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats.kernel_table import CUDA, Processor
 from h2o_flexgen.kernels import native
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.profiling.measured_machine import measured_dtypes
+from h2o_flexgen.session.model_shapes import ModelShapes
 
 T4 = Site(True, processor=Processor(CUDA, instructions=("float16",)))
 A100 = Site(True, processor=Processor(CUDA, instructions=("float16", "bfloat16")))
@@ -88,6 +88,6 @@ def test_a_plan_for_another_machine_asks_what_that_one_multiplies(types: tuple[s
         "100",
         "0",
     )
-    request = replace(request_of(parse(flags)), machine=machine)
-    problem = problem_of(request, machine, opened_for(request, machine))
-    assert problem.site.usual_dtype("bfloat16") == dtype and problem.site.usual_dtype("float16") == "float16"
+    request = request_of(parse(flags))
+    site = ModelShapes(request.model, request.site, machine, None).subject_on(machine).site
+    assert site.usual_dtype("bfloat16") == dtype and site.usual_dtype("float16") == "float16"

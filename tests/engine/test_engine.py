@@ -276,7 +276,7 @@ def test_after_an_error_in_mid_run_everything_is_given_back(
         with pytest.raises(TaskFailed, match=f"while running {op} 2"):
             llm.generate(case.prompts, SamplingParams(max_tokens=GEN_LEN))
         assert not list(offload.iterdir()), "a file has a name in the offload folder"
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     assert open_files() == before
 
 
@@ -323,7 +323,8 @@ def test_a_disk_that_is_full_before_the_run_is_told_and_leaves_nothing(
         with pytest.raises(OSError, match=r"disk is full: .* could not be written in .*; lower the disk share"):
             llm.generate(case.prompts, SamplingParams(max_tokens=5))
         monkeypatch.undo()
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0, "what was reserved is not given back"
+        memories = llm.loaded._memories
+        assert memories is not None and memories.disk.meter.used_bytes == 0, "what was reserved is not given back"
 
 
 def test_a_disk_that_is_full_in_mid_run_is_told_and_leaves_nothing(

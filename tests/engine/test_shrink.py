@@ -122,8 +122,8 @@ def undisturbed(case: Case, checkpoints: Checkpoints, offload: Path, params: Any
 
 
 def arenas_of(llm: LLM) -> int:
-    assert llm._memories is not None
-    return llm._memories.host.meter.used_bytes + llm._memories.weights.meter.used_bytes
+    assert llm.loaded._memories is not None
+    return llm.loaded._memories.host.meter.used_bytes + llm.loaded._memories.weights.meter.used_bytes
 
 
 # -- the output ----------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     with case.open(checkpoints, offload) as llm:
         completions = llm.generate(case.prompts, params, seed=3, on_shrink=told.append)
         stats = llm.stats
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     assert same(completions, wanted)
     assert stats is not None and stats.shrunk == ((4, 2),) == tuple(shrink.tried for shrink in told)
     assert stats.generated_tokens == sum(len(each.token_ids) for each in wanted)
@@ -281,7 +281,7 @@ def test_below_one_row_it_is_an_error_of_one_line_that_says_what_to_do(
     with case_of().open(checkpoints, offload) as llm:
         with pytest.raises(MemoryError, match=r"can't allocate memory.* keep less KV .*, or give more memory") as caught:
             llm.generate(case_of().prompts, SamplingParams(max_tokens=4), on_shrink=told.append)
-        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
         monkeypatch.undo()
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=1)), "it can be used again"
     assert "\n" not in str(caught.value)
@@ -355,8 +355,8 @@ def test_before_the_next_block_begins_the_memory_of_the_last_is_given_back(
     arenas: list[tuple[int, int]] = []
     with mapped_memory(monkeypatch) as mapped, case.open(checkpoints, offload) as llm:
         llm.generate(case.prompts[:1], SamplingParams(max_tokens=1), stop_at=lambda _: True)  # only loads
-        assert llm._engine is not None
-        llm._engine.trim()
+        assert llm.loaded._engine is not None
+        llm.loaded._engine.trim()
         before = arenas_of(llm), mapped()
 
         def note(_: Shrink) -> None:

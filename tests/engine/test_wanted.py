@@ -31,7 +31,7 @@ def moved_and_skipped(case: Case, checkpoints: Checkpoints, offload: Path) -> tu
         compare(case, checkpoints, *generate_with(llm, case))
         assert llm.stats is not None
         moved, skipped = Counter(llm.stats.moved_bytes), Counter(llm.stats.skipped_bytes)
-        site = llm.site
+        site = llm.loaded.site
         foreseen = by_lane(predicted_bytes(BlockPlans.of(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), site)))
     assert {lane: nbytes for lane, nbytes in (moved + skipped).items() if nbytes} == foreseen
     return moved, skipped

@@ -26,8 +26,22 @@ from tests.helpers.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 Bytes = NDArray[np.uint8]
 
 OF_QWEN = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", **OF_QWEN, "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **OF_MIXTURES}  # by model_type
+OF_MIXTURES = {
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    **OF_QWEN,
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "granitemoe": "granitemoe",
+}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "granite": "granite",
+    **OF_MIXTURES,
+}  # by model_type
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight")
 FORMS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
@@ -128,6 +142,11 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters["beta_slow"])
     if config.model_type in ("mistral", "gpt_oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type.startswith("granite"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if getattr(config, "num_experts_per_tok", 0):
         _add_choice(writer, config)
 
@@ -229,7 +248,7 @@ def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Gen
 
 def _rows_in_file(config: PretrainedConfig, name: str, rows: int) -> Tensor:
     """The row of a tensor in transformers that is each row in the file: of llama, values rotated together are neighbours."""
-    is_moved = ARCHITECTURES[config.model_type] == "llama" and ("q_proj" in name or "k_proj" in name)
+    is_moved = ARCHITECTURES[config.model_type] in ("llama", "granite", "granitemoe") and ("q_proj" in name or "k_proj" in name)
     heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
     order = torch.arange(rows)
     return order.view(heads, 2, -1).transpose(1, 2).flatten() if is_moved else order

@@ -126,6 +126,6 @@ class InvertedCheckpoint:
 def opened_inverted(case: Case, checkpoints: Checkpoints, offload: Path, format: Inverted | None = None) -> Iterator[LLM]:
     """The case with its matrices inverted, in a packed file. Bytes are looked at as they are decoded, which no graph can do."""
     with registered(format or Inverted()) as chosen, case.open(checkpoints, offload, graphs="off") as llm:
-        llm.model.spec = llm.spec.packed(chosen.name)
-        llm.source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
+        llm.loaded.model.spec = llm.spec.packed(chosen.name)
+        llm.loaded.source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
         yield llm

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from h2o_flexgen.models import tensor_names
+
 VOCAB, POSITIONS, BLOCKS = 113, 128, 3
 
 _OPT = {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 80, "word_embed_proj_dim": 32}
@@ -66,6 +68,14 @@ _GEMMA2 = {
     "final_logit_softcapping": 3.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 60.0},
 }
+_GRANITE = {
+    **_LLAMA,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.6,
+    "rope_theta": 300.0,
+}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,6 +121,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-far": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * BLOCKS}),
     "glm4-moe": ("glm4_moe", {**_GLM, "n_shared_experts": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}),
     "glm4-moe-air": ("glm4_moe", {**_GLM, "attention_bias": True, "norm_topk_prob": False, "partial_rotary_factor": 0.25}),
+    "granite": ("granite", {**_GRANITE, "tie_word_embeddings": True}),
+    "granite-moe": ("granitemoe", {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",
@@ -169,7 +181,8 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
-    return with_each_expert({**named, **dict(_corrections(model))})
+    usual = tensor_names(model.config).usual
+    return with_each_expert({usual(name): tensor for name, tensor in {**named, **dict(_corrections(model))}.items()})
 
 
 def with_each_expert(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -163,3 +163,26 @@ def test_what_was_freed_goes_back_to_the_system() -> None:
     run = subprocess.run([sys.executable, "-c", FREEING], capture_output=True, text=True, check=True)
     held, left, kept = map(int, run.stdout.split())
     assert held > 100e6 and left < 30e6 and kept == 30_000
+
+
+KEEPING = """
+import psutil, torch
+from h2o_flexgen.memory.host import keep_little_freed
+keep_little_freed()
+rss = lambda: psutil.Process().memory_info().rss
+for _ in range(3):
+    torch.ones(5_000_000)  # by which glibc would learn to keep blocks up to this size
+before = rss()
+blocks = [torch.ones(1_000_000) for _ in range(40)]
+stays = torch.ones(1_000_000)
+held = rss()
+del blocks
+print(held - before, rss() - before)
+"""
+
+
+def test_where_memory_is_short_nothing_large_that_was_freed_is_kept() -> None:
+    """Of blocks below one that stays, without being asked to give anything back."""
+    run = subprocess.run([sys.executable, "-c", KEEPING], capture_output=True, text=True, check=True)
+    held, left = map(int, run.stdout.split())
+    assert held > 150e6 and left < 30e6

@@ -24,7 +24,7 @@ from h2o_flexgen.profiling import moving, profile_cache
 from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session import loaded_model
-from h2o_flexgen.session.plan_finder import PlanSearch
+from h2o_flexgen.session.plan_finder import PlanFinder
 from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.pretended_cudart import LockingDevice, PretendedCudart, failing_once, watched_pages
 from tests.profiling.profiles import TINY
@@ -203,7 +203,7 @@ def test_a_plan_that_is_found_behind_a_profile_of_the_same_process_runs(
     monkeypatch.setattr(profile_cache, "profile_apart", profile_here)
     monkeypatch.setattr(profile_cache, "saved_machine", lambda name: None)
     monkeypatch.setattr(LockingDevice, "free_bytes", lambda self: room)
-    monkeypatch.setattr(PlanSearch, "plan_with_room", lambda wish: None)
+    monkeypatch.setattr(PlanFinder, "_plan_with_room", lambda *_: None)
     case = Case(percent=ON_HOST)
     with case.open(checkpoints, offload) as llm:
         expected = [one.token_ids for one in llm.generate(case.prompts, SamplingParams(max_tokens=3))]

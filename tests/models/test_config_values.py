@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, read_header, write_safetensors
+from h2o_flexgen.core.allowed_values import eos_ids_of
 from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import known_config, known_names, load_config
-from h2o_flexgen.models.config_values import eos_ids_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from tests.helpers.refusals import one_line

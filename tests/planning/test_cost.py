@@ -27,7 +27,7 @@ RAGGED = (5, 9, 2, 7, 4, 11, 3)
 
 
 def cost_of(llm: LLM, block: Block) -> Cost:
-    return Cost(BlockPlan.of(llm.spec, llm.plan, block, llm.site))
+    return Cost(BlockPlan.of(llm.spec, llm.plan, block, llm.loaded.site))
 
 
 def predicted(llm: LLM, case: Case) -> Counter[str]:

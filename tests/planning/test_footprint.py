@@ -41,6 +41,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import judge_of
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
 from h2o_flexgen.models import create_model
@@ -67,7 +68,15 @@ from tests.kernels.variants import used
 from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
 
-MIXTURES = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe")  # one of each architecture with experts
+MIXTURES = (
+    "mixtral",
+    "olmoe",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+    "glm4-moe",
+    "granite-moe",
+)  # one of each architecture with experts
 SEEDS = [(seed, ("cpu", "pretended")[seed % 2]) for seed in range(14)]
 NOT_IN_ARENAS = ("working space", "disk buffers", "loading", "libraries")
 PAGE = 4096
@@ -104,8 +113,9 @@ def arena_parts(footprint: Footprint, tier: str, accelerator: bool) -> dict[str,
     return parts
 
 
-def held_by(tiers: object) -> dict[str, int]:
-    memories = tiers._memories  # type: ignore[attr-defined]
+def held_by(llm: LLM) -> dict[str, int]:
+    memories = llm.loaded._memories
+    assert memories is not None
     peaks = {HOST: memories.host.meter.peak_bytes, DISK: memories.disk.meter.peak_bytes}
     return peaks | ({DEVICE: memories.compute.meter.peak_bytes} if memories.device.accelerator else {})
 
@@ -136,8 +146,8 @@ def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
     with case.open(checkpoints, offload) as llm:
         predicted = llm.check(Workload(case.lengths, case.gen_len)).footprint.parts[HOST]["weight buffers"]
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
-        assert llm._engine is not None
-        (weights,) = llm._engine._weights
+        assert llm.loaded._engine is not None
+        (weights,) = llm.loaded._engine._weights
         rings = weights._host_ring
         assert len(rings) >= 3 and sum(rings[at].nbytes for at in range(len(rings))) == predicted
 
@@ -160,7 +170,7 @@ def test_no_pass_holds_more_than_is_predicted_while_rows_come_and_go(
     samples: list[dict[str, int]] = []
 
     def sample(*_: object) -> None:
-        memories = llm._memories
+        memories = llm.loaded._memories
         assert memories is not None
         samples.append({HOST: memories.host.meter.used_bytes, DISK: memories.disk.meter.used_bytes})
         if memories.device.accelerator:
@@ -168,7 +178,7 @@ def test_no_pass_holds_more_than_is_predicted_while_rows_come_and_go(
 
     with case.open(checkpoints, offload) as llm:
         footprint = llm.planned(Stream(job_of(requests, llm._row_maker), llm._row_maker, False).workload).footprint
-        llm._load()
+        llm.loaded._load()
         passing = peak_allocated(lambda: list(llm.generate_stream(requests, on_visit=sample)), ())
     compute = DEVICE if device == "pretended" else HOST
     assert len(samples) >= len(llm.spec.layers)
@@ -184,7 +194,7 @@ def test_weights_alone_stay_within_what_is_predicted_for_them(kind: str, checkpo
     case = Case(kind, (0, 100, 0, 100, 0, 100))
     with case.open(checkpoints, offload) as llm:
         footprint = llm.check(Workload(case.lengths, case.gen_len)).footprint
-        llm._load()
+        llm.loaded._load()
         assert llm.spec.weight_bytes < held_by(llm)[HOST] <= footprint.parts[HOST]["weights"]
 
 

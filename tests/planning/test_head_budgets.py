@@ -191,7 +191,7 @@ def test_no_more_is_held_than_is_predicted(
     accelerator = any_device == "pretended"
     with case.open(checkpoints, offload) as llm:
         needed = llm.check(Workload(case.lengths, case.gen_len)).footprint
-        llm._load()
+        llm.loaded._load()
         passing = peak_allocated(lambda: llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len)), ())
         held = held_by(llm)
         regions = len(llm.spec.tensors) + 3 * len(llm.spec.layers) * (case.num_gpu_batches + 8)

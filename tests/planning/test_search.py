@@ -20,7 +20,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
 from h2o_flexgen.planning.search import (
     BUFFERS,
     LATENCY,
@@ -52,7 +52,7 @@ def stored_packed(plan: Plan) -> ModelSpec:
 
 def problem(accelerator: bool = False, limits: MemoryLimits | None = None, **changes: object) -> SearchProblem:
     asked = SearchProblem(
-        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), limits or MemoryLimits(), Site(accelerator), batches=(1, 2, 3, 4)
+        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), limits or MemoryLimits(), Site(accelerator), batches=(1, 2, 4)
     )
     return replace(asked, **changes)  # type: ignore[arg-type]
 
@@ -359,13 +359,9 @@ def test_no_slots_are_tried_where_nothing_waits(monkeypatch: pytest.MonkeyPatch)
 def test_slots_are_not_searched_where_somebody_has_chosen_them_or_nobody_can() -> None:
     chosen = streamed(of_slices(LARGE, 8), plan=Plan(buffers=3))
     assert {one.plan.buffers for one in search(replace(chosen, buffers=())).all} == {3}
+    subject, need = PlanSubject(sized(), MemoryLimits(), Site()), PlanNeed(Workload.uniform(1, 20, 10), is_sample=True)
     for plan, tried in ((Plan(), BUFFERS), (Plan(buffers=1), ()), (Plan(schedule="flexgen_barrier"), ())):
-        assert (
-            PlanRequirements(plan, buffers=BUFFERS)
-            .problem(on(SLOW, False), sized(), None, 20, 10, MemoryLimits(), Site())
-            .buffers
-            == tried
-        )
+        assert PlanRequirements(plan, buffers=BUFFERS).problem(on(SLOW, False), subject, need).buffers == tried
 
 
 def test_more_slots_keep_a_latency_limit_that_two_do_not() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.checkpoints.hub import resolve_model
-from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, KIND, SMOLLM2
+from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, KIND, SMOLLM2, resolve_model
 from h2o_flexgen.core.environment import cache_folder
 from tests.scripts.loading import load_script
 

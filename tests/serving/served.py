@@ -14,7 +14,6 @@ from types import MappingProxyType
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from h2o_flexgen.cli.common_requests import ModelRequest
 from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.cli.serve_work import facts_of, usual_options
 from h2o_flexgen.engine.reports import Tick
@@ -138,7 +137,7 @@ def served(
 
     arrivals = llm.arrivals(*room)
     desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
-    facts = facts_of(MODEL, PlanReport.of(llm, ModelRequest(MODEL, MODEL, dummy_weights=False), arrivals.planned))
+    facts = facts_of(MODEL, PlanReport.of(llm.loaded, arrivals.planned))
     reading = LineReading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")

@@ -18,6 +18,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.server.desk import RequestListener
+from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.text.prompts import read_prompts
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.serving.served import GEN_LEN, MODEL, Served, served
@@ -218,7 +219,7 @@ def test_a_block_that_cannot_even_begin_is_told_to_all_who_wait(llm: LLM, monkey
 
     with served(llm) as server, server.client() as client:
         with monkeypatch.context() as broken:
-            broken.setattr(LLM, "_ready", fail)
+            broken.setattr(LoadedModel, "ready", fail)
             for _ in range(2):  # more than there are seats; and the server goes on
                 with pytest.raises(openai.InternalServerError, match="No space left"):
                     client.completions.create(model=MODEL, prompt="x", n=6, max_tokens=4)

@@ -70,7 +70,7 @@ def test_threads_get_what_the_model_says_alone_and_share_passes(llm: LLM) -> Non
 
 def test_nothing_is_computed_before_a_request_comes(llm: LLM) -> None:
     with Desks(llm) as desks:
-        assert desks._thread is None and llm.weight_files == () and llm._engine is None
+        assert desks._thread is None and llm.loaded.weight_files == () and llm.loaded._engine is None
 
 
 def test_a_request_that_needs_more_waits_for_the_desk_and_those_behind_it_wait_too(llm: LLM) -> None:
@@ -202,7 +202,7 @@ def test_models_take_turns_and_the_other_gives_its_memory_back(checkpoints: Chec
         texts = []
         for desks, held, given_back in ((first, one, other), (second, other, one), (first, one, other)):
             texts.append(asked(desks, (1, 2, 3)).result(PATIENCE_SECONDS).token_ids)
-            assert held._engine is not None and given_back._engine is None
+            assert held.loaded._engine is not None and given_back.loaded._engine is None
     assert texts[0] == texts[1] == texts[2]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from h2o_flexgen.cli.common_requests import ModelRequest
 from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.cli.serve_work import facts_of
 from h2o_flexgen.engine.arrivals import GIVEN_UP
@@ -100,7 +99,7 @@ def test_beside_an_accelerator_each_tier_has_its_share(checkpoints: Checkpoints,
     case = Case(percent=(40, 30, 50, 25, 100, 0), device="pretended", gpu_batch_size=4)
     with case.open(checkpoints, offload) as llm:
         planned = llm.arrivals(6, 4).planned
-        tiers = facts_of(MODEL, PlanReport.of(llm, ModelRequest(MODEL, MODEL, dummy_weights=False), planned)).tiers
+        tiers = facts_of(MODEL, PlanReport.of(llm.loaded, planned)).tiers
         weights, kv = ([tier.held_bytes[kind] for tier in tiers] for kind in ("weights", "KV"))
         assert [tier.name for tier in tiers] == ["GPU", "CPU", "disk"]
         assert sum(weights) == llm.spec.weight_bytes and all(weights) and all(kv)

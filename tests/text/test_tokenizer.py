@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from h2o_flexgen.checkpoints import hub
+from h2o_flexgen.checkpoints import model_places
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, Tokenizer
 from tests.helpers.real_tokenizers import TEXTS, save_byte_level
@@ -82,7 +82,8 @@ def test_the_tokenizer_of_another_folder_reads_texts_and_the_models_own_files_sa
 
 
 def test_all_tokenizer_files_are_fetched_from_the_hub() -> None:
-    assert [name for name in TOKENIZER_FILES if not any(fnmatch(name, one) for one in (*hub.TEXTS, *hub.VOCABULARIES))] == []
+    fetched = *model_places.TEXTS, *model_places.VOCABULARIES
+    assert [name for name in TOKENIZER_FILES if not any(fnmatch(name, one) for one in fetched)] == []
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])

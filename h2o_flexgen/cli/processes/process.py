@@ -16,10 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest
 from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.open_llm import make_llm
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
 from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
 from h2o_flexgen.engine.row_maker import RowMaker
@@ -28,6 +26,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import SharedWeights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt
 
@@ -116,9 +115,9 @@ def _compute(link: ProcessLink, place: ProcessPlace, part: ProcessPart) -> None:
     handed = HandedRound(link, place.passing)
     if not place.reads:
         link.hear(Loaded)
-    with make_llm(place.model, place.site, place.plan, link.stage) as llm:
+    with LLM.of(OpenRequest(place.model, place.site, place.plan), link.stage) as llm:
         shared = SharedWeights(place.weights, None if place.reads else handed.take)
-        engine = llm.load_shared(shared, link.stage)
+        engine = llm.loaded.load_shared(shared, link.stage)
         if place.reads:
             link.say(Loaded(os.fstat(place.weights).st_size))
             engine.hand_round(handed.give)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.batch_request import BatchRequest
 from h2o_flexgen.cli.job_run import Listening
@@ -17,6 +16,7 @@ from h2o_flexgen.cli.processes.process import PromptsPart, RequestsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
 from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.summary import Timing, completion_lines, say_broken, summary
+from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import show_stage
 from h2o_flexgen.core.dealing import dealt
@@ -31,9 +31,6 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
-
-if TYPE_CHECKING:
-    from h2o_flexgen.cli.run_work import RunJob
 
 SHOWN = (
     "num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds", "decode_seconds", "moved_bytes", "busy_seconds",

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from h2o_flexgen.cli.common_requests import ModelRequest, SiteRequest, site_of_each
 from h2o_flexgen.cli.errors import Mendable
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, News, PartDone, Passing, ProcessLink
 from h2o_flexgen.cli.processes.process import ProcessPart, ProcessPlace, compute
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import OffloadFolder
 from h2o_flexgen.memory.host import file_in_memory
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 
 START = """\
 import json, signal, sys
@@ -63,7 +63,7 @@ class Processes:
         self._ending.close()
 
     def _start(self) -> None:
-        folder = OffloadFolder(self._llm.offload_folder)
+        folder = OffloadFolder(self._llm.loaded.offload_folder)
         self._ending.callback(folder.close)
         self._ending.callback(self._remove_folders, folder.path)
         weights, passing = (self._held(file_in_memory()) for _ in range(2))
@@ -74,7 +74,8 @@ class Processes:
         self._held(lifeline)  # the first to be closed
         for number, part in enumerate(self._parts):
             site = replace(
-                site_of_each(self._site),
+                self._site.of_each,
+                gpus=1,
                 device=self.device(number),
                 cpu_mem=str(self._llm.limits.host),
                 offload_dir=str(folder.path.absolute() / FOLDER.format(number)),

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.cli.asked_problem import system_share
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport
@@ -26,6 +25,7 @@ from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.session.model_shapes import system_share
 
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
 BINDS = 0.9  # share of a limit below which something else than memory holds a plan back

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.cli.common_requests import ModelRequest
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, told
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
@@ -28,7 +27,7 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.schedule import Schedule
 
 if TYPE_CHECKING:  # a plan for another machine opens no model
-    from h2o_flexgen.session.loaded_model import ModelUnderPlan
+    from h2o_flexgen.session.loaded_model import LoadedModel
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 KINDS = ("weights", "KV", "activations")
@@ -48,11 +47,11 @@ class PlanReport:
     stored: StoredWeights | None = None  # what was found in the checkpoint
 
     @classmethod
-    def of(cls, llm: ModelUnderPlan, model: ModelRequest, planned: WorkloadPlan) -> PlanReport:
+    def of(cls, llm: LoadedModel, planned: WorkloadPlan) -> PlanReport:
         """The report of a model that is open."""
         return cls(
-            model=model.name,
-            dummy_weights=model.dummy_weights,
+            model=llm.request.model.name,
+            dummy_weights=llm.request.model.dummy_weights,
             requested=llm.requested,
             planned=planned,
             limits=llm.limits,

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
@@ -26,6 +25,7 @@ from h2o_flexgen.cli.report.summary import (
     say_broken,
     summary,
 )
+from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.run_request import NamedByPlan
 from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, table
 from h2o_flexgen.cli.watch import RunWatch
@@ -42,9 +42,6 @@ from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.schedule.ops import ATTEND_LANE, COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
-
-if TYPE_CHECKING:
-    from h2o_flexgen.cli.run_work import RunJob
 
 TIMELINE, BESIDE_LANES = 100, 21  # columns of the timeline, and of what stands beside it
 PHASES = ("prefill", "decode")
@@ -148,7 +145,7 @@ class RunOutcome:
     def _log_name(self) -> Path:
         job = self.job
         longest = max(job.workload.prompt_lens)
-        return Path(log_name(job.request.model.name, job.llm.requested, longest, job.request.gen_len))
+        return Path(log_name(job.request.model.name, job.llm.loaded.requested, longest, job.request.gen_len))
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +178,7 @@ class RunOutcome:
         """Measures the machine after the run, in memory that was given back. If this fails, the run is reported all the
         same."""
         llm = self.job.llm
-        files, usual = llm.weight_files, llm.spec.usual_matrix
+        files, usual = llm.loaded.weight_files, llm.spec.usual_matrix
         llm.unload()
         try:
             needs = Needs(
@@ -191,7 +188,7 @@ class RunOutcome:
                 format=usual.format,
                 product=llm.spec.product,
                 read_files=files,
-                offload_folder=llm.offload_folder,
+                offload_folder=llm.loaded.offload_folder,
                 offload_bytes=self._offloaded_bytes(),
                 links=llm.device.accelerator,
                 pin_weight=llm.plan.pin_weight,

@@ -53,14 +53,14 @@ def read_texts(llm: LLM, readings: Sequence[TextReading], on_layer: OnLayer | No
             weights = store.views(ONLY)
             for number, (ids, attend) in enumerate(readings):
                 given = Given(_positions(llm, ids), attend)
-                hidden[number] = computed(llm.model, layer, hidden[number], weights, given)
+                hidden[number] = computed(llm.loaded.model, layer, hidden[number], weights, given)
         if on_layer is not None:
             on_layer(done, len(others))
 
 
 def _begun(llm: LLM, first: LayerSpec, store: WeightStore, ids: Sequence[int]) -> Tensor:
     tokens = torch.tensor([ids], device=llm.device.torch_device)
-    return computed(llm.model, first, *store.look_up(ONLY, tokens), Given(_positions(llm, ids)))
+    return computed(llm.loaded.model, first, *store.look_up(ONLY, tokens), Given(_positions(llm, ids)))
 
 
 def _positions(llm: LLM, ids: Sequence[int]) -> Tensor:
@@ -71,9 +71,9 @@ def _positions(llm: LLM, ids: Sequence[int]) -> Tensor:
 def _opened(llm: LLM, layer: LayerSpec) -> Iterator[WeightStore]:
     """Opens the layer as a model of its own, with all its weights on the device, and closes it afterwards."""
     spec = replace(llm.spec, layers=(layer,))
-    memories = Memories(llm.device, llm.offload_folder, llm.plan.pin_weight)
+    memories = Memories(llm.device, llm.loaded.offload_folder, llm.plan.pin_weight)
     try:
-        store = WeightStore(spec, dict.fromkeys(spec.tensors, DEVICE), llm.source, memories)
+        store = WeightStore(spec, dict.fromkeys(spec.tensors, DEVICE), llm.loaded.source, memories)
         store.prepare(SCHEDULES["zigzag"](Traffic(steps=1, layers=1, batches=1)))
         yield store
     finally:

@@ -60,7 +60,7 @@ def test_texts_that_cannot_be_read_twice_are_refused(checkpoints: Checkpoints) -
             calibrated(llm, [[5] * llm.spec.max_positions], "a text")
         with pytest.raises(ValueError, match="a text has 3 tokens; give 16 or more"):
             calibrated(llm, [[5, 6, 7]], "a text")
-        llm.limits = replace(llm.limits, host=10)
+        llm.loaded.limits = replace(llm.limits, host=10)
         with pytest.raises(ValueError, match=r"the largest layer of .* and 10 B may be held"):
             calibrated(llm, TEXTS, "texts")
 

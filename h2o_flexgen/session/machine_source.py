@@ -1,0 +1,55 @@
+"""MachineSource: the machine that a plan is found for. It is named, or it is this one, which is measured once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.profiling.profile_cache import machine_before_profile, profile_at_hand, this_machine
+from h2o_flexgen.session.open_request import SiteRequest, refuse_other_device
+
+
+@dataclass
+class MachineSource:
+    named: Machine | None  # None: this machine
+    device: Device | None  # that would compute; None: that of the named machine, which is another one
+    offload_folder: Path
+    dtype: str  # as it was asked for
+    processes: int = 1  # that share the machine
+    _known: Machine | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.named is not None and self.device is not None:
+            refuse_other_device(self.named, self.device.kind)
+
+    @classmethod
+    def at_site(cls, named: Machine | None, site: SiteRequest, dtype: str) -> MachineSource:
+        """The machine for a model that is not open."""
+        return cls(named, None if named else open_device(site.device), site.offload_folder, dtype, site.gpus)
+
+    def before_measuring(self) -> Machine:
+        """The machine as far as it is known without a measurement."""
+        if self.named is not None:
+            return self.named
+        assert self.device is not None
+        kept = profile_at_hand(self.device, self.offload_folder, self._measured_dtype)
+        return kept or machine_before_profile(self.device, self.offload_folder)
+
+    def measured(self, progress: Progress) -> Machine:
+        """The named machine; otherwise this one, by its saved profile or measured now, which is shown."""
+        if self._known is None:
+            found = self.named
+            if found is None:
+                assert self.device is not None
+                found = this_machine(self.device, self.offload_folder, self._measured_dtype, progress)
+            self._known = found.shared_by(self.processes)
+        return self._known
+
+    @property
+    def _measured_dtype(self) -> str | None:
+        """None: the one that is usual there."""
+        return None if self.dtype == AUTO else self.dtype
