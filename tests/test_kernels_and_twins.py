@@ -32,6 +32,9 @@ from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows_twin
 from h2o_flexgen.kv import slots
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.base import Weights
+from h2o_flexgen.models.glm import GlmMoe
+from h2o_flexgen.models.mixture import MixtureOfExperts
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.helpers.contract import POLICIES, Case, Checkpoints
@@ -114,6 +117,17 @@ def of_tokens(decisions: list[Decision], sample: Callable[..., Any]) -> Callable
     return sampling
 
 
+def of_experts(decisions: list[Decision], choose: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch chooses with and without kernels, so it is its own twin."""
+
+    def choosing(self: MixtureOfExperts, x: Tensor, weights: Weights) -> Any:
+        shares, experts = choose(self, x, weights)
+        decisions.append(Decision("which experts", x.float().clone(), experts, experts))
+        return shares, experts
+
+    return choosing
+
+
 @contextmanager
 def written_down() -> Iterator[list[Decision]]:
     decisions: list[Decision] = []
@@ -122,6 +136,8 @@ def written_down() -> Iterator[list[Decision]]:
         patch.object(Factor, "made", of_rounding(decisions, Factor.made)),
         patch.object(slots, "evict", of_eviction(decisions, slots.evict)),
         patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
+        patch.object(MixtureOfExperts, "chosen", of_experts(decisions, MixtureOfExperts.chosen)),
+        patch.object(GlmMoe, "chosen", of_experts(decisions, GlmMoe.chosen)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
     ):
         yield decisions
