@@ -11,7 +11,8 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.checkpoints.probe_file import FILE as PROBE_FILE
 from h2o_flexgen.cli.common_requests import model_of, site_of
-from h2o_flexgen.cli.flags import TRACEBACK, Group, Parser
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import Group, Parser
 from h2o_flexgen.cli.output_files import OUTPUT, check_output_file, check_picture
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.workload import TOKENS

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_flexgen.cli.common_requests import site_of
-from h2o_flexgen.cli.flags import MODEL, SITE, TRACEBACK, Parser
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import MODEL, SITE, Parser
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.planning.machines import SUFFIXES

@@ -21,17 +21,8 @@ from h2o_flexgen.cli.common_requests import (
     sampling_of,
     site_of,
 )
-from h2o_flexgen.cli.flags import (
-    PLAN,
-    REPEATABLE,
-    SITE,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_sizes,
-    typed,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import PLAN, REPEATABLE, SITE, Group, Parser, add_placement, add_sizes, typed
 from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.workload import PROMPTS, TOKENS

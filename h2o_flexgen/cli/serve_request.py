@@ -10,15 +10,8 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
-from h2o_flexgen.cli.flags import (
-    NOISE,
-    PLAN,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_sizes,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import NOISE, PLAN, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import SIZE, parse_bytes
