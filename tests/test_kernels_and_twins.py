@@ -10,7 +10,7 @@ did when it is handed the kernel's own values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.test_fuzz import NEAR, random_case
 
 H2O = [policy for policy in POLICIES if policy and policy[0] == ("kv_policy", "h2o")]
+ROUNDING = "a factor in 8 bits"
 LAST_BITS = 3e-5  # of the largest value: a few dozen roundings of float32, one behind the other
 
 
@@ -77,7 +78,7 @@ def of_rounding(decisions: list[Decision], made: Callable[..., Any]) -> Callable
         is_new, outcome = function not in self._made, made(self, function)
         if is_new and isinstance(outcome, Int8Rows):
             codes, twin = outcome.codes.clone(), int8_rows_twin(self.values).codes
-            decisions.append(Decision("a factor in 8 bits", self.values.float().clone(), codes, twin))
+            decisions.append(Decision(ROUNDING, self.values.float().clone(), codes, twin))
         return outcome
 
     return making
@@ -149,6 +150,20 @@ def decisions_of(case: Case, checkpoints: Checkpoints, offload: Path) -> tuple[l
     return decisions, [tuple(completion.token_ids) for completion in completions]
 
 
+def together(decisions: Iterable[Decision]) -> list[Decision]:
+    """Kernels round the rows of several experts in one call, twins expert by expert: one after the other is one decision."""
+    found: list[Decision] = []
+    for one in decisions:
+        if one.what == ROUNDING:
+            one = Decision(ROUNDING, *(part.flatten(0, -2) for part in (one.made_of, one.outcome, one.by_the_twin)))
+            if found and found[-1].what == ROUNDING and found[-1].made_of.shape[1] == one.made_of.shape[1]:
+                last = found.pop()
+                pairs = (last.made_of, one.made_of), (last.outcome, one.outcome), (last.by_the_twin, one.by_the_twin)
+                one = Decision(ROUNDING, *map(torch.cat, pairs))
+        found.append(one)
+    return found
+
+
 def first_that_part(mine: Sequence[Decision], twins: Sequence[Decision]) -> tuple[Decision, Decision] | None:
     for one, other in zip(mine, twins):
         assert one.what == other.what
@@ -170,7 +185,7 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> str | None:
     mine, tokens = decisions_of(case, checkpoints, offload)
     with patch.object(native, "_loaded", lambda: (native.TORCH, None)):
         twins, twin_tokens = decisions_of(case, checkpoints, offload)
-    parted = first_that_part(mine, twins)
+    parted = first_that_part(together(mine), together(twins))
     if parted is None:
         assert tokens == twin_tokens, f"seed {seed}: Case({case})"
         return None
