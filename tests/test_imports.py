@@ -74,7 +74,6 @@ OF_APPS = (
     "apps/data_wrangling/__main__.py",
     "apps/data_wrangling/request.py",
     "apps/data_wrangling/wrangling_work.py",
-    "apps/data_wrangling/wrangling_work.py",
     "apps/made_up_tables.py",
 )
 APPS = ("apps.data_wrangling.__main__", "apps.made_up_tables")  # their doors

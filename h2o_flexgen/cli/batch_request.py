@@ -365,7 +365,9 @@ def _add_workers(group: Group) -> None:
     group.value(
         WORKERS, "N", "each with a model and a plan of its own (default: one for each machine)", Bounds(1, MOST_WORKERS)
     )
-    handed = "requests that a worker is handed at once; a worker's that died are run again (default: shares of what is left)"
+    handed = (
+        "requests that a worker gets at once; if a worker dies, its requests are run again (default: shares of what is left)"
+    )
     group.value(HAND_OUT, "N", handed, PROMPTS)
 
 

@@ -96,7 +96,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 def _add_texts(group: Group) -> None:
     group.value("--text", "FILE", "of the kind that the model is for (default: prose of the package)", nargs="+")
-    twice = "of each piece of text, which is read twice: the model must have as many positions again"
+    twice = "length of each piece of text, which is read twice, so the model must have twice as many positions"
     group.value("--tokens", "TOKENS", twice, TOKENS, USUAL_TOKENS)
     group.value("--texts", "N", "pieces, taken evenly from all files", Bounds(1, MOST_TEXTS), USUAL_TEXTS)
 

@@ -45,8 +45,8 @@ class EndedBySignal(KeyboardInterrupt):
 
 @contextmanager
 def _ends_cleanly() -> Iterator[None]:
-    """A context in which such signals raise Ended, once: a second one, which a shell and the system may both send when a
-    terminal goes, does not disturb the cleaning up. A signal that is ignored, as under `nohup`, stays ignored."""
+    """A context in which such signals raise EndedBySignal, once: a second one, which a shell and the system may both send when
+    a terminal goes, does not disturb the cleaning up. A signal that is ignored, as under `nohup`, stays ignored."""
     before: dict[int, _Handler] = {}
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -292,7 +292,7 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
         const=(may_be_found, instead_of_auto),
         default=AUTO if may_be_found else [int(share) for share in Plan().percent],
         metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
-        help=f"per cent of weights, KV and activations on GPU and in CPU memory; the rest of each is on disk{found}",
+        help=f"six numbers: per cent of weights, KV and activations on GPU and in CPU memory; the rest is on disk{found}",
     )
     for name in ("sep_layer", "pin_weight", "graphs"):
         group.option(PLAN[name])

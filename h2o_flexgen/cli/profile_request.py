@@ -62,6 +62,6 @@ def make_parser(program: str = PROGRAM) -> Parser:
     group.option(SITE["offload_dir"], disk)
     group.option(SITE["device"])
     group.option(SITE["threads"])
-    group.option(MODEL["dtype"], "of values and products; auto: the one that runs use")
+    group.option(MODEL["dtype"], "the type of values and products; auto: the one that runs use")
     group.verbose(f"{TRACEBACK}: where errors come from")
     return parser

@@ -75,7 +75,7 @@ UNJUDGED = torch.finfo(torch.float32).min  # below all judged tokens, but above 
 
 
 class JudgeOfRows(Judge):
-    """Together: compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add
+    """Compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add
     tokens that are not judged yet: comparing would need all keys of all layers at every step. These tokens are evicted
     first once nothing protects them, or else a long answer would evict all tokens that were judged (docs/log/eviction.md)."""
 
