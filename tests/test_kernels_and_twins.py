@@ -52,6 +52,15 @@ class Decision:
     outcome: Tensor
     by_the_twin: Tensor  # made of the same
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether rows that were gathered for experts were rounded; others lie row by token."""
+        return self.what == ROUNDING and self.made_of.dim() == 2
+
+    @property
+    def width(self) -> int:
+        return self.made_of.shape[-1]
+
     def is_as_made_as(self, other: Decision) -> bool:
         """Up to the last bits, from the same."""
         if self.made_of.shape != other.made_of.shape:
@@ -154,12 +163,10 @@ def together(decisions: Iterable[Decision]) -> list[Decision]:
     """Kernels round the rows of several experts in one call, twins expert by expert: one after the other is one decision."""
     found: list[Decision] = []
     for one in decisions:
-        if one.what == ROUNDING:
-            one = Decision(ROUNDING, *(part.flatten(0, -2) for part in (one.made_of, one.outcome, one.by_the_twin)))
-            if found and found[-1].what == ROUNDING and found[-1].made_of.shape[1] == one.made_of.shape[1]:
-                last = found.pop()
-                pairs = (last.made_of, one.made_of), (last.outcome, one.outcome), (last.by_the_twin, one.by_the_twin)
-                one = Decision(ROUNDING, *map(torch.cat, pairs))
+        if found and all(each.is_of_experts for each in (found[-1], one)) and found[-1].width == one.width:
+            last = found.pop()
+            pairs = (last.made_of, one.made_of), (last.outcome, one.outcome), (last.by_the_twin, one.by_the_twin)
+            one = Decision(ROUNDING, *map(torch.cat, pairs))
         found.append(one)
     return found
 
