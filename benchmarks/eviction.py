@@ -93,7 +93,7 @@ class Variant:
 def variants(args: argparse.Namespace) -> list[Variant]:
     """The full cache first: all others are held against it."""
     shares = [share for share in args.budgets if share != FULL]
-    probes = {name: args.probe if POLICIES[name].judged_by == PROBE else None for name in args.policies}
+    probes = {name: args.probe if POLICIES[name].ranks_by == PROBE else None for name in args.policies}
     each = product(shares, args.policies, args.head_budgets)
     return [Variant(FULL), *(Variant(share, name, heads, probes[name]) for share, name, heads in each)]
 

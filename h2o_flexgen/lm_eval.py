@@ -12,8 +12,7 @@ import os
 import sys
 from argparse import Namespace
 
-from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.cli.flags import TRACEBACK
+from h2o_flexgen.cli.errors import TRACEBACK, exit_status
 from h2o_flexgen.cli.main import working_half
 from h2o_flexgen.core.hints import not_installed
 

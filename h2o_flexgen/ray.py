@@ -28,6 +28,7 @@ from h2o_flexgen.engine.stream import ListedJob
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import OpenRequest
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, read_chats, read_prompts
 
@@ -57,13 +58,24 @@ class Engine:
     ) -> None:
         """`options` are those of LLM. Without a plan or percent among them, a plan is found for the first batch, on this
         actor's machine. Without cpu_mem, the actor may use the share of the machine's memory that Ray has given to it."""
-        self._params = _params(SamplingParams(), sampling_params)
-        self._seed = seed
+        params = _params(SamplingParams(), sampling_params)
         given = {} if options.keys() & {"plan", "percent"} else {"percent": AUTO}
         memory = {} if options.get("cpu_mem") else {"cpu_mem": memory_of_actor()}
-        self.llm = LLM(model, **{**options, **given, **memory})  # type: ignore[arg-type]
-        self._closer = weakref.finalize(self, self.llm.close)
-        self.style = choose_style(style, self.llm.tokenizer)
+        llm = LLM(model, **{**options, **given, **memory})  # type: ignore[arg-type]
+        self._hold(llm, params, seed, style)
+
+    @classmethod
+    def of(cls, request: OpenRequest, seed: int, style: str) -> Engine:
+        """The engine of a request, as workers of a job make it."""
+        site = replace(request.site, cpu_mem=request.site.cpu_mem or memory_of_actor())
+        engine = cls.__new__(cls)
+        engine._hold(LLM.of(replace(request, site=site)), SamplingParams(), seed, style)
+        return engine
+
+    def _hold(self, llm: LLM, params: SamplingParams, seed: int, style: str) -> None:
+        self.llm, self._params, self._seed = llm, params, seed
+        self._closer = weakref.finalize(self, llm.close)
+        self.style = choose_style(style, llm.tokenizer)
 
     def close(self) -> None:
         self._closer()

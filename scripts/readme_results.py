@@ -290,7 +290,7 @@ def _headline(result: Result) -> str:
 
     text = [f"**{result.title}**", ""]
     text += lines("The same work:", same)
-    text += lines("With less work, which is this engine's own part:", less) if less else []
+    text += lines("With less work: this engine's own means, fewer bits and a smaller KV cache:", less) if less else []
     text += [f"Machine: {result.machine}. Ceiling: {result.ceiling}. Command: `{result.command}`"]
     notes = result.notes.removeprefix(OF_STARS) if all(row[0].endswith(STAR) for row in rows) else result.notes
     told = [note for note in notes.split(". ") if note and not any(word in note for word in LEFT_TO_THE_WHOLE_TABLE)]

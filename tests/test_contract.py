@@ -25,7 +25,6 @@ from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from tests.helpers.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.pairwise import Name, covering, in_turn, on_devices
-from tests.helpers.reference import reference_generate
 from tests.helpers.resident import resident_generate
 from tests.kernels.variants import used
 
@@ -248,16 +247,6 @@ def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str,
         assert [int(step[row].argmax()) for step in resident] == tokens
         nearest = max(1e-4, 2e-5 * float(logits.abs().max()))  # models of large blocks have logits of 20
         torch.testing.assert_close(torch.stack([step[row] for step in resident]), logits, atol=nearest, rtol=0)
-
-
-@pytest.mark.parametrize("kind", CHOICES["kind"])
-def test_the_resident_loop_equals_the_reference_that_shares_no_code_with_the_cache(kind: str, checkpoints: Checkpoints) -> None:
-    case = Case(kind, lengths=RAGGED, gen_len=8)
-    model, weights = checkpoints.model(kind, "float32", "float32")
-    tokens, logits = reference_generate(model, weights, case.prompts, 8)
-    resident = checkpoints.resident_logits(case, range(len(RAGGED)))
-    assert torch.stack(resident).argmax(-1).T.tolist() == tokens
-    torch.testing.assert_close(torch.stack(resident), torch.stack(logits), atol=1e-4, rtol=0)
 
 
 PIECES = [  # each policy with two kinds; the last one attends as the first does

@@ -74,7 +74,6 @@ OF_APPS = (
     "apps/data_wrangling/__main__.py",
     "apps/data_wrangling/request.py",
     "apps/data_wrangling/wrangling_work.py",
-    "apps/data_wrangling/wrangling_work.py",
     "apps/made_up_tables.py",
 )
 APPS = ("apps.data_wrangling.__main__", "apps.made_up_tables")  # their doors
@@ -88,7 +87,6 @@ PREDICTING = [
 # Imports of the package's own that wait until a function is called, and why.
 LAZY = {
     f"{ROOT} -> import_module",  # public names cost nothing before they are used
-    f"{ROOT}.cli.flags -> import_module",  # whose flag one is that a command lacks is known to the command that has all others
     f"{ROOT}.cli.main -> import_module",  # a command's flags are answered without torch; what works imports it
     f"{ROOT}.kernels.functions -> import_module",  # those for GPUs import an optional package
     f"{ROOT}.models -> import_module",  # flags name architectures without torch; functions of one are imported with its model

@@ -10,7 +10,7 @@ did when it is handed the kernel's own values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +32,16 @@ from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows_twin
 from h2o_flexgen.kv import slots
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.base import Weights
+from h2o_flexgen.models.glm import GlmMoe
+from h2o_flexgen.models.mixture import MixtureOfExperts
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.test_fuzz import NEAR, random_case
 
 H2O = [policy for policy in POLICIES if policy and policy[0] == ("kv_policy", "h2o")]
+ROUNDING = "a factor in 8 bits"
 LAST_BITS = 3e-5  # of the largest value: a few dozen roundings of float32, one behind the other
 
 
@@ -74,7 +78,7 @@ def of_rounding(decisions: list[Decision], made: Callable[..., Any]) -> Callable
         is_new, outcome = function not in self._made, made(self, function)
         if is_new and isinstance(outcome, Int8Rows):
             codes, twin = outcome.codes.clone(), int8_rows_twin(self.values).codes
-            decisions.append(Decision("a factor in 8 bits", self.values.float().clone(), codes, twin))
+            decisions.append(Decision(ROUNDING, self.values.float().clone(), codes, twin))
         return outcome
 
     return making
@@ -114,6 +118,17 @@ def of_tokens(decisions: list[Decision], sample: Callable[..., Any]) -> Callable
     return sampling
 
 
+def of_experts(decisions: list[Decision], choose: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch chooses with and without kernels, so it is its own twin."""
+
+    def choosing(self: MixtureOfExperts, x: Tensor, weights: Weights) -> Any:
+        shares, experts = choose(self, x, weights)
+        decisions.append(Decision("which experts", x.float().clone(), experts, experts))
+        return shares, experts
+
+    return choosing
+
+
 @contextmanager
 def written_down() -> Iterator[list[Decision]]:
     decisions: list[Decision] = []
@@ -122,6 +137,8 @@ def written_down() -> Iterator[list[Decision]]:
         patch.object(Factor, "made", of_rounding(decisions, Factor.made)),
         patch.object(slots, "evict", of_eviction(decisions, slots.evict)),
         patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
+        patch.object(MixtureOfExperts, "chosen", of_experts(decisions, MixtureOfExperts.chosen)),
+        patch.object(GlmMoe, "chosen", of_experts(decisions, GlmMoe.chosen)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
     ):
         yield decisions
@@ -131,6 +148,20 @@ def decisions_of(case: Case, checkpoints: Checkpoints, offload: Path) -> tuple[l
     with case.open(checkpoints, offload) as llm, written_down() as decisions:
         completions = llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
     return decisions, [tuple(completion.token_ids) for completion in completions]
+
+
+def together(decisions: Iterable[Decision]) -> list[Decision]:
+    """Kernels round the rows of several experts in one call, twins expert by expert: one after the other is one decision."""
+    found: list[Decision] = []
+    for one in decisions:
+        if one.what == ROUNDING:
+            one = Decision(ROUNDING, *(part.flatten(0, -2) for part in (one.made_of, one.outcome, one.by_the_twin)))
+            if found and found[-1].what == ROUNDING and found[-1].made_of.shape[1] == one.made_of.shape[1]:
+                last = found.pop()
+                pairs = (last.made_of, one.made_of), (last.outcome, one.outcome), (last.by_the_twin, one.by_the_twin)
+                one = Decision(ROUNDING, *map(torch.cat, pairs))
+        found.append(one)
+    return found
 
 
 def first_that_part(mine: Sequence[Decision], twins: Sequence[Decision]) -> tuple[Decision, Decision] | None:
@@ -154,7 +185,7 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> str | None:
     mine, tokens = decisions_of(case, checkpoints, offload)
     with patch.object(native, "_loaded", lambda: (native.TORCH, None)):
         twins, twin_tokens = decisions_of(case, checkpoints, offload)
-    parted = first_that_part(mine, twins)
+    parted = first_that_part(together(mine), together(twins))
     if parted is None:
         assert tokens == twin_tokens, f"seed {seed}: Case({case})"
         return None

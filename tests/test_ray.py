@@ -29,6 +29,7 @@ from h2o_flexgen.cli.batch_request import RayRequest
 from h2o_flexgen.cli.job_run import Listening
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import BrokenRequest
 from h2o_flexgen.engine.reports import Tick
@@ -38,6 +39,7 @@ from h2o_flexgen.jobs.line_fields import Options as LineOptions
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.signals import as_in_a_terminal
@@ -173,8 +175,11 @@ def said_by_worker(engine: Engine, asked: PlanRequirements | None, **identity: s
     from h2o_flexgen.cli.ray.workers import Portion, SharedJob, Worker
 
     plan = engine.llm.plan if asked is None else asked.first_plan
+    model = ModelRequest(engine.llm.name, engine.llm.name, dtype="float32", tokenizer="bytes")
     job = SharedJob(
-        engine={"model": engine.llm.name, "plan": plan, "seed": 7, **OPTIONS},
+        opening=OpenRequest(model, SiteRequest("cpu"), plan),
+        seed=7,
+        style=AUTO,
         asked=asked,
         reader=LineReader(True, LineOptions(SamplingParams(**GREEDY))),
         identity={**model_settings(engine.llm)[0], **identity},

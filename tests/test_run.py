@@ -972,7 +972,7 @@ def test_every_policy_runs_from_the_command_and_fits_a_smaller_memory(
 ) -> None:
     shape = ("--prompt-len", 40, "--gen-len", 6, "--percent", 0, 0, 0, 50, 100, 0)
     kept = ["--kv-policy", policy, "--kv-budget", 0.2]
-    if POLICIES[policy].judged_by == PROBE:
+    if POLICIES[policy].ranks_by == PROBE:
         write_probe(made_up_probe(3, 4, 32), opt.parent / "probe.safetensors")
         kept += ["--probe", opt.parent / "probe.safetensors"]
     if shape not in run_once:

@@ -55,9 +55,8 @@ class Report:
     kind: ClassVar[str] = "compare"
     columns: ClassVar[tuple[str, ...]] = COLUMNS
     ceiling: ClassVar[str] = (
-        "weights of as many bits beyond the cap over the disk's rate, or flops of as many rows over the rate of "
-        "matrix products or the peak of arithmetic, all measured; KV is not counted. Peak RSS counts mapped pages of a "
-        "checkpoint too"
+        "the lower of two rates: the disk reads the weights that the cap has no room for; the processor multiplies matrices "
+        "for as many rows. All are measured, and KV is not counted. Peak RSS counts mapped pages of a checkpoint too"
     )
 
     @property
@@ -118,7 +117,8 @@ class Report:
         lines = []
         if steps:
             several = " or ".join(map(str, sorted(steps)))
-            lines.append(f"With a star: {several} decode steps with the KV of half the text; each counts as their median.")
+            timed = f"{several} decode steps are timed after the prompts, with the KV of half the text"
+            lines.append(f"With a star: {timed}; their median counts for every step.")
         lines += [f"{entry.name}: {entry.remark}." for entry in self.entries if entry.remark]
         lines += [f"{name}: skipped, {reason}." for name, reason in self.skipped.items()]
         lines += [f"{entry.name}, {rows} rows: {why}." for entry in self.entries for rows, why in entry.failures.items()]

@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DETECT, IMPUTE, MATCH, SPLITS, DataSet
-from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.flags import Parser
+from h2o_flexgen.cli.main import status_of
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.sampling.params import SEED
@@ -150,7 +150,7 @@ MOST_ROWS = 100_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return exit_status(lambda: _parser().parse(words), _write)
+    return status_of(lambda: _parser().parse(words), _write)
 
 
 def _parser() -> Parser:

@@ -48,7 +48,7 @@ class PackedCheckpoint:
         self._folder = DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, purpose, asked, cache_dir)
 
     def _asked(self, tensor: TensorSpec) -> tuple[object, ...]:
-        """What a copy depends on. It is not the format of a format: a copy of an older format has the same name."""
+        """What a copy depends on. It is not the layout of a format: a copy of an older layout has the same name."""
         stored = self._checkpoint.located(tensor)
         origin = stored.description if isinstance(stored, StoredMatrix) else ()
         return tensor.name, tensor.shape, chosen_format(tensor.format), *origin
@@ -64,7 +64,7 @@ class PackedCheckpoint:
 
     @property
     def bytes_to_free(self) -> int:
-        """Bytes of a copy in an older format, which is removed before."""
+        """Bytes of a copy of an older layout, which is removed before."""
         return self._folder.older_bytes
 
     @property

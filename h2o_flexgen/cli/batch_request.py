@@ -23,16 +23,8 @@ from h2o_flexgen.cli.common_requests import (
     sampling_of,
     site_of,
 )
-from h2o_flexgen.cli.flags import (
-    NOISE,
-    PLAN,
-    SITE,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_sizes,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import NOISE, PLAN, SITE, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.hints import not_installed
@@ -373,7 +365,9 @@ def _add_workers(group: Group) -> None:
     group.value(
         WORKERS, "N", "each with a model and a plan of its own (default: one for each machine)", Bounds(1, MOST_WORKERS)
     )
-    handed = "requests that a worker is handed at once; a worker's that died are run again (default: shares of what is left)"
+    handed = (
+        "requests that a worker gets at once; if a worker dies, its requests are run again (default: shares of what is left)"
+    )
     group.value(HAND_OUT, "N", handed, PROMPTS)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.checkpoints.probe_file import FILE as PROBE_FILE
 from h2o_flexgen.cli.common_requests import model_of, site_of
-from h2o_flexgen.cli.flags import TRACEBACK, Group, Parser
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import Group, Parser
 from h2o_flexgen.cli.output_files import OUTPUT, check_output_file, check_picture
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.workload import TOKENS
@@ -95,7 +96,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 def _add_texts(group: Group) -> None:
     group.value("--text", "FILE", "of the kind that the model is for (default: prose of the package)", nargs="+")
-    twice = "of each piece of text, which is read twice: the model must have as many positions again"
+    twice = "length of each piece of text, which is read twice, so the model must have twice as many positions"
     group.value("--tokens", "TOKENS", twice, TOKENS, USUAL_TOKENS)
     group.value("--texts", "N", "pieces, taken evenly from all files", Bounds(1, MOST_TEXTS), USUAL_TEXTS)
 

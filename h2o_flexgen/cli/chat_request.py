@@ -9,7 +9,8 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, model_of, plan_of, sampling_of, site_of
-from h2o_flexgen.cli.flags import PLAN, TRACEBACK, Group, Parser, add_placement
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.workload import TOKENS

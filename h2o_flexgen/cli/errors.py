@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeAlias
 
-from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.core.environment import let_threads_sleep_soon
 from h2o_flexgen.core.hints import shortened
 from h2o_flexgen.core.interrupted import causes, contexts, raised_again
 
 FAILED, INTERRUPTED = 2, 130
+TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 BY_SIGNAL = 128  # exit status of a process ended by a signal, less the signal's number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
 UNREAD = 141  # status of a command with an output that is no longer read, as if SIGPIPE had ended it
@@ -45,8 +45,8 @@ class EndedBySignal(KeyboardInterrupt):
 
 @contextmanager
 def _ends_cleanly() -> Iterator[None]:
-    """A context in which such signals raise Ended, once: a second one, which a shell and the system may both send when a
-    terminal goes, does not disturb the cleaning up. A signal that is ignored, as under `nohup`, stays ignored."""
+    """A context in which such signals raise EndedBySignal, once: a second one, which a shell and the system may both send when
+    a terminal goes, does not disturb the cleaning up. A signal that is ignored, as under `nohup`, stays ignored."""
     before: dict[int, _Handler] = {}
 
     def end(number: int, frame: FrameType | None) -> None:

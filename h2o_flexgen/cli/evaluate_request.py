@@ -10,15 +10,8 @@ from typing import TypeVar
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import model_of, plan_of, site_of
-from h2o_flexgen.cli.flags import (
-    PLAN,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_protection,
-    add_sizes,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement, add_protection, add_sizes
 from h2o_flexgen.cli.output_files import open_output_folder
 from h2o_flexgen.core.allowed_values import Bounds, decimal_number, whole_number
 from h2o_flexgen.core.hints import did_you_mean, shown
@@ -220,7 +213,7 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
 def _probe(flags: Namespace, policies: Collection[str]) -> Probe | None:
     if flags.study is not None:  # it refuses such policies, and takes no probe
         return None
-    asking = next((name for name in policies if POLICIES[name].judged_by == BY_PROBE), None)
+    asking = next((name for name in policies if POLICIES[name].ranks_by == BY_PROBE), None)
     if flags.probe is None:
         if asking is not None:
             raise ValueError(f"--policies has {asking}, which ranks tokens by a probe; give --probe FILE, or --probe {OWN}")

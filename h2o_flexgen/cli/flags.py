@@ -9,10 +9,10 @@ import argparse
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice
 from h2o_flexgen.core.hints import nearest, shortened, shown
 from h2o_flexgen.core.option import Option, options_of
@@ -28,7 +28,6 @@ from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 DUMMY_PATH = "_DUMMY_"
 # the model that gives random weights their shapes, if none is named
 NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": True}
-TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 REPEATABLE = "may be given several times"
 PLAN, KV = options_of(Plan), options_of(KVOptions)
 MODEL, SITE = options_of(ModelRequest), options_of(SiteRequest)
@@ -51,6 +50,21 @@ class Version(argparse.Action):
                 told.append(f"{package} (not installed)")
         print(", ".join(told))
         parser.exit()
+
+
+class UnknownFlag(ValueError):
+    """A flag that a command lacks. The hint is what stands for it there, or else which commands have it and what is near."""
+
+    def __init__(self, flag: str, instead: str, near: str | None) -> None:
+        self.flag, self._instead, self._near = flag, instead, near
+        super().__init__(self.line(()))
+
+    def line(self, commands: Sequence[str]) -> str:
+        """The error for a person. `commands` have the flag."""
+        theirs = f"it is a flag of {', '.join(commands)}" if commands else ""
+        meant = "" if self._near is None else f"did you mean {self._near}?"
+        hint = self._instead or "; ".join(filter(None, (theirs, meant)))
+        return f"unknown flag {self.flag}; {hint or '--help names those that there are'}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,19 +111,18 @@ class Parser(argparse.ArgumentParser):
         flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is None:
             self.error(f"{unknown[0]!r} belongs to no flag; a model is given with --model, a text with spaces in quotes")
-        self.error(f"unknown flag {flag}{self._hint(flag) or '; --help names those that there are'}")
+        raise UnknownFlag(flag, self._instead_of(flag), self._nearest(flag))
 
-    def _hint(self, flag: str) -> str:
-        """The hint: what to use instead, which command has the flag, or the nearest name. Dashes do not count as similarity."""
-        if flag in self._instead:
-            return f"; {self._instead[flag]}"
-        if called := self._flag_called(flag):
-            return f"; it is called {called}"
+    def _instead_of(self, flag: str) -> str:
+        """What to do instead of giving the flag, or what it is called here."""
+        called = self._flag_called(flag)
+        return self._instead.get(flag) or (f"it is called {called}" if called else "")
+
+    def _nearest(self, flag: str) -> str | None:
+        """The nearest flag. Dashes do not count as similarity."""
         names = {name.lstrip("-"): name for name in self.flags}
         near = nearest(flag.lstrip("-"), names)
-        meant = "" if near is None else f"; did you mean {names[near]}?"
-        others: list[str] = import_module("h2o_flexgen.cli.main").commands_with(flag)
-        return f"; it is a flag of {', '.join(others)}{meant}" if others else meant
+        return None if near is None else names[near]
 
     def _flag_called(self, flag: str) -> str | None:
         """The flag of the option that has this name in Python, or in another library."""
@@ -279,7 +292,7 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
         const=(may_be_found, instead_of_auto),
         default=AUTO if may_be_found else [int(share) for share in Plan().percent],
         metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
-        help=f"per cent of weights, KV and activations on GPU and in CPU memory; the rest of each is on disk{found}",
+        help=f"six numbers: per cent of weights, KV and activations on GPU and in CPU memory; the rest is on disk{found}",
     )
     for name in ("sep_layer", "pin_weight", "graphs"):
         group.option(PLAN[name])

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.cli.flags import Parser
+from h2o_flexgen.cli.flags import Parser, UnknownFlag
 from h2o_flexgen.core.hints import did_you_mean, shown
 
 PROGRAM = "h2o-flexgen"
@@ -43,13 +43,25 @@ def door(
 
     def main(argv: Sequence[str] | None = None, program: str = own) -> int:
         words = sys.argv[1:] if argv is None else argv
-        return exit_status(lambda: parse(words, program), work)
+        return status_of(lambda: parse(words, program), work)
 
     return main
 
 
+def status_of(parse: Callable[[], Namespace], work: Callable[[Namespace], None]) -> int:
+    """Runs a command and returns its exit status. The error for a flag that it lacks names the commands that have it."""
+
+    def flags() -> Namespace:
+        try:
+            return parse()
+        except UnknownFlag as unknown:
+            raise ValueError(unknown.line(commands_with(unknown.flag))) from None
+
+    return exit_status(flags, work)
+
+
 def commands_with(flag: str) -> list[str]:
-    """The commands that have this flag, for a hint where one is given to another command."""
+    """The commands that have this flag."""
     return [name for name in COMMANDS if flag in _below_package(f"cli.{name}_request").make_parser().flags]
 
 
@@ -67,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         command = import_module(f"h2o_flexgen.{words[0]}")
         return int(command.main(words[1:], f"{PROGRAM} {words[0]}"))
-    return exit_status(lambda: _parse(words), lambda _: None)
+    return status_of(lambda: _parse(words), lambda _: None)
 
 
 def _parse(words: Sequence[str]) -> Namespace:

@@ -29,10 +29,3 @@ def _refuse_missing_devices(llm: LLM, site: SiteRequest) -> None:
     if site.gpus > 1 and site.device == AUTO and not llm.device.accelerator:
         raise ValueError(f"{GPUS} {site.gpus} is for GPUs, and there is none; with --device cpu so many processes use the CPU")
     llm.device.names_of(site.gpus)
-
-
-def llm_arguments(model: ModelRequest, site: SiteRequest, plan: Plan) -> dict[str, object]:
-    """The arguments of LLM, also for one on another machine."""
-    of_site = {name: getattr(site, name) for name in ("device", "gpu_mem", "cpu_mem", "offload_dir", "threads")}
-    of_model = {name: getattr(model, name) for name in ("tokenizer", "dtype", "dummy_weights")}
-    return {"model": model.source, "plan": plan, **of_model, **of_site}

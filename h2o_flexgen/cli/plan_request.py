@@ -9,16 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
-from h2o_flexgen.cli.flags import (
-    DUMMY_PATH,
-    PLAN,
-    SITE,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_sizes,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import DUMMY_PATH, PLAN, SITE, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.option import flag_of, flags_written

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_flexgen.cli.common_requests import site_of
-from h2o_flexgen.cli.flags import MODEL, SITE, TRACEBACK, Parser
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import MODEL, SITE, Parser
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.planning.machines import SUFFIXES
@@ -61,6 +62,6 @@ def make_parser(program: str = PROGRAM) -> Parser:
     group.option(SITE["offload_dir"], disk)
     group.option(SITE["device"])
     group.option(SITE["threads"])
-    group.option(MODEL["dtype"], "of values and products; auto: the one that runs use")
+    group.option(MODEL["dtype"], "the type of values and products; auto: the one that runs use")
     group.verbose(f"{TRACEBACK}: where errors come from")
     return parser

@@ -21,17 +21,8 @@ from h2o_flexgen.cli.common_requests import (
     sampling_of,
     site_of,
 )
-from h2o_flexgen.cli.flags import (
-    PLAN,
-    REPEATABLE,
-    SITE,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_sizes,
-    typed,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import PLAN, REPEATABLE, SITE, Group, Parser, add_placement, add_sizes, typed
 from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
@@ -261,7 +252,7 @@ def _add_prompts(group: Group) -> None:
     group.value("--prompt-file", "FILE", 'a prompt per line, or (.jsonl) a {"prompt": ...} per line')
     number = f"how many made-up prompts (default: one block; {FEW_PROMPTS} without sizes or a plan); of given ones the first N"
     group.value("--num-prompts", "N", number, PROMPTS)
-    group.value("--prompt-len", "TOKENS", f"of made-up prompts (default: {DEFAULT_TOKENS})", TOKENS)
+    group.value("--prompt-len", "TOKENS", f"length of made-up prompts (default: {DEFAULT_TOKENS})", TOKENS)
     group.value("--gen-len", "TOKENS", "generated for each prompt, at most", TOKENS, SamplingParams.max_tokens)
     group.value("--cut-gen-len", "TOKENS", "run only so many and project the time of the rest", TOKENS)
 

@@ -10,15 +10,8 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
-from h2o_flexgen.cli.flags import (
-    NOISE,
-    PLAN,
-    TRACEBACK,
-    Group,
-    Parser,
-    add_placement,
-    add_sizes,
-)
+from h2o_flexgen.cli.errors import TRACEBACK
+from h2o_flexgen.cli.flags import NOISE, PLAN, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import SIZE, parse_bytes
@@ -177,9 +170,11 @@ def make_parser(program: str = PROGRAM) -> Parser:
 def _add_listening(group: Group) -> None:
     group.value("--host", "ADDRESS", "where to listen; other machines reach 0.0.0.0, and this one alone", default=HOST)
     group.value("--port", "N", "0: one that is free", Bounds(0, MOST_PORT), PORT)
-    group.value(KEYS, "FILE", "keys, one a line, of which a request has to show one (default: requests need no key)")
-    group.value("--max-body", "SIZE", "of a request; larger ones are refused", SIZE, MOST_BODY)
-    group.value("--served-model-name", "NAME", "by which clients know the model (default: as --model says)")
+    group.value(
+        KEYS, "FILE", "a file with a key in each line; every request must have one of them (default: requests need no key)"
+    )
+    group.value("--max-body", "SIZE", "the largest body of a request; larger ones are refused", SIZE, MOST_BODY)
+    group.value("--served-model-name", "NAME", "the name that clients use for the model (default: as --model says)")
     group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
 
 
@@ -196,7 +191,7 @@ def _add_requests(group: Group) -> None:
     group.option(PLAN["prefix_policy"])
     styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
-    drawn = "of requests that bring none, which draw by it and by when they came (default: another one each time)"
+    drawn = "requests without a seed draw by it and by their order of arrival (default: another one each time)"
     group.value("--seed", "N", drawn, SEED)
 
 

@@ -14,8 +14,8 @@ from socket import socket
 
 from starlette.types import ASGIApp
 
+from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes

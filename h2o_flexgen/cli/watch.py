@@ -1,5 +1,5 @@
-"""Observers of a command's work, which feed the progress line: Opening while a model is opened, Watch while a run computes,
-Crowd for other processes, EvaluationWatch while cells are measured."""
+"""Observers of a command's work, which feed the progress line: OpeningReport while a model is opened, RunWatch while a run
+computes, Crowd for other processes, EvaluationWatch while cells are measured."""
 
 from __future__ import annotations
 

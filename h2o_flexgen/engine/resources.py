@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import get_num_threads, set_num_threads
+from torch import get_num_threads as get_num_threads  # commands ask here
+from torch import set_num_threads
 
 from h2o_flexgen.core.environment import cores, existing_folder, threads
 from h2o_flexgen.core.hints import shown
@@ -75,8 +76,6 @@ def disk_limit(offload_folder: Path, packing: Packing | None) -> int:
     shared = existing_folder(packing.folder).stat().st_dev == place.stat().st_dev
     return max(0, free + packing.freed - packing.nbytes) if shared else free
 
-
-__all__ = ["crowding", "get_num_threads", "keep_few_compiled_products", "make_room_for_others", "set_threads"]
 
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # if the user sets one of them, it stays
 COMPILED_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"  # oneDNN reads one, torch the other

@@ -191,7 +191,7 @@ class Grid:
 
     def _settings(self, kv_codec: str, weight_codec: str, compute: str) -> list[Setting]:
         def setting(policy: str, amount: Amount, heads: HeadBudgets | None = None) -> Setting:
-            probe = self.probe if POLICIES[policy].judged_by == PROBE else None
+            probe = self.probe if POLICIES[policy].ranks_by == PROBE else None
             return Setting(policy, amount, kv_codec, weight_codec, compute, self.beside, heads, probe)
 
         full = [setting(Full.name, amount) for amount in self.amounts if amount.keeps_all][:1]

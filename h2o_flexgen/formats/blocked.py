@@ -49,6 +49,8 @@ class Blocked:
         return prod(shape) // self.values * self.block_bytes
 
 
+# values of codes, which lie closer together near zero, and 128
+IQ4_TABLE = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 SMALL, LARGE = 32, 256  # values of a block; large ones share two numbers, and their groups of 16 or 32 have others
 IN_GGUF = (
     Blocked("q4_0", 2, ByteLayout(SMALL, 18, span=16, codes_at=2, zero=8, shared=SCALE)),
@@ -56,6 +58,7 @@ IN_GGUF = (
     Blocked("q5_0", 6, ByteLayout(SMALL, 22, span=16, codes_at=6, zero=16, upper=FIFTH_BITS, upper_at=2, shared=SCALE)),
     Blocked("q5_1", 7, ByteLayout(SMALL, 24, span=16, codes_at=8, upper=FIFTH_BITS, upper_at=4, shared=SCALE_AND_MINIMUM)),
     Blocked("q8_0", 8, ByteLayout(SMALL, 34, bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE)),
+    Blocked("iq4_nl", 20, ByteLayout(SMALL, 18, span=16, codes_at=2, table=IQ4_TABLE, zero=128, shared=SCALE)),
     Blocked("q4_K", 12, ByteLayout(LARGE, 144, span=32, codes_at=16, shared=SIX_BITS)),
     Blocked("q5_K", 13, ByteLayout(LARGE, 176, span=32, codes_at=48, upper=PLANES_OF_ONE, upper_at=16, shared=SIX_BITS)),
     Blocked(

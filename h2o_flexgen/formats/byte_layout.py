@@ -45,6 +45,15 @@ class ByteLayout:
         return max(1, self.block_values * self.bits // 32)
 
     @property
+    def has_table(self) -> bool:
+        return bool(self.table)
+
+    @property
+    def table_words(self) -> tuple[int, ...]:
+        """The table in words of four."""
+        return tuple(int.from_bytes(self.table[at : at + 4], "little") for at in range(0, len(self.table), 4))
+
+    @property
     def takes_turns(self) -> bool:
         """Whether the lower and the upper code of a byte belong to neighbours."""
         return self.bits == 4 and self.span == 0

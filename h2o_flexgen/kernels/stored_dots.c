@@ -79,11 +79,13 @@ static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int
 {
     static const float whole[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static const float of_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    static const float of_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     const uint8_t *bytes = bytes_of_piece(row, first, form);
     const unsigned long within = (unsigned long)first % STRETCH, at = within / sharing_inputs(form), piece = within / PIECE;
-    if (form == Q4_0 || form == Q4_1 || form == MXFP4 || form == FP4 || form == INT4) {
-        const words both = words_of_16(bytes + (form == Q4_0 ? 2 : form == Q4_1 ? 4 : form == MXFP4));
+    if (form == Q4_0 || form == Q4_1 || form == IQ4_NL || form == MXFP4 || form == FP4 || form == INT4) {
+        const words both = words_of_16(bytes + (form == Q4_0 || form == IQ4_NL ? 2 : form == Q4_1 ? 4 : form == MXFP4));
         const floats codes = form == MXFP4 || form == FP4 ? LOAD(floats, of_fp4)
+                             : form == IQ4_NL             ? LOAD(floats, of_iq4)
                              : form == INT4               ? LOAD(floats, whole) - (float)shares->zeros[at]
                                                           : LOAD(floats, whole) - (float)usual_zero(form);
         const floats table = codes * shares->scales[at];

@@ -15,8 +15,8 @@
 #define STRETCH 256 /* inputs with scales that are read at once: a block of the forms with the longest ones */
 
 /* Blocks are those of GGUF, the others lie in sections. Python reads their numbers here. */
-enum form { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4 };
-#define EACH_FORM(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4) DO(FP8) DO(FP4) DO(INT4)
+enum form { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4, IQ4_NL };
+#define EACH_FORM(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4) DO(FP8) DO(FP4) DO(INT4) DO(IQ4_NL)
 
 enum { E8M0 = HALF + 1 }; /* a scale that is a power of two: its exponent, which 127 is added to, as a byte */
 
@@ -47,7 +47,7 @@ typedef uint8_t stored_codes __attribute__((vector_size(PIECE)));
 
 static ALWAYS_INLINE int is_block(int form)
 {
-    return form <= MXFP4;
+    return form <= MXFP4 || form == IQ4_NL;
 }
 
 static ALWAYS_INLINE long block_values(int form)
@@ -58,7 +58,8 @@ static ALWAYS_INLINE long block_values(int form)
 static ALWAYS_INLINE long stored_block_bytes(int form)
 {
     switch (form) {
-    case Q4_0: return 18;
+    case Q4_0:
+    case IQ4_NL: return 18;
     case Q4_1: return 20;
     case Q5_0: return 22;
     case Q5_1: return 24;
@@ -83,7 +84,7 @@ static ALWAYS_INLINE int has_minima(int form)
 /* Blocks that begin with a scale in float16, behind which their minimum stands if there is one. */
 static ALWAYS_INLINE int begins_with_halves(int form)
 {
-    return form == Q4_0 || form == Q4_1 || form == Q5_0 || form == Q5_1 || form == Q8_0;
+    return form == Q4_0 || form == Q4_1 || form == Q5_0 || form == Q5_1 || form == Q8_0 || form == IQ4_NL;
 }
 
 /* The zero that all codes of a form have, but for those of INT4 with zeros of their own. */
@@ -93,7 +94,8 @@ static ALWAYS_INLINE int usual_zero(int form)
     case Q4_0:
     case INT4: return 8;
     case Q5_0: return 16;
-    case Q8_0: return 128;
+    case Q8_0:
+    case IQ4_NL: return 128;
     case Q6_K: return 32;
     case MXFP4:
     case FP4: return 12;
@@ -105,6 +107,7 @@ static ALWAYS_INLINE int largest_code(int form) /* of forms of whole numbers */
 {
     switch (form) {
     case Q8_0: return 255;
+    case IQ4_NL: return 241; /* the value, and 128 */
     case Q6_K: return 63;
     case Q5_0:
     case Q5_1:
@@ -192,19 +195,28 @@ static ALWAYS_INLINE stored_codes fifth_bits(const uint8_t *from)
 #endif
 }
 
-static ALWAYS_INLINE stored_codes codes_of_fp4(stored_codes from) /* twice the value of float4 e2m1, and 12 */
+static ALWAYS_INLINE stored_codes looked_up(stored_codes from, const uint8_t *table) /* of 16 codes */
 {
-#define CODES_OF_FP4 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 #ifdef __AVX2__
-    const __m256i table = _mm256_setr_epi8(CODES_OF_FP4, CODES_OF_FP4);
-    return (stored_codes)_mm256_shuffle_epi8(table, (__m256i)from);
+    return (stored_codes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(LOAD(__m128i, table)), (__m256i)from);
 #else
-    static const uint8_t table[16] = {CODES_OF_FP4};
     uint8_t found[PIECE];
     for (int at = 0; at < PIECE; at++)
         found[at] = table[from[at]];
     return LOAD(stored_codes, found);
 #endif
+}
+
+static ALWAYS_INLINE stored_codes codes_of_fp4(stored_codes from) /* twice the value of float4 e2m1, and 12 */
+{
+    static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return looked_up(from, table);
+}
+
+static ALWAYS_INLINE stored_codes codes_of_iq4(stored_codes from) /* values that lie closer together near zero, and 128 */
+{
+    static const uint8_t table[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+    return looked_up(from, table);
 }
 
 static ALWAYS_INLINE const uint8_t *block_of_row(const stored_row *row, long first, int form)
@@ -241,6 +253,7 @@ static ALWAYS_INLINE stored_codes stored_codes_of(const stored_row *row, long fi
     case Q6_K:
         return some_bits(LOAD(stored_codes, block + piece / 4 * 64 + piece % 2 * 32), piece % 4 / 2 * 4, 15) |
                raised(some_bits(LOAD(stored_codes, block + 128 + piece / 4 * 32), piece % 4 * 2, 3));
+    case IQ4_NL: return codes_of_iq4(nibbles_by_half(block + 2));
     case MXFP4: return codes_of_fp4(nibbles_by_half(block + 1));
     case FP4: return codes_of_fp4(nibbles_in_turn(block));
     case INT4: return nibbles_in_turn(block);

@@ -271,7 +271,12 @@ class KVCache:
 
     def _worth(self, now: KVStep, tokens: NewTokens) -> Tensor | None:
         """The worth of the newest tokens. (rows, kv_heads), fp32"""
-        return None if self._judge is None else self._judge.newest(Written(tokens.x, tokens.k, tokens.v, now.slots.new))
+        if self._judge is None:
+            return None
+        k, rotation = tokens.k, tokens.rotation
+        if self._judge.reads_new_key and rotation is not None and not self._rolls:
+            k = rotate(k, now.turn(rotation, k.dtype))
+        return self._judge.newest(Written(tokens.x, k, tokens.v, now.slots.new))
 
     def asked(self, now: KVStep, tokens: NewTokens) -> AttentionInput:
         """What a decode step asks of a cache in other memory: all that needs no slots is computed here."""

@@ -4,8 +4,8 @@ policy ranks by this worth, or weighs the attention that the token gets with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,17 @@ from torch.nn.functional import normalize
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import steady_product
-from h2o_flexgen.policies.policy import KEY_DIFFERENCE, LAG, VALUE_NORMS, KVPolicy
+from h2o_flexgen.policies.keydiff import KeyDiff
+from h2o_flexgen.policies.knorm import KNorm
+from h2o_flexgen.policies.lagkv import LagKV
+from h2o_flexgen.policies.policy import VALUE_NORMS, KVPolicy
 
 
 class Written(NamedTuple):
     """New tokens of each row, as a judge sees them. Pads may follow them."""
 
     x: Tensor | None  # (rows, tokens, width): the input from which the layer makes queries, keys and values
-    k: Tensor  # (rows, tokens, kv_heads, head_dim), before they are packed; after a pass of several tokens as they are kept
+    k: Tensor  # (rows, tokens, kv_heads, head_dim), as they are kept, before they are packed; in decode if a judge reads keys
     v: Tensor  # alike
     counts: Sequence[int]  # tokens of each row, without pads
 
@@ -37,10 +40,11 @@ class Held(NamedTuple):
 
 class Judge(ABC):
     reads_input = False  # whether it needs the input from which the layer makes keys
+    reads_new_key = False  # whether it needs the newest token's key in decode, as it is kept
 
-    @abstractmethod
     def of_heads(self, heads: Tensor) -> Judge:
         """The judge of some of the layer's KV heads, by their numbers."""
+        return self
 
     @abstractmethod
     def newest(self, new: Written) -> Tensor:
@@ -68,11 +72,10 @@ class OneByOne(Judge):
 
 
 UNJUDGED = torch.finfo(torch.float32).min  # below all judged tokens, but above minus infinity, the rank of empty places
-Self = TypeVar("Self", bound="JudgeOfRows")
 
 
 class JudgeOfRows(Judge):
-    """Together: compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add
+    """Compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add
     tokens that are not judged yet: comparing would need all keys of all layers at every step. These tokens are evicted
     first once nothing protects them, or else a long answer would evict all tokens that were judged (docs/log/eviction.md)."""
 
@@ -80,9 +83,6 @@ class JudgeOfRows(Judge):
     def of_row(self, keys: Tensor, values: Tensor) -> Tensor:
         """The worth of each token of a row, (kv_heads, tokens) in fp32. keys, values: (kv_heads, tokens, head_dim), oldest
         first."""
-
-    def of_heads(self: Self, heads: Tensor) -> Self:
-        return self
 
     def newest(self, new: Written) -> Tensor:
         rows, _, heads, _ = new.k.shape
@@ -157,8 +157,14 @@ class ValueNorms(OneByOne):
     def of_new(self, new: Written) -> Tensor:
         return new.v.float().square().sum(dim=-1).sqrt()
 
-    def of_heads(self, heads: Tensor) -> ValueNorms:
-        return self
+
+class KeyNorms(OneByOne):
+    """A token is worth more the shorter its key is: the keys that get most attention are short."""
+
+    reads_new_key = True
+
+    def of_new(self, new: Written) -> Tensor:
+        return -new.k.float().square().sum(dim=-1).sqrt()
 
 
 class Linear(OneByOne):
@@ -181,7 +187,11 @@ class Linear(OneByOne):
 
 def judge_of(policy: KVPolicy) -> Judge | None:
     """The judge that a policy asks, of any layer; None if it asks none, or one that was fitted to a model."""
-    if policy.judge == LAG:
+    if policy.judge == LagKV.ranks_by:
         return Lag(policy.sinks)
-    known = {VALUE_NORMS: ValueNorms, KEY_DIFFERENCE: KeyDifference}
+    known: dict[str | None, Callable[[], Judge]] = {
+        VALUE_NORMS: ValueNorms,
+        KeyDiff.ranks_by: KeyDifference,
+        KNorm.ranks_by: KeyNorms,
+    }
     return known[policy.judge]() if policy.judge in known else None

@@ -22,7 +22,7 @@ from h2o_flexgen.kv.step import EchoPart, KVStep
 
 @dataclass
 class PromptReading:
-    """Reading: one prompt that is computed piece by piece within a visit, because a layer's intermediate values for all its
+    """One prompt that is computed piece by piece within a visit, because a layer's intermediate values for all its
     tokens would take too much memory. A piece attends to all tokens before it, and to itself. The attention that tokens
     get is gathered over all pieces, so that kept tokens are chosen as if the prompt had been computed at once."""
 

@@ -22,7 +22,7 @@ from h2o_flexgen.policies.policy import AGE, CHANCE, KVPolicy
 
 @dataclass(frozen=True)
 class Coding:
-    """Coding: how the values of a slot are stored: in the dtype of computation, or as a format's bytes. Each head's values of
+    """How the values of a slot are stored: in the dtype of computation, or as a format's bytes. Each head's values of
     one token are encoded separately, so that a slot can be rewritten by itself."""
 
     format: str
@@ -64,7 +64,7 @@ NO_TOKEN = -1  # position of a slot that was never filled
 
 @dataclass(frozen=True)
 class SlotScores:
-    """SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and
+    """What an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and
     its worth when it was written. They stay in the compute device's memory even if keys and values are moved. Here a
     policy's data become tensors: which prompt tokens are kept, and which slot the newest token takes over in decode."""
 

@@ -211,8 +211,7 @@ def give_back_freed() -> None:
 
 def peak_resident_bytes() -> int:
     """The most memory that this process has ever held. The value of getrusage may include what its parent held before."""
-    import resource
-    import sys
+    import resource  # not everywhere
 
     if sys.platform == "linux":
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():

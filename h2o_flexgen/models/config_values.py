@@ -137,4 +137,4 @@ def _check_heads(values: Mapping[str, Any]) -> None:
 def _check_experts(values: Mapping[str, Any]) -> None:
     for key in (key for key in EXPERTS if values.get(key) is not None):
         _check_whole(key, values[key], Whole(MOST_EXPERTS))
-        _check_whole(CHOSEN, values.get(CHOSEN), Whole(values[key]))
+        _check_whole(CHOSEN, values.get(CHOSEN), Whole(values[key], is_required=CHOSEN in values))  # null is not the default

@@ -82,9 +82,8 @@ class GlmMoe(MixtureOfExperts):
     def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         correction = tensor_ops.plain(weights, CORRECTION)
         assert correction is not None
-        scores = tensor_ops.sigmoid(
-            tensor_ops.wide_linear(x, weights, self._mixture.router)
-        )  # in 16 bits it would choose others
+        wide = tensor_ops.wide_linear(x, weights, self._mixture.router)  # in 16 bits it would choose others
+        scores = tensor_ops.sigmoid(wide)
         experts = (scores + correction).topk(self._mixture.chosen, dim=-1).indices
         shares = scores.gather(-1, experts)
         if self._mixture.sums_to_one:

@@ -26,7 +26,10 @@ IN_GGUF = GgufArchitecture(
     "granite",
     OF_LLAMA,
     KEYS,
-    heeds=dict.fromkeys(("embedding_scale", "attention.scale", "residual_scale", "logit_scale")),
+    heeds={
+        **dict.fromkeys(("embedding_scale", "attention.scale", "residual_scale", "logit_scale")),
+        "rope.scaling.finetuned": (True,),  # of these models False says that nothing is rotated
+    },
     is_interleaved=True,
 )
 

@@ -86,7 +86,7 @@ Place = tuple[int, int]  # layer of the schedule, batch
 
 @dataclass(frozen=True)
 class HeldKV:
-    """HeldKV: the KV of a block, in levels of heads that keep the same number of tokens. It says what each level holds in
+    """The KV of a block, in levels of heads that keep the same number of tokens. It says what each level holds in
     which layer. The size of a layer is found here, as a whole or level by level. Without head budgets there is one level,
     of all heads in all layers."""
 

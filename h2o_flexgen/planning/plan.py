@@ -103,7 +103,7 @@ class Plan:
         "tokens of prompts computed at once: more take more memory; longer prompts are computed in pieces",
     )
     buffers: int = option(  # 1 means no overlap
-        2, Bounds(1, MOST_BUFFERS), "N", "layers that may have weights under way or in use at once", also_called=("slots",)
+        2, Bounds(1, MOST_BUFFERS), "N", "layers with weights in use or on their way at once", also_called=("slots",)
     )
     attend_on: str = option(
         DEVICE,
@@ -176,7 +176,7 @@ class Plan:
         None,
         Instance(Probe, "a Probe: read_probe reads a file, and so does LLM"),
         f"FILE|{OWN}",
-        f"{KVzap.name}: what a token is worth is said by this file of `calibrate --probe`; {OWN}: the file beside the model",
+        f"for {KVzap.name}: the file of `calibrate --probe` that says what a token is worth; {OWN}: the file beside the model",
     )
     shared_prefixes: bool = option(True, TRUTH, "0|1", "what requests begin with alike is computed and kept once", bare=True)
     prefix_policy: str = option(  # JUDGED: rows take what they share into their own slots

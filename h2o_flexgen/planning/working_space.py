@@ -20,7 +20,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
-from h2o_flexgen.policies.policy import ATTENTION, PROBE, TOGETHER, KVPolicy
+from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
@@ -241,7 +241,7 @@ def _choosing_bytes(at: LevelHeads, threads: int) -> int:
     keys = occupancy.held(0) + occupancy.batch.prompt_len
     weighed = 0 if policy.judge is None else WEIGHED_BYTES + (SORTED_BYTES if policy.has_scores else 0)
     moved = 0 if threads else 4 * spec.head_dim  # torch moves with an index for each value
-    compared = COMPARED_BYTES * spec.head_dim if policy.judge in TOGETHER else 0  # of one row at a time
+    compared = COMPARED_BYTES * spec.head_dim if policy.compares else 0  # of one row at a time
     return spec.kv_heads * keys * (occupancy.batch.size * (SORTED_BYTES + weighed + moved) + compared)
 
 

@@ -24,25 +24,23 @@ class KVOptions:
     heavy: int | None = option(None, SLOTS, "SLOTS", "heavy hitters kept, in slots per sequence and head")
     recent: int | None = option(None, SLOTS, "SLOTS", "slots for the newest tokens")
     hh_ratio: float | None = option(
-        None, SHARE, "R", "keep R of each prompt's length as heavy hitters and as much as recent tokens"
+        None, SHARE, "R", "keep a share R of each prompt as heavy hitters, and as many recent tokens"
     )
     kv_budget: float | None = option(None, SHARE, "F", "keep this share of prompt and generation, half heavy, half recent")
     sinks: int | None = option(None, SLOTS, "N", "the first N tokens are never evicted")
     score_decay: float | None = option(
         None, SHARE, "D", "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
     )
-    grace: int | None = option(
-        None, SLOTS, "N", "never evict the newest N, also where --recent is less; has no slots of its own"
-    )
+    grace: int | None = option(None, SLOTS, "N", "never evict the newest N tokens, even if --recent is less; adds no slots")
     positions: str | None = option(
         None,
         Choice(POSITIONS),
-        text="of keys; true: those in the text (default); rolling: their order in the cache, for texts without end",
+        text="positions of keys; true: as in the text (default); rolling: by their order in the cache, for texts without end",
     )
     hh_prompt_only: bool = option(
         False, TRUTH, "", "only the prompt is selected from; all that is generated is kept", bare=True
     )
-    value_norms: bool = option(False, TRUTH, "", "scores are weighed with how long a token's value is", bare=True)
+    value_norms: bool = option(False, TRUTH, "", "scores are multiplied by the length (L2 norm) of a token's value", bare=True)
 
     def __post_init__(self) -> None:
         check_options(self, KVOptions)

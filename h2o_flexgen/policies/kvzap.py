@@ -5,16 +5,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import RowBudget
-from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROBE, PROTECTION, WORTH, KVPolicy
+from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROBE, PROTECTION, KVPolicy
 
 
 class KVzap(KVPolicy):
     name: ClassVar[str] = "kvzap"
-    ranks_by: ClassVar[str] = WORTH
-    judged_by: ClassVar[str | None] = PROBE
+    ranks_by: ClassVar[str] = PROBE
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
-
-    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
-        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
-        return self._protecting(heavy + recent, recent)

@@ -5,17 +5,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.policies.occupancy import RowBudget
-from h2o_flexgen.policies.policy import BUDGETS, COMMON, LAG, PROTECTION, SINKS, WORTH, KVPolicy
+from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROTECTION, SINKS, KVPolicy
 
 
 class LagKV(KVPolicy):
     name: ClassVar[str] = "lagkv"
-    ranks_by: ClassVar[str] = WORTH
-    judged_by: ClassVar[str | None] = LAG
+    ranks_by: ClassVar[str] = "lag"
+    compares: ClassVar[bool] = True
     usual_sinks: ClassVar[int] = SINKS
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
-
-    def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
-        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
-        return self._protecting(heavy + recent, recent)

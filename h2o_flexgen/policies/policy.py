@@ -5,7 +5,6 @@ Planning reads policies too, so their arithmetic does without torch; kv/slots.py
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -15,10 +14,8 @@ from h2o_flexgen.formats.kernel_table import SUM
 from h2o_flexgen.policies.kv_options import ROLLING, KVOptions, row_of
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget, StepSlots
 
-NONE, ATTENTION, AGE, CHANCE, WORTH = "none", "attention", "age", "chance", "worth"  # what tokens are ranked by
-# what says how much a token is worth when it is written
-VALUE_NORMS, PROBE, KEY_DIFFERENCE, LAG = "value norms", "probe", "key difference", "lag"
-TOGETHER = KEY_DIFFERENCE, LAG  # of these, what compares all tokens of a row
+NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by, if no judge says it
+VALUE_NORMS, PROBE = "value norms", "probe"  # judges that an option or a file brings; others have one policy, which names them
 SINKS = 4  # of policies that cannot do without
 WORD_BYTES = 4  # of a position, of a score, and of what a token is worth
 SHARES = ("hh_ratio", "kv_budget")
@@ -28,13 +25,14 @@ COMMON = ("positions", "hh_prompt_only")  # options of all policies that evict
 
 
 @dataclass(frozen=True)
-class KVPolicy(ABC):
+class KVPolicy:
     options: KVOptions = field(default_factory=KVOptions)
     least_slots: int = 0  # that a share of a text is rounded up to: few heads of a model may be left nothing of a short one
 
     name: ClassVar[str]
-    ranks_by: ClassVar[str] = ATTENTION
-    judged_by: ClassVar[str | None] = None  # what says how much a token is worth when it is written, where that counts
+    ranks_by: ClassVar[str] = ATTENTION  # or the name of a judge (kv/judges.py), which says it when a token is written
+    compares: ClassVar[bool] = False  # the judge compares all tokens of a row
+    recent_part: ClassVar[int] = 2  # one of so many parts of a budget is recent, unless slots are given
     usual_sinks: ClassVar[int] = 0  # unless others are asked for
     gathers: ClassVar[str] = SUM  # how the attention that a token gets becomes its score: the sum, or the highest share
     neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
@@ -45,9 +43,10 @@ class KVPolicy(ABC):
     def __post_init__(self) -> None:
         self.options.refuse_all_but(self.accepts, self.name)
 
-    @abstractmethod
     def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
-        """The budget of a row with a prompt of this length."""
+        """The budget of a row with a prompt of this length: the last `recent` tokens, and `heavy` of the others."""
+        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len, self.recent_part)
+        return self._protecting(heavy + recent, recent)
 
     @classmethod
     def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
@@ -84,7 +83,9 @@ class KVPolicy(ABC):
     @property
     def judge(self) -> str | None:
         """What says how much a token is worth when it is written. Policies rank by it, or weigh scores with it."""
-        return VALUE_NORMS if self.options.value_norms else self.judged_by
+        if self.options.value_norms:
+            return VALUE_NORMS
+        return None if self.ranks_by in (NONE, ATTENTION, AGE, CHANCE) else self.ranks_by
 
     @property
     def has_scores(self) -> bool:

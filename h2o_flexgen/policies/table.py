@@ -10,6 +10,7 @@ from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.h2o_flexgen import H2OFlexGen
 from h2o_flexgen.policies.heavy import Heavy
 from h2o_flexgen.policies.keydiff import KeyDiff
+from h2o_flexgen.policies.knorm import KNorm
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.kvzip import KVzip
 from h2o_flexgen.policies.lagkv import LagKV
@@ -23,6 +24,6 @@ POLICIES: Mapping[str, type[KVPolicy]] = {
     policy.name: policy
     for policy in (
         *(Full, H2O, H2OFlexGen, Local, Streaming, Heavy, Random, SnapKV, Tova),
-        *(KVzip, KVzap, KeyDiff, LagKV),
+        *(KVzip, KVzap, KeyDiff, LagKV, KNorm),
     )
 }

@@ -137,7 +137,7 @@ SMALLEST, LARGEST = 0.02, 0.5  # of the values: far from what a type with few bi
 
 @dataclass(frozen=True, eq=False)
 class BytePool:
-    """Pool: the memory that everything is measured with. It is filled once, with bytes that are sound values of every type
+    """The memory that everything is measured with. It is filled once, with bytes that are sound values of every type
     and of every packed format, and each measurement takes them for what it needs. Memory that a process touches for the
     first time is ten times as slow as any other, so a part of its own for each measurement would take longer than all
     measurements."""

@@ -139,7 +139,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Lanes:
-    """Lanes by device: the worker of a task where several devices compute, each the layers of a range. Each device has a lane
+    """The worker of a task where several devices compute, each the layers of a range. Each device has a lane
     of every kind that works with it; the disk is one, and so are the lanes that read and write it. With one device a lane
     has the name of its kind."""
 

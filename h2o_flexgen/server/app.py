@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -39,7 +38,6 @@ READING = ("GET", "HEAD", "OPTIONS")  # changes nothing
 GUARDED = ("/v1", STATUS)  # whatever begins so asks for a key
 MODELS = "/v1/models"
 OWNER = "h2o_flexgen"
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(

@@ -207,10 +207,6 @@ class LoadedModel:
         """The files that weights are read from in every step; none before they are loaded."""
         return self._engine.weight_files if self._engine is not None else ()
 
-    def load(self, on_stage: OnStage | None = None) -> None:
-        """Loads the weights now instead of at the first generation."""
-        self.ready(on_stage)
-
     def load_shared(self, shared: SharedWeights, on_stage: OnStage | None = None) -> Engine:
         """Loads the weights, those in host memory into a file that several processes share."""
         self._shared = shared

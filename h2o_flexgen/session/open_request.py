@@ -68,7 +68,7 @@ class SiteRequest:
         None,
         Threads(),
         "N",
-        "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)",
+        "threads that compute on the CPU; their number may change last bits of sums (default: one for each core that is free)",
     )
     gpu_mem: int | str | None = option(
         None, SIZE, "SIZE", "no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)"

@@ -304,9 +304,11 @@ def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any],
         ("glm4-moe", "glm4moe.expert_group_count", 4),
         ("glm4-moe", "glm4moe.leading_dense_block_count", 9),
         ("glm4-moe", "glm4moe.rope.dimension_sections", [2, 2, 0, 0]),
+        ("granite-moe", "granitemoe.rope.scaling.finetuned", False),
+        ("granite", "granite.rope.scaling.finetuned", False),
     ],
 )
-def test_layers_of_mixtures_that_do_otherwise_are_refused(kind: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_layers_of_an_architecture_that_do_otherwise_are_refused(kind: str, key: str, value: Any, tmp_path: Path) -> None:
     save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1, metadata={key: value})
     assert key in one_line(lambda: opened_whole(tmp_path / "tiny.gguf"))
 

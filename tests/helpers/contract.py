@@ -42,8 +42,7 @@ from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers import tiny
 from tests.helpers.probes import OF_NO_MODEL, probe_for
 from tests.helpers.quantised import FORMS, WIDE, save_quantised
-from tests.helpers.reference import weights_by_layer
-from tests.helpers.resident import resident_generate
+from tests.helpers.resident import resident_generate, weights_by_layer
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
@@ -106,6 +105,7 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "kvzap"), ("heavy", 2), ("recent", 2), ("probe", OF_NO_MODEL)),  # a case takes one of its model
     (("kv_policy", "keydiff"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "lagkv"), ("heavy", 3), ("recent", 1), ("sinks", 1)),
+    (("kv_policy", "knorm"), ("heavy", 2), ("recent", 2)),
 )
 
 # what the KV heads of a model keep, layer by layer; a model with fewer heads has the first ones

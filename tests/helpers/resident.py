@@ -42,6 +42,12 @@ def unheard() -> Iterator[None]:
         yield
 
 
+def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
+    """Groups `tensors`, given by their names in the checkpoint, by layer."""
+    dtypes = {model.spec.itemsize: getattr(torch, model.spec.dtype), 4: torch.float32}
+    return [{name: tensors[spec.name].to(dtypes[spec.itemsize]) for name, spec in layer.tensors} for layer in model.spec.layers]
+
+
 @unheard()
 @torch.inference_mode()
 def resident_generate(

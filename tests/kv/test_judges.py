@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.judges import UNMEASURED, JudgeOfRows, KeyDifference, Lag
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.judges import UNMEASURED, JudgeOfRows, KeyDifference, KeyNorms, Lag
+from h2o_flexgen.kv.slots import SlotScores
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.rotary import Rotary
+from h2o_flexgen.planning.plan import Plan
 from tests.policies.oracle import Head
 
 SINKS, DIM = 3, 6
@@ -44,3 +51,22 @@ def test_keys_that_are_no_numbers_make_no_numbers(judge: JudgeOfRows) -> None:
     keys, values = drawn(8)
     keys[0, 1, 2] = torch.nan
     assert judge.of_row(keys, values)[0, 1].isnan()
+
+
+@pytest.mark.parametrize("positions", ["true", "rolling"])
+def test_a_key_is_as_long_in_a_step_as_in_a_prompt_where_rotation_stretches_it(positions: str) -> None:
+    """YaRN rotates a part of each head, and makes it longer."""
+    policy, rotary, tokens = Plan.create(kv_policy="knorm", heavy=9, positions=positions).policy, Rotary(torch.ones(2), 1.5), 5
+    (keys, values), worth = drawn(tokens), []
+    for prompt in (1, tokens):
+        occupancy = policy.occupancy(Batch((0,), (prompt,)), 1 + tokens - prompt)
+        noted = SlotScores.over(torch.zeros(8 * occupancy.capacity, dtype=torch.uint8), policy, (1, 1, occupancy.capacity))
+        cache = KVCache(torch.zeros(2, 1, 1, occupancy.capacity, DIM), noted, judge=KeyNorms())
+        for step in range(1 + tokens - prompt):
+            new = slice(0, prompt) if step == 0 else slice(prompt + step - 1, prompt + step)
+            k, v = (each[:, new].transpose(0, 1)[None] for each in (keys, values))
+            now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
+            cache.attend(now, NewTokens(k.clone(), k.clone(), v.clone(), rotary))
+        assert noted.worth is not None
+        worth.append(noted.worth[0, 0, :tokens])
+    torch.testing.assert_close(worth[0], worth[1])

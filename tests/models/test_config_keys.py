@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from h2o_flexgen.models import MODELS, create_model, load_config
-from tests.helpers.reference import reference_generate, weights_by_layer
 from tests.helpers.refusals import one_line
+from tests.helpers.resident import resident_generate, weights_by_layer
 from tests.helpers.tiny import KINDS, VOCAB, checkpoint_tensors, random_model
 
 BLOCKS, WINDOW = 2, 6
@@ -183,7 +183,7 @@ def held(values: Mapping[str, Any], folder: Path) -> str:
     if theirs is None:
         return "theirs alone fails"
     tensors, logits = theirs
-    _, made = reference_generate(model, weights_by_layer(model, tensors), [TEXT[:end] for end in ends], 1)
+    made = resident_generate(model, weights_by_layer(model, tensors), [TEXT[:end] for end in ends], 1)
     torch.testing.assert_close(made[0], logits, atol=NEAR, rtol=0, msg=lambda message: f"{values}: {message}")
     return "equal"
 

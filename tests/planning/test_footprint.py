@@ -41,6 +41,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import judge_of
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
 from h2o_flexgen.models import create_model
@@ -112,8 +113,9 @@ def arena_parts(footprint: Footprint, tier: str, accelerator: bool) -> dict[str,
     return parts
 
 
-def held_by(tiers: object) -> dict[str, int]:
-    memories = tiers._memories  # type: ignore[attr-defined]
+def held_by(llm: LLM) -> dict[str, int]:
+    memories = llm.loaded._memories
+    assert memories is not None
     peaks = {HOST: memories.host.meter.peak_bytes, DISK: memories.disk.meter.peak_bytes}
     return peaks | ({DEVICE: memories.compute.meter.peak_bytes} if memories.device.accelerator else {})
 

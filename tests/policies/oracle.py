@@ -14,7 +14,7 @@ Turn = Callable[[Array, Array], Array]  # (x (tokens, heads, dim), positions (to
 
 class Head:
     highest: frozenset[str] = frozenset({"kvzip"})  # policies whose scores are the highest share that a token got, and no sum
-    by_worth = ("kvzap", "keydiff", "lagkv")
+    by_worth = ("kvzap", "keydiff", "lagkv", "knorm")
 
     def __init__(
         self,
@@ -83,6 +83,8 @@ class Head:
         if self.policy == "kvzap" and x is not None:
             weight, bias = self.probe
             self.worth |= dict(zip(new, (x @ weight + bias).tolist()))
+        if self.policy == "knorm":
+            self.worth |= {token: -float(np.sqrt((self.keys[token] ** 2).sum())) for token in new}
         if self.policy in ("keydiff", "lagkv"):
             self.worth |= dict.fromkeys(new, -np.inf) if decodes else self._compared()
         return self._attended(q, new, decodes)

@@ -70,6 +70,8 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "keydiff", "heavy": 6, "recent": 5},
     {"kv_policy": "keydiff", "kv_budget": 0.3, "recent": 0, "sinks": 1, "grace": 2, "positions": "rolling"},
     {"kv_policy": "lagkv", "heavy": 9, "recent": 5},
+    {"kv_policy": "knorm", "heavy": 6, "recent": 5},
+    {"kv_policy": "knorm", "kv_budget": 0.3, "recent": 0, "sinks": 1, "grace": 2, "positions": "rolling"},
 )
 
 

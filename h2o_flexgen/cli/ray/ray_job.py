@@ -17,7 +17,6 @@ import ray
 from h2o_flexgen.cli.batch_request import LOCAL, BatchRequest, RayRequest
 from h2o_flexgen.cli.interrupts import Aside
 from h2o_flexgen.cli.job_run import Listening
-from h2o_flexgen.cli.open_llm import llm_arguments
 from h2o_flexgen.cli.ray.cluster import Pool, answer_sigterm_again, connected, joined, waiting
 from h2o_flexgen.cli.ray.workers import (
     Handing,
@@ -36,6 +35,7 @@ from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.jobs.file_job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.session.open_request import OpenRequest
 
 LEAST_PORTION = 256  # requests, where nothing says how many a block holds: few blocks run empty then
 BLOCKS = 4  # blocks that a portion fills at least, for the same reason
@@ -131,11 +131,9 @@ class RayJob:
     def _share(self, parts: Sequence[Sequence[int]]) -> SharedJob:
         request = self.request
         return SharedJob(
-            engine={
-                **llm_arguments(request.model, request.site, request.first_plan),
-                "seed": self.seed,
-                "style": request.needed_style,
-            },
+            opening=OpenRequest(request.model, request.site, request.first_plan),
+            seed=self.seed,
+            style=request.needed_style,
             asked=None if isinstance(request.plan, Plan) else request.plan,
             reader=self.left.index.reader,
             identity=self.identity,

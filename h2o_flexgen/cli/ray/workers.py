@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -28,6 +28,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.ray import Engine
 from h2o_flexgen.session.auto_plan import AutoPlan
+from h2o_flexgen.session.open_request import OpenRequest
 
 POLL_SECONDS = 0.2  # within which the end of the job is seen
 RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause
@@ -76,8 +77,10 @@ class WorkerMessage:
 class SharedJob:
     """What workers need to know of a job."""
 
-    engine: Mapping[str, object]  # the arguments of the Engine of each
-    asked: PlanRequirements | None  # what a plan is found for; None: the engine is given one
+    opening: OpenRequest  # of the model, on each
+    seed: int
+    style: str  # how chats are written down
+    asked: PlanRequirements | None  # what a plan is found for; None: the request has it
     reader: LineReader
     identity: Settings  # of the model, wherever it is opened
     longest: Workload  # at least as long as any portion, row by row
@@ -99,7 +102,7 @@ class Worker:
 
     def _open(self) -> None:
         share = self._share
-        self._engine = Engine(**share.engine)  # type: ignore[arg-type]
+        self._engine = Engine.of(share.opening, share.seed, share.style)
         llm = self._engine.llm
         self._refuse_another_model()
         if share.asked is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, told
@@ -25,9 +24,7 @@ from h2o_flexgen.planning.placement import layers_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.schedule import Schedule
-
-if TYPE_CHECKING:  # a plan for another machine opens no model
-    from h2o_flexgen.session.loaded_model import LoadedModel
+from h2o_flexgen.session.loaded_model import LoadedModel
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 KINDS = ("weights", "KV", "activations")
@@ -47,18 +44,18 @@ class PlanReport:
     stored: StoredWeights | None = None  # what was found in the checkpoint
 
     @classmethod
-    def of(cls, llm: LoadedModel, planned: WorkloadPlan) -> PlanReport:
+    def of(cls, loaded: LoadedModel, planned: WorkloadPlan) -> PlanReport:
         """The report of a model that is open."""
         return cls(
-            model=llm.request.model.name,
-            dummy_weights=llm.request.model.dummy_weights,
-            requested=llm.requested,
+            model=loaded.request.model.name,
+            dummy_weights=loaded.request.model.dummy_weights,
+            requested=loaded.requested,
             planned=planned,
-            limits=llm.limits,
-            processor=processor(llm.device.kind),
-            packing=llm.packing,
-            tokenizer_note=llm.tokenizer.note,
-            stored=StoredWeights.of(llm.opened),
+            limits=loaded.limits,
+            processor=processor(loaded.device.kind),
+            packing=loaded.packing,
+            tokenizer_note=loaded.tokenizer.note,
+            stored=StoredWeights.of(loaded.opened),
         )
 
     @property

@@ -36,7 +36,7 @@ def studied_policies(names: Sequence[str], budget: float) -> Mapping[str, KVPoli
     """Each policy with the share `budget` of a text; a policy that cannot be studied is refused."""
     policies: dict[str, KVPolicy] = {}
     for name in names:
-        if name in POLICIES and POLICIES[name].judged_by == PROBE:
+        if name in POLICIES and POLICIES[name].ranks_by == PROBE:
             raise ValueError(f"kv_policy {name!r} asks a probe, which a study does not do; leave it out")
         policy = Plan.create(kv_policy=name, kv_budget=None if name == "full" else budget).policy
         if policy.keeps_all:

@@ -161,6 +161,14 @@ def codes_of(words, upper, HALF: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def _looked_up(code, LAYOUT: tl.constexpr):
+    """What a code stands for: a byte of one of four words."""
+    lower = tl.where((code & 4) == 0, LAYOUT.table_words[0], LAYOUT.table_words[1])
+    upper = tl.where((code & 4) == 0, LAYOUT.table_words[2], LAYOUT.table_words[3])
+    return (tl.where(code < 8, lower, upper) >> (code & 3) * 8) & 0xFF
+
+
+@triton.jit
 def as_float(code, LAYOUT: tl.constexpr):
     """What codes mean, before anything that they share."""
     if LAYOUT.codes == FP4:  # twice the value, as a float16 but for its exponent; no zero is negative
@@ -169,7 +177,8 @@ def as_float(code, LAYOUT: tl.constexpr):
         found = _half(((code & 0x80) << 8) | ((code & 0x7F) << 7)) * 256.0
         found = tl.where((code & 0x7F) == 0x7F, float("nan"), found)
     else:  # the last bits of a large number
-        found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LAYOUT.zero)
+        whole = _looked_up(code, LAYOUT) if LAYOUT.has_table else code
+        found = (whole | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LAYOUT.zero)
     return found
 
 
