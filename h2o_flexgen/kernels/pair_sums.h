@@ -4,7 +4,7 @@
 
 #include "panels.h"
 
-#define PAIR_PANELS 2 /* of outputs together: their sums are in memory twice as often as those of float32 */
+#define PAIR_PANELS 4 /* of outputs together: fewer write too little of a row at once, and the sums of more fill the cache */
 
 /* The places of one input's and the next one's values behind each other, so that they alternate. */
 static ALWAYS_INLINE __m512i alternating(void)

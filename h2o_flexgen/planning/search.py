@@ -42,7 +42,7 @@ LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit withi
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
 BUFFERS = (3, 4, 6, 8)  # numbers of buffers that are tried, one after the other, where none is given
-WORTH_BUFFERS = 0.02  # share of the speed that more buffers must bring, since other things can be done with their memory
+WORTH_BUFFERS = 0.005  # share of the speed that more buffers must promise; they bring more, and take memory
 NEAR = 0.05  # plans this near to each other are equal: then the one that ends its block sooner wins
 
 
