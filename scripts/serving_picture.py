@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs where the package is not installed
 
-from tests.serving.browsers import browsing, visiting
+from tests.server.browsers import browsing, visiting
 
 PLAN = "--percent 0 40 0 70 0 100 --gpu-batch-size 4 --num-gpu-batches 2 --prompt-len 256 --gen-len 256"
 BESIDE = {"prompt": ["The ferry", "A boat", "It rains"], "max_tokens": 250, "ignore_eos": True}

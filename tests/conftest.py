@@ -77,7 +77,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("web"):
-        from tests.serving.browsers import why_there_is_none
+        from tests.server.browsers import why_there_is_none
 
         if (why := why_there_is_none()) is not None:
             pytest.skip(why)

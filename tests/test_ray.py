@@ -26,7 +26,7 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams, batch
 from h2o_flexgen.checkpoints.stale_files import RAY_PREFIX
 from h2o_flexgen.cli.batch_request import RayRequest
-from h2o_flexgen.cli.job_run import Listening
+from h2o_flexgen.cli.batch_run import Listening
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason
 from h2o_flexgen.core.allowed_values import AUTO

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
-from h2o_flexgen.cli.job_run import Elsewhere, JobFigures, JobRun, Listening, end_lines
+from h2o_flexgen.cli.batch_run import Elsewhere, JobFigures, JobRun, Listening, end_lines
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.ray import ray_environment

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from h2o_flexgen.cli.batch_request import BatchRequest
-from h2o_flexgen.cli.job_run import Listening
+from h2o_flexgen.cli.batch_run import Listening
 from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone
 from h2o_flexgen.cli.processes.process import PromptsPart, RequestsPart
 from h2o_flexgen.cli.processes.supervisor import Processes

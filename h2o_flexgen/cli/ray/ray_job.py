@@ -15,8 +15,8 @@ from threading import Event
 import ray
 
 from h2o_flexgen.cli.batch_request import LOCAL, BatchRequest, RayRequest
+from h2o_flexgen.cli.batch_run import Listening
 from h2o_flexgen.cli.interrupts import Aside
-from h2o_flexgen.cli.job_run import Listening
 from h2o_flexgen.cli.ray.cluster import Pool, answer_sigterm_again, connected, joined, waiting
 from h2o_flexgen.cli.ray.workers import (
     Handing,

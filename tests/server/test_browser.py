@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.llm import LLM
-from tests.serving.browsers import Visit, browsing, visiting
-from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
-from tests.serving.test_desk import breaking, ended
+from tests.server.browsers import Visit, browsing, visiting
+from tests.server.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
+from tests.server.test_desk import breaking, ended
 
 pytestmark = pytest.mark.web
 

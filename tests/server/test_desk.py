@@ -21,7 +21,7 @@ from h2o_flexgen.server.desk import RequestListener
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.text.prompts import read_prompts
 from tests.helpers.patience import PATIENCE_SECONDS
-from tests.serving.served import GEN_LEN, MODEL, Served, served
+from tests.server.served import GEN_LEN, MODEL, Served, served
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 

@@ -22,8 +22,8 @@ from h2o_flexgen.server.batches.stored_files import NewFile, StoredFiles, data_f
 from h2o_flexgen.server.bodies import Limits
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.refusals import one_line
-from tests.serving.served import Served, served
-from tests.serving.test_refusals import error, head
+from tests.server.served import Served, served
+from tests.server.test_refusals import error, head
 
 MOST = 100_000
 TEXT = b'{"custom_id": "a"}\r\n--boundary\r\n\xff\x00\r\n'  # parts of forms are told apart by more than their looks

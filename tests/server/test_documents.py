@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.llm import LLM
-from tests.serving.served import MODEL, Served, served
+from tests.server.served import MODEL, Served, served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 

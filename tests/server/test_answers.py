@@ -15,7 +15,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.tiny import VOCAB
-from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
+from tests.server.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
 
 IDS = {"return_token_ids": True}
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}

@@ -18,8 +18,8 @@ from h2o_flexgen.engine.arrivals import GIVEN_UP
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.server.desk import LOST
 from tests.helpers.contract import Case, Checkpoints
-from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
-from tests.serving.test_answers import metrics
+from tests.server.served import GEN_LEN, MODEL, PROMPT_LEN, Served, served
+from tests.server.test_answers import metrics
 
 
 @pytest.fixture(scope="module")

@@ -42,9 +42,9 @@ from h2o_flexgen.server.batches.stored_files import DataFolder, StoredFiles, dat
 from h2o_flexgen.server.bodies import Limits
 from h2o_flexgen.server.service import Service
 from tests.helpers.patience import PATIENCE_SECONDS
-from tests.serving.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served
-from tests.serving.test_desk import Asking, breaking
-from tests.serving.test_refusals import error
+from tests.server.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served
+from tests.server.test_desk import Asking, breaking
+from tests.server.test_refusals import error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODEL_ALONE: Settings = {"model": MODEL}

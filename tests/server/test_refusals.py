@@ -17,7 +17,7 @@ from h2o_flexgen.server.access import Hosts
 from h2o_flexgen.server.bodies import Limits
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.tiny import VOCAB
-from tests.serving.served import MODEL, PROMPT_LEN, Served, served
+from tests.server.served import MODEL, PROMPT_LEN, Served, served
 
 KEY = "a-key-of-some-length"
 BEYOND_ASCII = "schlüssel-à"  # the last byte is a space in latin-1
