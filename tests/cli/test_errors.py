@@ -128,11 +128,15 @@ DROPPING = (_in_del, _in_callback_of_reference, _in_callback_of_collector, _in_c
 
 
 @pytest.fixture
-def dropped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What Python says that it has dropped."""
+def dropped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """What Python says that it has dropped. Signals are as they are in a terminal, also where tests run behind `nohup` or `&`."""
     found: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: found.append(args.exc_type))
-    return found
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
