@@ -129,7 +129,7 @@ DROPPING = (_in_del, _in_callback_of_reference, _in_callback_of_collector, _in_c
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What Python says that it has dropped. Signals are as they are in a terminal, also where tests run behind `nohup` or `&`."""
+    """What Python says that it has dropped. Signals are handled as in a terminal, also where `nohup` had them ignored."""
     found: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: found.append(args.exc_type))
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
