@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,16 @@ from h2o_flexgen.memory.threads import Event, starting
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Lanes, Op, Task
 from h2o_flexgen.schedule.trace import Trace
 
-Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
+
+
+class Past(NamedTuple):
+    """When a task was done that had happened before its turn came: times of time.perf_counter."""
+
+    begun: float
+    ended: float
+
+
+Action = Callable[[Task], "int | Past"]  # does the task and returns the bytes that it moved
 COLLECTED_EVERY = 32  # COMPUTEs: ended tasks are collected in groups, as each costs a call of the driver
 
 
@@ -263,6 +273,9 @@ class Executor:
         start = time.perf_counter()
         moved = self._actions[op](task)
         last = device.mark(is_timed, blocking=True) if on_stream else None
+        if isinstance(moved, Past):
+            self._recorder.add(task, *moved, 0)
+            return
         if last is None:
             self._recorder.add(task, start, time.perf_counter(), moved)
             return

@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -134,6 +136,42 @@ def _load(variant: str) -> ctypes.CDLL | None:
             if native.kernels_version() == shared().kernels_version and native.runs_here(variant.encode()):
                 return native
     return None
+
+
+class Recorder(Protocol):
+    """Notes calls of kernels instead of making them (kernels/recording.py)."""
+
+    def note(self, name: str, given: ctypes.Structure, threads: int) -> None: ...
+
+    def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None: ...
+
+    def lasting(self, values: Tensor) -> Tensor: ...
+
+
+RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)  # of what this thread does
+
+
+@cache
+def _function(name: str) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(native_library(), name)
+    return function
+
+
+@cache
+def entry_of(name: str) -> int:
+    """The address of a kernel."""
+    address = ctypes.cast(_function(name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def run(name: str, given: ctypes.Structure, threads: int) -> None:
+    """Calls a kernel of the library, or has this thread's recorder note the call."""
+    recorder = RECORDER.get()
+    if recorder is None:
+        _function(name)(ctypes.byref(given), threads)
+    else:
+        recorder.note(name, given, threads)
 
 
 def pointer(tensor: Tensor, writes: bool = False) -> ctypes.c_void_p:

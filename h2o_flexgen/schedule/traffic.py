@@ -119,6 +119,11 @@ class Traffic:
         is_last = layer == self.layers - 1
         return not is_last and self.lanes.device(layer) != self.lanes.device(layer + 1) and not self.moves_hidden(batch)
 
+    def rests(self, layer: int, batch: int) -> bool:
+        """True if nothing moves for this layer and batch in any step."""
+        moves_weights = self.reads_weights(layer) or self.loads_weights(layer)
+        return not (moves_weights or self.moves_kv(layer, batch) or self.moves_hidden(batch))
+
     # -- where it passes ---------------------------------------------------------------------------------------------
 
     def rings(self, data: Data, visit: Visit) -> tuple[str, ...]:

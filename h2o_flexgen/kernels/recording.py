@@ -1,0 +1,195 @@
+"""Recordings: the calls of kernels that a piece of work makes, noted once and then run again and again without the interpreter.
+
+While a recording is made, `native.run` notes calls instead of making them, and nothing is computed. Of what the work asks of
+torch, views and empty memory cost nothing later. Copies and zeros become calls of kernels. Any other operation is refused by its
+name: that work cannot be recorded. A recorded call reads and writes the addresses that it was noted with. So what changes from
+step to step must lie in tensors that stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from h2o_flexgen.kernels.copies import copy_values, zero_bytes
+from h2o_flexgen.kernels.native import RECORDER, entry_of, run
+from h2o_flexgen.kernels.raw_memory import address_of
+from h2o_flexgen.kernels.working_room import WorkingRoom
+
+aten = torch.ops.aten
+EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default)
+EMPTY += (aten.new_empty.default, aten.new_empty_strided.default)
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+COPIES = (aten.clone.default, aten._to_copy.default)
+Work: TypeAlias = Callable[[], object]
+
+
+class CannotBeRecorded(RuntimeError):
+    """Raised where work asks torch for an operation that no kernel does."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (("kernel", ctypes.c_void_p), ("given", ctypes.c_void_p), ("threads", ctypes.c_int))
+
+
+class _Calls(ctypes.Structure):
+    _fields_ = (("calls", ctypes.c_void_p), ("count", ctypes.c_long))
+
+
+class _Moment(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p),)
+
+
+class Noted(tuple[str, ctypes.Structure, int]):
+    """A call of a kernel: its name, what it is given, and its threads."""
+
+
+Step: TypeAlias = "Noted | Work"
+
+
+class Program:
+    """Recorded steps. Calls of kernels that follow each other are one call of the library."""
+
+    def __init__(self, steps: Sequence[Step], kept: Sequence[object] = ()) -> None:
+        """`kept`: what must stay as long as the program."""
+        self.steps = steps
+        self._kept = kept
+        self._pieces = [*_pieces(steps)]
+
+    def __call__(self) -> None:
+        for piece in self._pieces:
+            piece()
+
+    @classmethod
+    def timed(cls, programs: Sequence[Program], moments: Tensor) -> Program:
+        """Programs one after the other; `moments` (programs + 1,), int64, gets when each begins and the last one ends, in
+        nanoseconds."""
+        steps: list[Step] = [_note_of(moments[0])]
+        for number, program in enumerate(programs, start=1):
+            steps += *program.steps, _note_of(moments[number])
+        return cls(steps, [programs, moments])
+
+
+def _note_of(moment: Tensor) -> Noted:
+    return Noted(("note_time", _Moment(moment.data_ptr()), 1))
+
+
+def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
+    for is_noted, each in groupby(steps, lambda step: isinstance(step, Noted)):
+        if not is_noted:
+            yield from each  # type: ignore[misc]
+            continue
+        noted = [(entry_of(name), ctypes.addressof(given), threads) for name, given, threads in each]  # type: ignore[misc]
+        calls = (_Call * len(noted))(*noted)
+        yield partial(_run, _Calls(ctypes.addressof(calls), len(calls)), calls)
+
+
+def _run(program: _Calls, calls: object) -> None:
+    """`calls`: what the program points to."""
+    run("run_program", program, 1)
+
+
+class Recording(TorchDispatchMode):
+    """What a piece of work asks of kernels. The tensors that it makes lie in a room that programs share."""
+
+    def __init__(self, room: WorkingRoom) -> None:
+        super().__init__()
+        self._room = room
+        self._steps: list[Step] = []
+        self._kept: list[object] = []
+
+    @classmethod
+    def of(cls, work: Work, room: WorkingRoom) -> Program:
+        """Records work without doing it."""
+        recording = cls(room)
+        with recording, recording._listening():
+            work()
+        return Program(recording._steps, recording._kept)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        token = RECORDER.set(self)
+        try:
+            yield
+        finally:
+            RECORDER.reset(token)
+
+    # -- what the work may ask of a recording ------------------------------------------------------------------------------
+
+    def note(self, name: str, given: ctypes.Structure, threads: int) -> None:
+        """Notes a call of a kernel."""
+        self._steps.append(Noted((name, given, threads)))
+
+    def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None:
+        """Notes work of torch between calls of kernels, work(out, *given): large products, which it does faster."""
+        seen = [None if each is None else _seen(each) for each in (out, *given)]
+        self._steps.append(partial(work, *seen))
+
+    def lasting(self, values: Tensor) -> Tensor:
+        """Values that no other program overwrites: a copy outside of the room."""
+        with _unheard():
+            there = torch.empty(values.shape, dtype=values.dtype)
+        copy_values(values, there)
+        self._kept.append(there)
+        return there
+
+    # -- what it asks of torch ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = dict(kwargs or {})
+        if _is_view(func):
+            return func(*args, **given)
+        if func in EMPTY or func in ZEROS:
+            return self._made(func(*args, **{**given, "device": "meta"}), func in ZEROS)
+        if func in COPIES:
+            source = args[0]
+            made = self._made(func(source.to("meta"), *args[1:], **{**given, "device": "meta"} if func is COPIES[1] else given))
+            copy_values(source, made)
+            return made
+        if func is aten.copy_.default:
+            copy_values(args[1].expand(args[0].shape), args[0])
+            return args[0]
+        raise CannotBeRecorded(f"torch does {func} here, and no kernel")
+
+    def _made(self, like: Tensor, zeroed: bool = False) -> Tensor:
+        """A tensor in the room, with the shape, strides and type of another one."""
+        values = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 0
+        data = self._room.take(values * like.itemsize)
+        if zeroed:
+            zero_bytes(data)
+        return data.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _seen(values: Tensor) -> Tensor:
+    """The same memory, without keeping it from others: in a program each value is used before its place is."""
+    with _unheard():
+        nbytes = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride()))
+        there = (ctypes.c_uint8 * (nbytes * values.itemsize)).from_address(address_of(values))
+        return torch.frombuffer(there, dtype=values.dtype).as_strided(values.shape, values.stride())
+
+
+def kept(values: Tensor) -> Tensor:
+    """Values that are needed when the work is over: in a recording, those of the present replay."""
+    recorder = RECORDER.get()
+    return values if recorder is None else recorder.lasting(values)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What is done in here is done now, and not noted."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
