@@ -26,7 +26,6 @@ from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Lanes, Op, Task
 from h2o_flexgen.schedule.trace import Trace
 
 
-
 class Past(NamedTuple):
     """When a task was done that had happened before its turn came: times of time.perf_counter."""
 

@@ -1,9 +1,9 @@
 """Recordings: the calls of kernels that a piece of work makes, noted once and then run again and again without the interpreter.
 
 While a recording is made, `native.run` notes calls instead of making them, and nothing is computed. Of what the work asks of
-torch, views and empty memory cost nothing later. Copies and zeros become calls of kernels. Any other operation is refused by its
-name: that work cannot be recorded. A recorded call reads and writes the addresses that it was noted with. So what changes from
-step to step must lie in tensors that stay.
+torch, views and empty memory cost nothing later. Copies, sums and the like become calls of kernels. Any other is refused by
+its name: that work cannot be recorded. A recorded call reads and writes the addresses that it was noted with. So what changes
+from step to step must lie in tensors that stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.kernels.copies import copy_values, zero_bytes
+from h2o_flexgen.kernels.copies import add_values, copy_values, zero_bytes
+from h2o_flexgen.kernels.evict import take_slots
 from h2o_flexgen.kernels.native import RECORDER, entry_of, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.working_room import WorkingRoom
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default)
 EMPTY += (aten.new_empty.default, aten.new_empty_strided.default)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-COPIES = (aten.clone.default, aten._to_copy.default)
+CONSTANTS = (aten.arange.default, aten.arange.start)  # made once
 Work: TypeAlias = Callable[[], object]
 
 
@@ -143,21 +144,50 @@ class Recording(TorchDispatchMode):
 
     # -- what it asks of torch ---------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
+        if _is_composed(func):
+            with self:
+                return func.decompose(*args, **given)
         if _is_view(func):
             return func(*args, **given)
+        if func in CONSTANTS:
+            self._kept.append(made := func(*args, **given))
+            return made
         if func in EMPTY or func in ZEROS:
             return self._made(func(*args, **{**given, "device": "meta"}), func in ZEROS)
-        if func in COPIES:
-            source = args[0]
-            made = self._made(func(source.to("meta"), *args[1:], **{**given, "device": "meta"} if func is COPIES[1] else given))
-            copy_values(source, made)
+        if (taken_over := TAKEN_OVER.get(func)) is not None and (made := taken_over(self, *args, **given)) is not None:
             return made
-        if func is aten.copy_.default:
-            copy_values(args[1].expand(args[0].shape), args[0])
-            return args[0]
         raise CannotBeRecorded(f"torch does {func} here, and no kernel")
+
+    def cloned(self, source: Tensor, memory_format: Any = torch.preserve_format) -> Tensor:
+        made = self._made(torch.empty_like(source, device="meta", memory_format=memory_format))
+        copy_values(source, made)
+        return made
+
+    def converted(self, source: Tensor, dtype: torch.dtype, **others: Any) -> Tensor:
+        made = self._made(torch.empty_like(source, device="meta", dtype=dtype))
+        copy_values(source, made)
+        return made
+
+    def copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        copy_values(source.expand(target.shape), target)
+        return target
+
+    def added(self, target: Tensor, source: object, alpha: float = 1) -> Tensor | None:
+        """None where no kernel does it."""
+        if alpha != 1 or not isinstance(source, Tensor) or not _are_alike(target, source):
+            return None
+        add_values(target, source)
+        return target
+
+    def rows(self, source: Tensor, numbers: Tensor) -> Tensor | None:
+        """Rows with these numbers."""
+        if source.dim() != 2 or source.stride(1) != 1 or numbers.dtype != torch.long or not numbers.is_contiguous():
+            return None
+        made = self._made(torch.empty(*numbers.shape, source.shape[1], dtype=source.dtype, device="meta"))
+        take_slots(source[None, None], numbers.view(1, 1, -1), made.view(1, 1, -1, source.shape[1]))
+        return made
 
     def _made(self, like: Tensor, zeroed: bool = False) -> Tensor:
         """A tensor in the room, with the shape, strides and type of another one."""
@@ -182,11 +212,33 @@ def kept(values: Tensor) -> Tensor:
     return values if recorder is None else recorder.lasting(values)
 
 
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
+
+
+# Operations of torch that kernels do instead, with the same bits.
+TAKEN_OVER: Mapping[Any, Callable[..., Tensor | None]] = {
+    aten.clone.default: Recording.cloned,
+    aten._to_copy.default: Recording.converted,
+    aten.copy_.default: Recording.copied,
+    aten.add_.Tensor: Recording.added,
+    aten.embedding.default: lambda recording, table, numbers, *others: recording.rows(table, numbers),
+    aten.index.Tensor: lambda recording, table, numbers: recording.rows(table, *numbers) if len(numbers) == 1 else None,
+    aten.index_select.default: lambda recording, table, axis, numbers: None if axis else recording.rows(table, numbers),
+}
+
+
 @contextmanager
 def _unheard() -> Iterator[None]:
     """What is done in here is done now, and not noted."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
+
+
+@cache
+def _is_composed(func: Any) -> bool:
+    """Whether it is no operation of its own, but made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 @cache
