@@ -355,7 +355,8 @@ class Engine:
                 lambda: longest_by_kind(executor.busy_seconds),
             )
             devices, lanes = [own.device for own in self._memories.of_devices], schedule.traffic.lanes
-            executor = Executor(self._actions(schedule, state), devices, schedule.ahead, self._times_all, lanes)
+            actions, is_past = self._actions(schedule, state), _never if state.graphs is None else state.graphs.is_past
+            executor = Executor(actions, devices, schedule.ahead, self._times_all, lanes, is_past)
             try:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
@@ -438,7 +439,7 @@ class Engine:
             return lambda task: action_of(lanes.device(task.layer))(task)
 
         def past_of(task: Task) -> Past | None:
-            return None if state.graphs is None else state.graphs.past(task.visit)
+            return None if state.graphs is None else state.graphs.past(task)
 
         def compute(task: Task) -> int | Past:
             past = past_of(task)
@@ -475,7 +476,7 @@ class Engine:
         if layer.makes_logits:
 
             def logits_of(hidden: Tensor) -> Tensor:
-                return base.logits(self._model, layer, hidden, self._weights_for(visit).logit_parts(visit))
+                return base.logits(self._model, layer, hidden, self._weights_for(visit).logit_parts(visit, hidden))
 
             state.at_the_head(rows, task, logits_of)
             return
@@ -603,6 +604,10 @@ class Engine:
         else:
             x, weights = hidden, self._weights_for(visit).views(visit)
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
+
+
+def _never(task: Task) -> bool:
+    return False
 
 
 def _cache_of(part: RowsPart, cache: LayerCache) -> LayerCache:

@@ -24,7 +24,7 @@ from h2o_flexgen.engine.rows import BatchRows, RowsPart
 from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
-from h2o_flexgen.schedule.ops import Visit
+from h2o_flexgen.schedule.ops import Task, Visit
 
 Afterwards = Callable[[Visit], None]  # what Python does once a visit is computed
 # Computes a layer on the rows of a part, and adds to the list what is to be done after this and after each replay.
@@ -128,10 +128,15 @@ class StepGraphs:
         is_step = not others and not part.now.is_prefill and not part.now.prefixes
         return is_step and self.given_up is None and layer not in self.refused
 
-    def past(self, visit: Visit) -> Past | None:
-        """When a visit was computed, if a chain has done so."""
-        batch = self._batches.get(visit.batch)
-        return batch.past.pop(visit.layer, None) if batch is not None and batch.past else None
+    def is_past(self, task: Task) -> bool:
+        """Whether a chain has computed it."""
+        batch = self._batches.get(task.batch)
+        return batch is not None and task.layer in batch.past
+
+    def past(self, task: Task) -> Past | None:
+        """When it was computed, if a chain has done so. Asked once."""
+        batch = self._batches.get(task.batch)
+        return batch.past.pop(task.layer, None) if batch is not None and batch.past else None
 
     def compute(self, place: GraphPlace, visit: Visit, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
         """Computes a layer on a batch, by its graph if there is one, and the layers that are chained behind it. `hidden`: what

@@ -64,7 +64,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     if plan.may_capture if site.accelerator else plan.may_record and site.processor.build != TORCH:
         most += max(_graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
         traffic = planned.schedule.traffic
-        moves_weights = any(traffic.reads_weights(at) or traffic.loads_weights(at) for at in range(traffic.layers))
+        moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
         each = GRAPH_BYTES if site.accelerator else RECORDED_BYTES
         most += each * len(spec.layers) * len(batches) * (plan.buffers if moves_weights else 1)
     decoding = DECODING_BYTES * _values_at_once(site)

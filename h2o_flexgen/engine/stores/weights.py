@@ -28,6 +28,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import PRODUCT
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, SteadyMatrix
+from h2o_flexgen.kernels.operations import in_one_order
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
@@ -137,7 +138,7 @@ class WeightStore:
         self._pieces: dict[SlicePlace, list[tuple[str, list[FilePiece]]]] = {}  # by tensor
         self._copies: dict[SlicePlace, Copies] = {}
         self._views: dict[tuple[int, int], dict[str, Matrix]] = {}
-        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
+        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # a packed logit matrix, and its parts
         self._viewed_pass = -1
         self.wanted = Wanted(self._spec, schedule)
         self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that no row chose
@@ -243,7 +244,8 @@ class WeightStore:
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which a layer's weights come; the same number for all visits of a layer that is not moved."""
-        return self._schedule.weight_buffer(visit) if self._moved_layouts[visit.layer].nbytes else 0
+        moves = self._schedule.traffic.moves_weights(visit.layer)
+        return self._schedule.weight_buffer(visit) if moves else 0
 
     def forget_decoded(self) -> None:
         """Makes the next visit decode its matrices, whatever was decoded before: a captured graph must decode them itself."""
@@ -273,9 +275,10 @@ class WeightStore:
         pack.decode_rows(table.name, tokens.flatten(), found)
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
-    def logit_parts(self, visit: Visit) -> Iterator[Weights]:
-        """The weights of a layer that makes logits, once for each part of a packed matrix, each valid until the next. Parts
-        with a buffer of their own are decoded once for all batches of a pass; the others take turns in the last buffer."""
+    def logit_parts(self, visit: Visit, hidden: Tensor) -> Iterator[Weights]:
+        """The weights of a layer that makes logits of hidden states (positions, width): once where a kernel in C reads the
+        matrix as it is stored. Otherwise once for each part of a packed matrix, each valid until the next. Parts with a buffer
+        of their own are decoded once for all batches of a pass; the others take turns in the last buffer."""
         layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None or not layer.logit_parts:
@@ -284,11 +287,13 @@ class WeightStore:
         if place not in self._parts:
             rooms = self._rooms_for_parts(layer, matrix)
             whole = self._pack_of(matrix, *place).matrix(matrix.name, rooms[0], self._spec.product)
-            self._parts[place] = [
-                whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts)
-            ]
-        views = self.views(visit)
-        for part in self._parts[place]:
+            parts = (whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts))
+            self._parts[place] = [replace(whole, room=None), *parts]
+        views, (whole, *parts) = self.views(visit), self._parts[place]
+        if in_one_order(whole.product, whole.format, hidden, len(hidden)):
+            yield {**views, local: whole}
+            return
+        for part in parts:
             yield {**views, local: part}
 
     def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer | None]:
