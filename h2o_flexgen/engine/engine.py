@@ -476,7 +476,7 @@ class Engine:
         if layer.makes_logits:
 
             def logits_of(hidden: Tensor) -> Tensor:
-                return base.logits(self._model, layer, hidden, self._weights_for(visit).logit_parts(visit, hidden))
+                return base.logits(self._model, layer, hidden, self._weights_for(visit).for_logits(visit, hidden))
 
             state.at_the_head(rows, task, logits_of)
             return

@@ -1,5 +1,4 @@
-"""Copies of values between places with any strides and of any types, zeros, and sums. In C; torch's own functions are the twins,
-with the same bits."""
+"""Copies of values between places with any strides and of any types, zeros, and sums. In C, with the bits of torch."""
 
 from __future__ import annotations
 

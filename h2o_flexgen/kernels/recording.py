@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.kernels.copies import add_values, copy_values, zero_bytes
 from h2o_flexgen.kernels.evict import take_slots
-from h2o_flexgen.kernels.native import RECORDER, entry_of, run
+from h2o_flexgen.kernels.native import KINDS, RECORDER, entry_of, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.working_room import WorkingRoom
 
@@ -165,12 +165,16 @@ class Recording(TorchDispatchMode):
         copy_values(source, made)
         return made
 
-    def converted(self, source: Tensor, dtype: torch.dtype, **others: Any) -> Tensor:
+    def converted(self, source: Tensor, dtype: torch.dtype, **others: Any) -> Tensor | None:
+        if not {source.dtype, dtype}.issubset(KINDS):
+            return None
         made = self._made(torch.empty_like(source, device="meta", dtype=dtype))
         copy_values(source, made)
         return made
 
-    def copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    def copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor | None:
+        if source.dtype != target.dtype and not {source.dtype, target.dtype}.issubset(KINDS):
+            return None
         copy_values(source.expand(target.shape), target)
         return target
 

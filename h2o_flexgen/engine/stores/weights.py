@@ -138,7 +138,7 @@ class WeightStore:
         self._pieces: dict[SlicePlace, list[tuple[str, list[FilePiece]]]] = {}  # by tensor
         self._copies: dict[SlicePlace, Copies] = {}
         self._views: dict[tuple[int, int], dict[str, Matrix]] = {}
-        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # a packed logit matrix, and its parts
+        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
         self.wanted = Wanted(self._spec, schedule)
         self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that no row chose
@@ -275,10 +275,20 @@ class WeightStore:
         pack.decode_rows(table.name, tokens.flatten(), found)
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
-    def logit_parts(self, visit: Visit, hidden: Tensor) -> Iterator[Weights]:
+    def for_logits(self, visit: Visit, hidden: Tensor) -> Iterator[Weights]:
         """The weights of a layer that makes logits of hidden states (positions, width): once where a kernel in C reads the
-        matrix as it is stored. Otherwise once for each part of a packed matrix, each valid until the next. Parts with a buffer
-        of their own are decoded once for all batches of a pass; the others take turns in the last buffer."""
+        matrix as it is stored, otherwise part by part."""
+        layer = self._spec.layers[visit.layer]
+        local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
+        if local is None or matrix is None or not in_one_order(self._spec.product, matrix.format, hidden, len(hidden)):
+            yield from self.logit_parts(visit)
+            return
+        whole = self._pack_of(matrix, visit.layer, self._schedule.weight_buffer(visit))
+        yield {**self.views(visit), local: whole.matrix(matrix.name, None, self._spec.product)}
+
+    def logit_parts(self, visit: Visit) -> Iterator[Weights]:
+        """The same once for each part of a packed matrix, each valid until the next. Parts with a buffer of their own are
+        decoded once for all batches of a pass; the others take turns in the last buffer."""
         layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None or not layer.logit_parts:
@@ -287,13 +297,11 @@ class WeightStore:
         if place not in self._parts:
             rooms = self._rooms_for_parts(layer, matrix)
             whole = self._pack_of(matrix, *place).matrix(matrix.name, rooms[0], self._spec.product)
-            parts = (whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts))
-            self._parts[place] = [replace(whole, room=None), *parts]
-        views, (whole, *parts) = self.views(visit), self._parts[place]
-        if in_one_order(whole.product, whole.format, hidden, len(hidden)):
-            yield {**views, local: whole}
-            return
-        for part in parts:
+            self._parts[place] = [
+                whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts)
+            ]
+        views = self.views(visit)
+        for part in self._parts[place]:
             yield {**views, local: part}
 
     def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer | None]:
