@@ -1,4 +1,4 @@
-/* What a function is told that does several products in one call. */
+/* What a function is told that computes several products in one call. */
 
 #pragma once
 

@@ -1,5 +1,5 @@
 """The kernels that this machine has. Those in C are a library that is built when the package is installed, if there is a C
-compiler, once for each kind of processor; it holds no Python, and is called with pointers and sizes. Those for GPUs are
+compiler, once for each kind of processor; it holds no Python, and is called with addresses of structs. Those for GPUs are
 Triton's to compile, if it is installed: builds of torch for CUDA bring it.
 """
 
@@ -33,7 +33,7 @@ RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name
 
 
 def native_library() -> ctypes.CDLL:
-    """The loaded library. Only kernels that were chosen for it ask for it."""
+    """The loaded library. Its kernels are called by `run`, which only those ask that were chosen for it."""
     native = _loaded()[1]
     assert native is not None
     return native
@@ -151,25 +151,20 @@ class Recorder(Protocol):
 RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)  # of what this thread does
 
 
-@cache
-def _function(name: str) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(native_library(), name)
-    return function
-
-
-@cache
 def entry_of(name: str) -> int:
     """The address of a kernel."""
-    address = ctypes.cast(_function(name), ctypes.c_void_p).value
+    address = ctypes.cast(getattr(native_library(), name), ctypes.c_void_p).value
     assert address is not None
     return address
 
 
 def run(name: str, given: ctypes.Structure, threads: int) -> None:
-    """Calls a kernel of the library, or has this thread's recorder note the call."""
+    """Calls a kernel of the library: a function of C that takes the address of a struct, and how many threads may work on it.
+    Everything that `given` points to must be kept alive by `given`, but for the memory of tensors. If this thread records, its
+    recorder notes the call instead."""
     recorder = RECORDER.get()
     if recorder is None:
-        _function(name)(ctypes.byref(given), threads)
+        getattr(native_library(), name)(ctypes.byref(given), threads)
     else:
         recorder.note(name, given, threads)
 

@@ -60,7 +60,7 @@ def panel_products(function: str, x: Factor, arrange: Arrange, meetings: Sequenc
 
 
 def call(function: str, products: ctypes.Array[Any], told: int) -> None:
-    """Does some products by a function of the library, which knows what these are. `told`: what they have in common."""
+    """Computes some products by a function of the library, which knows their type. `told`: what they have in common."""
     if len(products):
         run(function, _AskedProducts(products, told), torch.get_num_threads())
 
