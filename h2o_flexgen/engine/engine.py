@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.engine.executor import Executor, Past, shortage_in
+from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
 from h2o_flexgen.engine.graphs import Afterwards, Compute, GraphPlace, StepGraphs
 from h2o_flexgen.engine.head import AtHead, LogitsOf
 from h2o_flexgen.engine.reports import OnPass, Pass
@@ -417,7 +417,7 @@ class Engine:
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
-    def _actions(self, schedule: Schedule, state: _Progress) -> dict[Op, Callable[[Task], int]]:
+    def _actions(self, schedule: Schedule, state: _Progress) -> dict[Op, Action]:
         def for_the_living(action: Callable[[Task], int]) -> Callable[[Task], int]:
             return lambda task: 0 if state.rows[task.batch].is_done else action(task)
 

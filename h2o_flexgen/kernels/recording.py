@@ -26,8 +26,10 @@ from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.working_room import WorkingRoom
 
 aten = torch.ops.aten
-EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default)
-EMPTY += (aten.new_empty.default, aten.new_empty_strided.default)
+EMPTY: tuple[Any, ...] = (
+    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 CONSTANTS = (aten.arange.default, aten.arange.start)  # made once
 Work: TypeAlias = Callable[[], object]
@@ -88,7 +90,7 @@ def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
         if not is_noted:
             yield from each  # type: ignore[misc]
             continue
-        noted = [(entry_of(name), ctypes.addressof(given), threads) for name, given, threads in each]  # type: ignore[misc]
+        noted = [_Call(entry_of(name), ctypes.addressof(given), threads) for name, given, threads in each]  # type: ignore[misc]
         calls = (_Call * len(noted))(*noted)
         yield partial(_run, _Calls(ctypes.addressof(calls), len(calls)), calls)
 
@@ -113,7 +115,7 @@ class Recording(TorchDispatchMode):
         recording = cls(room)
         with recording, recording._listening():
             work()
-        return Program(recording._steps, recording._kept)
+        return Program(recording._steps, [room, *recording._kept])
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
