@@ -82,7 +82,7 @@ class Program:
 
 
 def _note_of(moment: Tensor) -> Noted:
-    return Noted(("note_time", _Moment(moment.data_ptr()), 1))
+    return Noted(("note_time", _Moment(address_of(moment, writes=True)), 1))
 
 
 def _pieces(steps: Iterable[Step]) -> Iterator[Work]:

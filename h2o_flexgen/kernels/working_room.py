@@ -12,6 +12,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.raw_memory import address_of
+
 PART = 64  # bytes: a line of the cache, at which all parts begin
 CHUNK = 1 << 20  # bytes that are allocated at least
 
@@ -40,8 +42,9 @@ class WorkingRoom:
                 return address
         chunk = torch.empty(max(CHUNK, nbytes) + PART, dtype=torch.uint8)
         self._chunks.append(chunk)
-        first = -(-chunk.data_ptr() // PART) * PART
-        self._give_back(first, (chunk.data_ptr() + chunk.nbytes - first) // PART * PART)
+        begin = address_of(chunk)
+        first = -(-begin // PART) * PART
+        self._give_back(first, (begin + chunk.nbytes - first) // PART * PART)
         return self._address_of(nbytes)
 
     def _give_back(self, address: int, nbytes: int) -> None:
