@@ -138,7 +138,7 @@ def _load(variant: str) -> ctypes.CDLL | None:
     return None
 
 
-class Recorder(Protocol):
+class CallRecorder(Protocol):
     """Notes calls of kernels instead of making them (kernels/recording.py)."""
 
     def note(self, name: str, given: ctypes.Structure, threads: int) -> None: ...
@@ -148,7 +148,7 @@ class Recorder(Protocol):
     def lasting(self, values: Tensor) -> Tensor: ...
 
 
-RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)  # of what this thread does
+RECORDER: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)  # of what this thread does
 
 
 def entry_of(name: str) -> int:

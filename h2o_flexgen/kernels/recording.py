@@ -51,11 +51,11 @@ class _Moment(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p),)
 
 
-class Noted(tuple[str, ctypes.Structure, int]):
+class NotedCall(tuple[str, ctypes.Structure, int]):
     """A call of a kernel: its name, what it is given, and its threads."""
 
 
-Step: TypeAlias = "Noted | Work"
+Step: TypeAlias = "NotedCall | Work"
 
 
 class Program:
@@ -81,12 +81,12 @@ class Program:
         return cls(steps, [programs, moments])
 
 
-def _note_of(moment: Tensor) -> Noted:
-    return Noted(("note_time", _Moment(address_of(moment, writes=True)), 1))
+def _note_of(moment: Tensor) -> NotedCall:
+    return NotedCall(("note_time", _Moment(address_of(moment, writes=True)), 1))
 
 
 def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
-    for is_noted, each in groupby(steps, lambda step: isinstance(step, Noted)):
+    for is_noted, each in groupby(steps, lambda step: isinstance(step, NotedCall)):
         if not is_noted:
             yield from each  # type: ignore[misc]
             continue
@@ -100,7 +100,7 @@ def _run(program: _Calls, calls: object) -> None:
     run("run_program", program, 1)
 
 
-class Recording(TorchDispatchMode):
+class CallRecording(TorchDispatchMode):
     """What a piece of work asks of kernels. The tensors that it makes lie in a room that programs share."""
 
     def __init__(self, room: WorkingRoom) -> None:
@@ -129,7 +129,7 @@ class Recording(TorchDispatchMode):
 
     def note(self, name: str, given: ctypes.Structure, threads: int) -> None:
         """Notes a call of a kernel."""
-        self._steps.append(Noted((name, given, threads)))
+        self._steps.append(NotedCall((name, given, threads)))
 
     def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None:
         """Notes work of torch between calls of kernels, work(out, *given): large products, which it does faster."""
@@ -224,10 +224,10 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 # Operations of torch that kernels do instead, with the same bits.
 TAKEN_OVER: Mapping[Any, Callable[..., Tensor | None]] = {
-    aten.clone.default: Recording.cloned,
-    aten._to_copy.default: Recording.converted,
-    aten.copy_.default: Recording.copied,
-    aten.add_.Tensor: Recording.added,
+    aten.clone.default: CallRecording.cloned,
+    aten._to_copy.default: CallRecording.converted,
+    aten.copy_.default: CallRecording.copied,
+    aten.add_.Tensor: CallRecording.added,
     aten.embedding.default: lambda recording, table, numbers, *others: recording.rows(table, numbers),
     aten.index.Tensor: lambda recording, table, numbers: recording.rows(table, *numbers) if len(numbers) == 1 else None,
     aten.index_select.default: lambda recording, table, axis, numbers: None if axis else recording.rows(table, numbers),

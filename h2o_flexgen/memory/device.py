@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.recording import Program, Recording
+from h2o_flexgen.kernels.recording import Program, CallRecording
 from h2o_flexgen.kernels.working_room import WorkingRoom
 from h2o_flexgen.memory.host import HostTier, Meter
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
@@ -140,7 +140,7 @@ class Device:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats this work, as one launch and on the same addresses; the work is not done now."""
-        return Recording.of(work, self._room)
+        return CallRecording.of(work, self._room)
 
     def chained(self, captured: Sequence[Callable[[], None]], moments: Tensor) -> Callable[[], None]:
         """What was captured, one after the other as one launch; `moments` (captured + 1,), int64, gets when each begins and the

@@ -13,7 +13,7 @@ from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.copies import add_values, copy_values
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.products import plain_product
-from h2o_flexgen.kernels.recording import CannotBeRecorded, Program, Recording, kept
+from h2o_flexgen.kernels.recording import CannotBeRecorded, Program, CallRecording, kept
 from h2o_flexgen.kernels.working_room import PART, WorkingRoom
 from tests.kernels.variants import VARIANTS
 
@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def recorded(work: Callable[[], Tensor], out: Tensor) -> Program:
-    return Recording.of(lambda: out.copy_(work()), WorkingRoom())
+    return CallRecording.of(lambda: out.copy_(work()), WorkingRoom())
 
 
 def layer(x: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def test_programs_one_after_the_other_share_their_room() -> None:
     def step(place: int) -> Callable[[], object]:
         return lambda: states[place + 1].copy_(operations.rms_norm(states[place], weight, 1e-5))
 
-    programs = [Recording.of(step(place), room) for place in range(3)]
+    programs = [CallRecording.of(step(place), room) for place in range(3)]
     moments = torch.zeros(4, dtype=torch.long)
     Program.timed(programs, moments)()
     expected = x
@@ -71,8 +71,8 @@ def test_what_is_kept_is_not_overwritten_by_other_programs() -> None:
     def keeping() -> None:
         found.append(kept(operations.rms_norm(first, weight, 1e-5)))
 
-    one = Recording.of(keeping, room)
-    other = Recording.of(lambda: out.copy_(operations.rms_norm(second, weight, 1e-5)), room)
+    one = CallRecording.of(keeping, room)
+    other = CallRecording.of(lambda: out.copy_(operations.rms_norm(second, weight, 1e-5)), room)
     one()
     other()
     assert torch.equal(found[0], operations.rms_norm(first, weight, 1e-5))
@@ -91,7 +91,7 @@ def test_what_is_kept_is_not_overwritten_by_other_programs() -> None:
 )
 def test_what_no_kernel_does_is_named(work: Callable[[], object], named: str) -> None:
     with pytest.raises(CannotBeRecorded, match=rf"torch does {named}.* here, and no kernel"):
-        Recording.of(work, WorkingRoom())
+        CallRecording.of(work, WorkingRoom())
 
 
 def test_large_products_stay_with_torch_between_two_pieces() -> None:
