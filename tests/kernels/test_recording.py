@@ -13,7 +13,7 @@ from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.copies import add_values, copy_values
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.products import plain_product
-from h2o_flexgen.kernels.recording import CannotBeRecorded, Program, CallRecording, kept
+from h2o_flexgen.kernels.recording import CallRecording, CannotBeRecorded, Program, kept
 from h2o_flexgen.kernels.working_room import PART, WorkingRoom
 from tests.kernels.variants import VARIANTS
 
