@@ -219,6 +219,16 @@ def head_budgets(shares: Shares, heads: int) -> HeadBudgets:
     return HeadBudgets("a tiny model", "made up", (fmean(chain.from_iterable(own)),), (own,))
 
 
+def of_stores(policy: tuple[tuple[str, Any], ...]) -> tuple[object, ...]:
+    """What decides which bytes are kept and moved for a policy, and what passes compute."""
+    kept = Case(policy=policy).kv_policy
+    return kept.score_words, kept.judge, kept.echoes, kept.last_queries, kept.sees, kept.options.hh_prompt_only
+
+
+# those that differ from an earlier one in no more than which tokens rank lowest
+ALIKE = [policy for place, policy in enumerate(POLICIES) if of_stores(policy) in map(of_stores, POLICIES[:place])]
+
+
 def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Prompts without repetition, so that a row with another one's data shows."""
     random = Random(seed)
