@@ -28,6 +28,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import PRODUCT
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, SteadyMatrix
+from h2o_flexgen.kernels.operations import in_one_order
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
@@ -243,7 +244,8 @@ class WeightStore:
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which a layer's weights come; the same number for all visits of a layer that is not moved."""
-        return self._schedule.weight_buffer(visit) if self._moved_layouts[visit.layer].nbytes else 0
+        moves = self._schedule.traffic.moves_weights(visit.layer)
+        return self._schedule.weight_buffer(visit) if moves else 0
 
     def forget_decoded(self) -> None:
         """Makes the next visit decode its matrices, whatever was decoded before: a captured graph must decode them itself."""
@@ -273,9 +275,20 @@ class WeightStore:
         pack.decode_rows(table.name, tokens.flatten(), found)
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
+    def for_logits(self, visit: Visit, hidden: Tensor) -> Iterator[Weights]:
+        """The weights of a layer that makes logits of hidden states (positions, width): once where a kernel in C reads the
+        matrix as it is stored, otherwise part by part."""
+        layer = self._spec.layers[visit.layer]
+        local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
+        if local is None or matrix is None or not in_one_order(self._spec.product, matrix.format, hidden, len(hidden)):
+            yield from self.logit_parts(visit)
+            return
+        whole = self._pack_of(matrix, visit.layer, self._schedule.weight_buffer(visit))
+        yield {**self.views(visit), local: whole.matrix(matrix.name, None, self._spec.product)}
+
     def logit_parts(self, visit: Visit) -> Iterator[Weights]:
-        """The weights of a layer that makes logits, once for each part of a packed matrix, each valid until the next. Parts
-        with a buffer of their own are decoded once for all batches of a pass; the others take turns in the last buffer."""
+        """The same once for each part of a packed matrix, each valid until the next. Parts with a buffer of their own are
+        decoded once for all batches of a pass; the others take turns in the last buffer."""
         layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None or not layer.logit_parts:
