@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
-from h2o_flexgen.kernels.native import ValuePlaces, native_library, pointer
+from h2o_flexgen.kernels.native import ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import numpy_of
 
 # -- newest ----------------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Te
     out = torch.empty(positions.shape[:2], dtype=torch.int64)
     places = (positions, ranks, held, start, end, out)
     given = _Ranking(*(None if place is None else pointer(place) for place in places), *positions.shape)
-    native_library().lowest_slot(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    run("lowest_slot", given, torch.get_num_threads())
     return out
 
 
@@ -165,7 +165,7 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
         *strides,
         *(rows, heads, count, width * out.itemsize),
     )
-    native_library().take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    run("take_slots", given, torch.get_num_threads())
 
 
 def take_slots_twin(source: Tensor, index: Tensor, out: Tensor) -> None:

@@ -53,7 +53,8 @@ static void by_age(const void *given, long row, int member)
         r->out[head] = lowest(r->positions + head * r->slots, NULL, r->held[row], r->from[row], r->to[row]);
 }
 
-void lowest_slot(const ranking *r, int threads)
+void lowest_slot(const void *given, int threads)
 {
-    share_out(r, r->rows, threads, r->ranks ? by_rank : by_age);
+    const ranking *r = given;
+    share_out(given, r->rows, threads, r->ranks ? by_rank : by_age);
 }
