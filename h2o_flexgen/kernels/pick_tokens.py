@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.thread_counts import threads_for
 
 Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
@@ -78,7 +78,7 @@ def pick_tokens(
     given = _Picking(
         *(None if place is None else pointer(place) for place in places), rows, vocab, space_bytes, KINDS[logits.dtype]
     )
-    native_library().pick_tokens(ctypes.byref(given), ctypes.c_int(threads))
+    run("pick_tokens", given, threads)
     return PickedTokens(found, best)
 
 
@@ -215,7 +215,7 @@ def likeliest(values: Tensor, count: int, at_once: int) -> tuple[Tensor, Tensor]
     ids, highest = torch.empty(rows, count, dtype=torch.int64), torch.empty(rows, count)
     space = torch.empty(threads, space_bytes, dtype=torch.uint8)
     given = _Ranked(*map(pointer, (values, ids, highest, space)), rows, vocab, count, space_bytes)
-    native_library().likeliest(ctypes.byref(given), ctypes.c_int(threads))
+    run("likeliest", given, threads)
     return highest, ids
 
 

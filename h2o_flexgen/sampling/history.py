@@ -21,8 +21,8 @@ class TokenCounts:
     def _forget(self) -> None:
         self._known = 0  # tokens of the row that are counted
         self.places: dict[int, int] = {}  # of each token among all
-        self._ids = np.empty(FIRST_ROOM, dtype=np.int64)
-        self._times = np.zeros(FIRST_ROOM, dtype=np.float32)
+        self._ids: np.ndarray = np.zeros(FIRST_ROOM, dtype=np.int64)
+        self._times: np.ndarray = np.zeros(FIRST_ROOM, dtype=np.float32)
 
     @property
     def ids(self) -> np.ndarray:

@@ -30,22 +30,18 @@ AT_ONCE = 1 << 14  # few logits: rows come in portions
 
 def some_logits(rows: int, vocab: int, dtype: torch.dtype, spread: float) -> Tensor:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows + vocab)) * spread
-    logits[:, ::7] = logits[:, :1]  # equal ones
+    logits[:, ::7] = logits[:, :1].clone()  # equal ones
     logits[:, 3::11] = -math.inf
     return logits.to(dtype)
 
 
 def draws_of(rows: int, kinds: list[tuple[float, float, int]], temperature: float) -> list[Draw]:
-    return [
-        Draw(2**63 + row % 3, row, 2**40 + row, row % 2, temperature * (row % 5), *kinds[row % len(kinds)])
-        for row in range(rows)
-    ]
+    each = (kinds[row % len(kinds)] for row in range(rows))
+    return [Draw(2**63 + row % 3, row, 2**40 + row, row % 2, temperature * (row % 5), *kind) for row, kind in enumerate(each)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@all_of(
-    {"dtype": DTYPES, "shape": [(1, 1), (5, 63), (3, 4097), (300, 1000)], "kind": [None, *KINDS], "temperature": [0.2, 3.0]}
-)
+@all_of({"dtype": DTYPES, "shape": [(1, 1), (5, 63), (3, 4097), (99, 1000)], "kind": [None, *KINDS], "temperature": [0.2, 3.0]})
 def test_c_and_torch_pick_the_same_tokens(
     variant: str, dtype: torch.dtype, shape: tuple[int, int], kind: str | None, temperature: float
 ) -> None:

@@ -591,7 +591,9 @@ def test_picking_tokens_allocates_no_more_than_is_estimated_and_half_of_it_at_le
     sample = partial(Sampler(3).sample, logits)
     asked = ([SamplingParams(**options)] * rows for options in PICKED.values())
     calls = [partial(sample, params, range(rows), 1, histories) for params in asked]
-    most = logits.nbytes + max(peak_allocated(call, [logits]) for call in calls)
+    assert logits.nbytes + max(peak_allocated(call, [logits]) for call in calls) <= estimate
+    with used(TORCH):  # which makes more temporaries than C
+        most = logits.nbytes + max(peak_allocated(call, [logits]) for call in calls)
     assert 0.5 * estimate < most <= estimate
 
 
