@@ -16,6 +16,7 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_table import (
     ADD_WEIGHTED,
     APPEND,
+    CPU,
     DECODE,
     DECODE_ATTENTION,
     DECODE_ROWS,
@@ -64,6 +65,12 @@ def chosen(op: str, format: str, like: Tensor, rows: int = 1, width: int = 1) ->
 def _kernel(op: str, format: str, dtype: torch.dtype, there: Processor, rows: int, width: int) -> Kernel | None:
     """Every layer asks the same, several times."""
     return choose(op, format, str(dtype).removeprefix("torch."), there.runs, rows, width)
+
+
+def in_one_order(op: str, format: str, like: Tensor, rows: int) -> bool:
+    """Whether a kernel in C does it: what becomes of a row and an output depends on nothing beside them."""
+    kernel = _kernel(op, format, like.dtype, processor(like.device.type), rows or 1, 1)
+    return kernel is not None and kernel.device == CPU and bool(kernel.libraries)
 
 
 def _required(op: str, format: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
