@@ -1,5 +1,5 @@
-"""The text that a token adds behind other text, where texts of tokens are joined one after the other: text that grows need not be
-decoded again for each new token.
+"""The text that a token adds behind other text, where texts of tokens are joined one after the other: text that grows need not
+be decoded again for each new token.
 """
 
 from __future__ import annotations
