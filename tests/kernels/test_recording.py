@@ -114,7 +114,8 @@ def test_no_compiler_of_torch_is_loaded() -> None:
 import sys, torch
 from h2o_flexgen.kernels import recording, working_room
 out = torch.zeros(3)
-recording.CallRecording.of(lambda: recording.kept(out.copy_(torch.empty(3).bfloat16().reshape(3))), working_room.WorkingRoom())()
+work = lambda: recording.kept(out.copy_(torch.empty(3).bfloat16().reshape(3)))
+recording.CallRecording.of(work, working_room.WorkingRoom())()
 print([name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
