@@ -149,7 +149,7 @@ class PrefixStore:
             kept.start, end = end, end + kept.shared.room
 
     def places(self, groups: Collection[int]) -> tuple[int, ...]:
-        """Where these groups' prefixes lie. They keep their places while rows use them, unless others need room."""
+        """The places of these groups' prefixes. A prefix keeps its place unless others need room."""
         return tuple(self._kept[group].start for group in sorted(groups))
 
     # -- their data ------------------------------------------------------------------------------------------------------
