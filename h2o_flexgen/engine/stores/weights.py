@@ -9,7 +9,7 @@ tokens; for logits, one part after the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -119,9 +119,8 @@ class WeightStore:
     def _piece(self, tensor: TensorSpec, segment: Segment, out: Tensor, start: int) -> FilePiece | None:
         """The bytes of a tensor from `start` on that belong to the segment, and their place in its file. Plain values may have
         another type there."""
-        stored = segment.stored
-        if tensor.format == PLAIN:
-            dtype, own = DTYPES[stored.dtype], self._type_of(tensor)
+        stored, own = segment.stored, self._type_of(tensor)
+        if tensor.format == PLAIN and (dtype := DTYPES[stored.dtype]) != own:
             before = start // own.itemsize * dtype.itemsize
             return FilePiece(stored.file, stored.offset + before, out.view(own), dtype)
         first, behind = max(start, segment.start), min(start + len(out), segment.start + stored.nbytes)
@@ -155,9 +154,18 @@ class WeightStore:
 
     @cached_property
     def _places_in_page(self) -> Mapping[str, int]:
-        """The place in a page of its file at which a tensor begins, for tensors that keep this place and lie in one segment."""
-        kept = {name: one.segments for name, one in self._stored.items() if keeps_its_place(self._spec.tensors[name])}
-        return {name: own[0].stored.offset % ALIGNMENT for name, own in kept.items() if len(own) == 1}
+        """The place in a page of its file at which a tensor begins, for tensors that keep this place."""
+        if self._memories.device.accelerator:
+            return {}
+        found = ((self._spec.tensors[name], one.segments) for name, one in self._stored.items())
+        return {tensor.name: own[0].stored.offset % ALIGNMENT for tensor, own in found if self._can_keep_its_place(tensor, own)}
+
+    def _can_keep_its_place(self, tensor: TensorSpec, segments: Sequence[Segment]) -> bool:
+        """Whether it lies in the file in one piece, with the bytes and at an address with which it can be computed."""
+        if len(segments) > 1 or not keeps_its_place(tensor):
+            return False
+        stored, dtype = segments[0].stored, self._type_of(tensor)
+        return tensor.format != PLAIN or (DTYPES[stored.dtype] == dtype and stored.offset % dtype.itemsize == 0)
 
     @cached_property
     def _moved_layouts(self) -> list[Layout]:
@@ -168,7 +176,8 @@ class WeightStore:
 
     def _slice(self, place: SlicePlace, tier: str) -> list[Range]:
         tensors = self._of(self._spec.layers[place.layer], tier)
-        return slices({tensor.name: tensor.nbytes for tensor in tensors}, self._schedule.slices)[place.part]
+        sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+        return slices(sizes, self._schedule.slices, self._places_in_page)[place.part]
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -190,9 +199,8 @@ class WeightStore:
         tensor, out = self._spec.tensors[cut.name], target.range(cut)
         found = (self._piece(tensor, segment, out, cut.start) for segment in self._stored[cut.name].segments)
         pieces = [piece for piece in found if piece is not None]
-        is_whole = cut.stop - cut.start == tensor.nbytes
-        if is_whole and not self._memories.device.accelerator and cut.name in self._places_in_page:
-            pieces = [piece.alone_in(target.pages(cut.name)) for piece in pieces]
+        if cut.name in self._places_in_page:
+            pieces = [piece.alone_in(target.pages(cut)) for piece in pieces]
         return [chunk for piece in pieces for chunk in piece.cut()]
 
     def load(self, task: Task) -> int:
