@@ -148,7 +148,7 @@ def test_every_stored_and_computed_type(
     hold_contract(Case("neox-parallel", num_gpu_batches=3, **values), checkpoints, offload)
 
 
-FORMS = {
+STORED_CASES = {
     ("kind", "stored", "weight_codec", "compute"): STORED,
     "percent": (MIXES[2], MIXES[3]),  # all weights come from the disk, or some from each tier
     "attend_on": (DEVICE, HOST),
@@ -157,8 +157,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(FORMS))
-def test_every_form_of_checkpoints(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+@pytest.mark.parametrize("values", on_devices(STORED_CASES))
+def test_every_format_of_checkpoints(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     hold_contract(Case(num_gpu_batches=3, **values), checkpoints, offload)
 
 
@@ -245,7 +245,7 @@ def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, 
     ],
 )
 def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, stored: str, checkpoints: Checkpoints) -> None:
-    """Transformers computes with what the writer of a form says that its bytes mean."""
+    """Transformers computes with what the writer of a format says that its bytes mean."""
     case = Case(kind, lengths=RAGGED, gen_len=8, stored=stored)
     resident = checkpoints.resident_logits(case, range(len(RAGGED)))
     for row in range(len(RAGGED)):
