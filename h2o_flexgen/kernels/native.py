@@ -37,6 +37,10 @@ def native_library() -> ctypes.CDLL:
     return native
 
 
+def run(name: str, given: ctypes.Structure, threads: int) -> None:
+    getattr(native_library(), name)(ctypes.byref(given), threads)
+
+
 def processor(device: str) -> Processor:
     """A kind of device, and the kernels for it; none where none were built or none can be loaded."""
     return _cpu(_loaded()[0]) if device == CPU else _accelerator(device)
