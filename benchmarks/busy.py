@@ -18,53 +18,29 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[0] = os.environ.get("MEASURED_CHECKOUT", str(Path(__file__).resolve().parents[1]))  # else kernels.py is a package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
 from benchmarks.comparison.command import commit
-from h2o_flexgen import LLM, SamplingParams
+from benchmarks.comparison.engine_process import HERE, EngineProcess, Took, Way
+from benchmarks.comparison.one_file import IN_MEMORY
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import describe_machine
 
-HERE, CHECKOUT = str(Path(__file__).resolve().parents[1]), "MEASURED_CHECKOUT"
 QUIET, BUSY = STATES = ("quiet", "busy")
 SPINNER = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
-CHILD = "--child"
 COLUMNS = ("rows", "threads", "checkout", "quiet tokens/s", "busy tokens/s", "kept", "processor s quiet", "processor s busy")
 
 
-@dataclass(frozen=True)
-class Way:
-    """What one process does whenever it is asked."""
-
-    model: str
-    compute: str
-    threads: int
-    checkout: str
-    prompt_len: int
-    gen_len: int
-
-
-@dataclass(frozen=True)
-class Took:
-    seconds: float
-    processor: float
-
-
 def main() -> int:
-    if CHILD in sys.argv:
-        answer_for(Way(**json.loads(sys.argv[-1])))
-        return 0
     args = parse(sys.argv[1:])
     result = result_of(args, measured(args))
     print_table(result)
@@ -87,51 +63,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=5)
     add("--output", help="also write the JSON document here")
     return parser.parse_args(argv)
-
-
-# -- the process of a way ----------------------------------------------------------------------------------------------------
-
-
-def answer_for(way: Way) -> None:
-    """For every number of rows that comes, generates once and says what it took. A model is opened anew for another number."""
-    opened, of_rows = None, 0
-    for line in sys.stdin:
-        rows = int(line)
-        if rows != of_rows:
-            if opened is not None:
-                opened.close()
-            shape: dict[str, Any] = {"gpu_batch_size": rows, "num_gpu_batches": 1, "compute": way.compute}
-            opened = LLM(way.model, percent=(100, 0, 100, 0, 100, 0), device="cpu", threads=way.threads, **shape)
-            of_rows = rows
-            opened.generate([[100] * way.prompt_len] * rows, SamplingParams(max_tokens=2))  # loads
-        assert opened is not None
-        prompts = [[100 + (7 * row + at) % 150 for at in range(way.prompt_len)] for row in range(rows)]
-        begun, processor = time.perf_counter(), time.process_time()
-        opened.generate(prompts, SamplingParams(max_tokens=way.gen_len, ignore_eos=True))
-        print(json.dumps([time.perf_counter() - begun, time.process_time() - processor]), flush=True)
-
-
-class Runner:
-    """A way's process, seen from outside."""
-
-    def __init__(self, way: Way) -> None:
-        self.way = way
-        command = [sys.executable, __file__, CHILD, json.dumps(asdict(way))]
-        env = {**os.environ, "PYTHONPATH": way.checkout, CHECKOUT: way.checkout}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-
-    def took(self, rows: int) -> Took:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(f"{rows}\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"the process with {self.way.threads} threads ended with status {self._process.wait()}")
-        return Took(*json.loads(answer))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 # -- busy processes ----------------------------------------------------------------------------------------------------------
@@ -168,30 +99,29 @@ class Spinners:
 
 
 def ways(args: argparse.Namespace) -> list[Way]:
-    shape = {"prompt_len": args.prompt_len, "gen_len": args.gen_len}
     folders = [str(Path(checkout).resolve()) for checkout in args.checkouts]
-    return [Way(args.model, args.compute, threads, folder, **shape) for threads in args.threads for folder in folders]
+    shape, options = (args.prompt_len, args.gen_len), {"percent": IN_MEMORY, "compute": args.compute}
+    return [Way(args.model, *shape, threads, options, folder) for threads in args.threads for folder in folders]
 
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     with ExitStack() as stack:
-        runners = [Runner(way) for way in ways(args)]
-        for runner in runners:
-            stack.callback(runner.close)
+        asked = ways(args)
+        runners = [stack.enter_context(closing(EngineProcess(way))) for way in asked]
         spinners = Spinners()
         stack.callback(spinners.close)
         for rows in args.rows:
-            took = {(runner.way, state): list[Took]() for runner in runners for state in STATES}
+            took = {(number, state): list[Took]() for number in range(len(asked)) for state in STATES}
             for runner in runners:
                 runner.took(rows)  # opens the model
             for _ in range(args.rounds):
                 for state in STATES:
                     with spinners.state(state):
-                        for runner in runners:
-                            took[runner.way, state].append(runner.took(rows))
-            for runner in runners:
-                found.append(line_of(rows, runner.way, {state: took[runner.way, state] for state in STATES}))
+                        for number, runner in enumerate(runners):
+                            took[number, state].append(runner.took(rows))
+            for number, way in enumerate(asked):
+                found.append(line_of(rows, way, {state: took[number, state] for state in STATES}))
                 print({name: found[-1][name] for name in ("rows", "threads", "checkout", "rates", "kept")}, file=sys.stderr)
     return found
 

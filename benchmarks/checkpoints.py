@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,28 +31,33 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
-from benchmarks.baselines.llama_build import BENCH, COMPLETION, INSTRUCTIONS, NATIVE, QUANTIZE, compiled_programs
-from benchmarks.baselines.request import Request
+from benchmarks.baselines.llama_build import BENCH, COMPLETION, QUANTIZE, compiled_programs
 from benchmarks.comparison.cap import open_cap
 from benchmarks.comparison.command import argument_of, commit, say
 from benchmarks.comparison.launch import Failed, Launcher, forget_pages
+from benchmarks.comparison.one_file import (
+    DTYPE,
+    IN_MEMORY,
+    THEIRS,
+    add_options,
+    chosen,
+    our_contender,
+    request,
+    their_contender,
+)
 from benchmarks.comparison.point import Point
 from benchmarks.comparison.suites import Contender, Load
 from benchmarks.instructions import instructions, processor_slug
-from benchmarks.peaks import Peaks
-from h2o_flexgen.checkpoints.gguf_format import read_gguf
+from benchmarks.limits import LIMIT, Limits, PassLimit
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, held_out_prose, resolve_model
-from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.formats.kernel_table import EXACT, INT8
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
+from h2o_flexgen.profiling.measure import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS, THEIRS = "h2o_flexgen", "llama.cpp"
 PROGRAMS = (COMPLETION, BENCH, QUANTIZE)
-IN_MEMORY = (100, 0, 100, 0, 100, 0)
 PROMPT_WORDS = 48
 COLUMNS = (
     *("system", "computes", "rows", "first token s: file on disk", "file in memory", "without a model"),
@@ -80,28 +84,6 @@ class Measured:
         return median(getattr(one, which) for one in self.started)
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """What bounds a step: all weights are read once, and every row is multiplied with all matrices."""
-
-    nbytes: int
-    values: int  # of all matrices
-    read_per_s: float
-    peaks: Peaks
-
-    @classmethod
-    def of(cls, file: Path) -> Ceiling:
-        tensors, peaks = read_gguf(file).tensors, Peaks.measured()
-        if peaks is None:
-            raise ValueError("benchmarks/peaks.c cannot be compiled here; install a C compiler for x86-64, such as gcc")
-        values = sum(prod(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)
-        return cls(sum(tensor.nbytes for tensor in tensors), values, memory_read_rate(), peaks)
-
-    def tokens_per_s(self, contender: Contender, rows: int) -> float:
-        peak = self.peaks.integer if contender.arithmetic == INT8 else self.peaks.exact
-        return rows / max(self.nbytes / self.read_per_s, 2 * rows * self.values / peak)
-
-
 def main() -> int:
     args = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
@@ -123,8 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
     add("--load", type=argument_of(Load.of), default=Load(128, 33), metavar="P+G", help="tokens of a prompt + to generate")
     add("--repeats", type=int, default=3)
-    add("--llama-cpp", metavar="FOLDER", help="of its programs, or of its sources, which are compiled once (default: PATH)")
-    add("--llama-cpp-for", choices=INSTRUCTIONS, default=NATIVE, help="the instructions for which it is compiled")
+    add_options(parser)
     add("--systems", nargs="+", metavar="NAME", help="only these")
     add("--timeout", type=float, default=600, help="seconds that one run may take")
     add("--output", metavar="FOLDER", help="also write checkpoints-....json there")
@@ -132,23 +113,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         args.file = resolve_model(args.model)
         args.programs = compiled_programs(args.llama_cpp, args.llama_cpp_for, PROGRAMS)
+        args.contenders = chosen(contenders(args), args.systems)
     except ValueError as error:
         parser.error(str(error))
-    known = contenders(args)
-    if unknown := set(args.systems or ()) - {one.name for one in known}:
-        parser.error(f"unknown systems {', '.join(unknown)}; known: {', '.join(one.name for one in known)}")
-    args.contenders = [one for one in known if one.name in (args.systems or [one.name])]
     return args
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
-    memory = {"percent": IN_MEMORY}
-    theirs = {"folder": str(args.programs), "instructions": NATIVE}
     return [
-        Contender(THEIRS, "llama.cpp", theirs, computes="rows in int8, KV in float16", dtype="float16", arithmetic=INT8),
-        Contender(f"{OURS}, int8", OURS, {**memory, "compute": INT8}, computes="rows in int8, KV in bfloat16", arithmetic=INT8),
-        Contender(f"{OURS}, bfloat16", OURS, memory, computes="exactly, KV in bfloat16"),
-        Contender(f"{OURS}, float32", OURS, memory, computes="exactly, KV in float32", dtype="float32"),
+        their_contender(args.programs),
+        our_contender("int8", "rows in int8, KV in bfloat16", compute=INT8),
+        our_contender("bfloat16", "exactly, KV in bfloat16"),
+        our_contender("float32", "exactly, KV in float32", dtype="float32"),
     ]
 
 
@@ -173,27 +149,10 @@ def add_turn(args: argparse.Namespace, launcher: Launcher, one: Measured) -> Non
     seconds = one.started[-1]
     say(f"{one.contender.name}: first token {seconds.cold:.2f} s, {seconds.warm:.2f} s, {seconds.bare:.2f} s")
     for rows in args.rows:
-        answer = launcher.run(request(args, one.contender, rows), loads_within_cap=True)
+        answer = launcher.run(request(args.file, one.contender, rows, args.load, args.memory), loads_within_cap=True)
         point = one.points.get(rows, Point(rows, args.load, ())).with_answer(answer)
         one.points[rows] = point
-        say(f"{one.contender.name}, {rows} rows: prompts {prompt_rate(point):.1f}, steps {step_rate(point):.1f} tokens/s")
-
-
-def request(args: argparse.Namespace, contender: Contender, rows: int) -> Request:
-    return Request(
-        system=contender.system,
-        checkpoint=str(args.file),
-        dtype=contender.dtype or "bfloat16",
-        device="cpu",
-        rows=rows,
-        prompt_len=args.load.prompt_len,
-        gen_len=args.load.gen_len,
-        steps=None,
-        host_bytes=args.memory,
-        device_bytes=None,
-        scratch=str(default_offload_folder().parent / "compare"),
-        options=contender.options,
-    )
+        say(f"{one.contender.name}, {rows} rows: {point}")
 
 
 def started(args: argparse.Namespace, contender: Contender) -> Started:
@@ -212,7 +171,7 @@ def first_token_command(args: argparse.Namespace, contender: Contender) -> list[
         "--percent",
         *map(str, IN_MEMORY),
         "--dtype",
-        contender.dtype or "bfloat16",
+        contender.dtype or DTYPE,
         "--device",
         "cpu",
         "--threads",
@@ -255,20 +214,12 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def prompt_rate(point: Point) -> float:
-    return point.rows * point.load.prompt_len / point.prefill_seconds
-
-
-def step_rate(point: Point) -> float:
-    return point.rows * (point.load.gen_len - 1) / point.decode_seconds
-
-
 # -- what comes of it --------------------------------------------------------------------------------------------------------
 
 
 def document(args: argparse.Namespace, found: Sequence[Measured]) -> dict[str, Any]:
     """The result in the form that scripts/readme_results.py reads."""
-    ceiling = Ceiling.of(args.file)
+    limits = Limits.measured()
     theirs = next((one.points for one in found if one.contender.name == THEIRS), {})
     return {
         "benchmark": "checkpoints",
@@ -277,11 +228,10 @@ def document(args: argparse.Namespace, found: Sequence[Measured]) -> dict[str, A
         "date": date.today().isoformat(),
         "commit": commit(),
         "command": "python benchmarks/checkpoints.py " + " ".join(sys.argv[1:]),
-        "ceiling": f"a step: {format_bytes(ceiling.nbytes)} of weights at {ceiling.read_per_s / 1e9:.1f} GB/s, or the "
-        "operations of all rows at the peak of the arithmetic, both measured; attention and KV are not counted",
+        "ceiling": f"a step: {LIMIT}, all measured: {limits}",
         "unit": "tokens/s",
         "columns": list(COLUMNS),
-        "cells": [cells for one in found for cells in lines(one, ceiling, theirs)],
+        "cells": [cells for one in found for cells in lines(one, PassLimit.of(args.file, one.contender, limits), theirs)],
         "notes": "First tokens are timed from the start of the command to its end, with a prompt of "
         f"{PROMPT_WORDS} words; without a model: {THEIRS} that says its version, Python that imports torch, transformers and "
         f"the package. llama.cpp {versions(found)}; it makes up the tokens of its prompts and steps. All is the median of "
@@ -289,13 +239,13 @@ def document(args: argparse.Namespace, found: Sequence[Measured]) -> dict[str, A
     }
 
 
-def lines(one: Measured, ceiling: Ceiling, theirs: Mapping[int, Point]) -> Iterator[list[str]]:
+def lines(one: Measured, limit: PassLimit, theirs: Mapping[int, Point]) -> Iterator[list[str]]:
     starts = [f"{one.median_of(which):.2f}" for which in ("cold", "warm", "bare")]
     for rows, point in sorted(one.points.items()):
-        rate = step_rate(point)
-        beside = f"{rate / step_rate(theirs[rows]):.2f}" if rows in theirs else "-"
-        share = f"{rate / ceiling.tokens_per_s(one.contender, rows):.0%}"
-        rates = [f"{prompt_rate(point):.3g}", f"{rate:.3g}", share, beside, f"{point.peak_bytes / 1e9:.2f}"]
+        rate = point.step_tokens_per_s
+        beside = f"{rate / theirs[rows].step_tokens_per_s:.2f}" if rows in theirs else "-"
+        share = f"{rate / limit.step_tokens_per_s(rows, point.load):.0%}"
+        rates = [f"{point.prompt_tokens_per_s:.3g}", f"{rate:.3g}", share, beside, f"{point.peak_bytes / 1e9:.2f}"]
         yield [one.contender.name, one.contender.computes, str(rows), *starts, *rates]
         starts = ["-"] * len(starts)
 

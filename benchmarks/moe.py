@@ -41,23 +41,21 @@ from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import open_cap
 from benchmarks.comparison.ceiling import Ceiling
+from benchmarks.comparison.checkpoint import spec_in
 from benchmarks.comparison.command import argument_of, commit, say
 from benchmarks.comparison.launch import Failed, Launcher
+from benchmarks.comparison.one_file import OURS, THEIRS, chosen
 from benchmarks.comparison.random_gguf import random_gguf
 from benchmarks.comparison.suites import Contender, Load
 from h2o_flexgen.cli.terminal import table
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.formats.kernel_table import INT8
-from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import disk_read_rate
-from h2o_flexgen.session.opened_model import OpenedModel
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS, THEIRS = "h2o_flexgen", "llama.cpp"
 DTYPE = "bfloat16"
 KEPT = {"kv_policy": "h2o", "kv_budget": 0.2, "kv_codec": "group4"}
 RANDOM = (
@@ -140,15 +138,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.steps + 2 > args.load.gen_len // 2:
         parser.error(f"--steps {args.steps} do not fit into the second half of {args.load.gen_len} tokens")
-    known = contenders(args)
-    if unknown := set(args.systems or ()) - {one.name for one in known}:
-        parser.error(f"unknown systems {', '.join(unknown)}; known: {', '.join(one.name for one in known)}")
-    args.contenders = [one for one in known if one.name in (args.systems or [one.name])]
-    if any(one.system == THEIRS for one in args.contenders):
-        try:
+    try:
+        args.contenders = chosen(contenders(args), args.systems)
+        if any(one.system == THEIRS for one in args.contenders):
             compiled_programs(args.llama_cpp, NATIVE)
-        except ValueError as error:
-            parser.error(str(error))
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -257,7 +252,7 @@ def document(
 ) -> dict[str, object]:
     machine, cap = before.at_best(after), open_cap()
     cap.close()
-    bounds, times = Bounds(spec_in(file), machine, args.memory), times_their_best(lines)
+    bounds, times = Bounds(spec_in(file, DTYPE), machine, args.memory), times_their_best(lines)
     stored = f"{file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()}"
     memory = f"{args.memory / 2**30:g} GiB"
     return {
@@ -325,11 +320,6 @@ def best_of(system: str, lines: Sequence[Line]) -> Line | None:
 def times_their_best(lines: Sequence[Line]) -> float | None:
     ours, theirs = best_of(OURS, lines), best_of(THEIRS, lines)
     return None if ours is None or theirs is None else ours.tokens_per_s / theirs.tokens_per_s
-
-
-def spec_in(file: Path) -> ModelSpec:
-    """The model's shapes, with weights as they lie in the file."""
-    return OpenedModel.of(str(file), False, DTYPE, Site()).spec(Plan())
 
 
 def number(value: float) -> str:

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 from benchmarks.comparison.command import argument_of, commit
 from benchmarks.instructions import instructions, processor_slug
-from benchmarks.peaks import Peaks
+from benchmarks.limits import Limits
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.formats.kernel_table import INT8, PRODUCTS, rounds
 from h2o_flexgen.formats.table import FORMATS, TILED
@@ -43,7 +43,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import encode, plain_product
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
+from h2o_flexgen.profiling.measure import describe_machine
 
 ROWS = (1, 8, 32, 128, 512)
 SHAPE = (5632, 2048)  # outputs and inputs of TinyLlama's widest matrix
@@ -64,26 +64,6 @@ class Form:
     nbytes: int  # of one matrix
     arithmetic: str  # the property of Peaks that bounds it
     products: Sequence[Product]  # with one matrix each
-
-
-@dataclass(frozen=True)
-class Limits:
-    read_per_s: float
-    peaks: Peaks
-
-    @classmethod
-    def measured(cls) -> Limits:
-        peaks = Peaks.measured()
-        if peaks is None:
-            raise ValueError("benchmarks/peaks.c cannot be compiled here; install a C compiler for x86-64, such as gcc")
-        return cls(memory_read_rate(), peaks)
-
-    def at_best(self, other: Limits) -> Limits:
-        kinds = {kind: max(rate, getattr(other.peaks, kind)) for kind, rate in asdict(self.peaks).items() if rate}
-        return Limits(max(self.read_per_s, other.read_per_s), Peaks(**{**asdict(self.peaks), **kinds}))
-
-    def seconds(self, form: Form, operations: int) -> float:
-        return max(form.nbytes / self.read_per_s, operations / getattr(self.peaks, form.arithmetic))
 
 
 def main() -> int:
@@ -139,31 +119,19 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "columns": ["", *(f"{rows} row{'s' * (rows > 1)}" for rows in args.rows)],
         "cells": [[form.name, *map(cell, (one for one in lines if one["form"] == form.name))] for form in forms],
         "rows": lines,
-        "notes": f"Limits: {limit_words(limits)}. Shares of int8 products are those of the first integer peak.",
+        "notes": f"Limits: {limits}. Shares of int8 products are those of the first integer peak.",
     }
 
 
 def line(form: Form, rows: int, seconds: float, shape: tuple[int, int], limits: Limits) -> dict[str, Any]:
     operations = 2 * rows * shape[0] * shape[1]
-    least = limits.seconds(form, operations)
+    least = limits.seconds(form.nbytes, operations, form.arithmetic)
     rates = {"measured": operations / seconds / 1e9, "ceiling": operations / least / 1e9, "share": least / seconds}
     return {"name": f"{form.name}, {rows} rows", "form": form.name, "rows": rows, "seconds": seconds, **rates}
 
 
 def cell(one: dict[str, Any]) -> str:
     return f"{one['measured']:,.0f} ({one['share']:.0%})"
-
-
-def limit_words(limits: Limits) -> str:
-    kinds = {
-        "fp32": "fp32",
-        "bf16": "bf16",
-        "integer": "integers of 8 bits",
-        "integer_of_4_bits": "integers of 8 bits times codes of 4, eight of them in sums of 16 bits",
-    }
-    rates = {words: getattr(limits.peaks, kind) for kind, words in kinds.items()}
-    peaks = [f"{words} {rate / 1e9:,.0f} Gop/s" for words, rate in rates.items() if rate]
-    return ", ".join([f"reading {limits.read_per_s / 1e9:.1f} GB/s", *peaks])
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Writes the figures of the documents from the JSON files in benchmarks/results, between comments that mark their places.
 
-README.md has a comparison and the picture of a timeline, docs/results.md one table of all comparisons and one of all
-mixtures, benchmarks/results/README.md the table of each file.
+README.md has a comparison and the picture of a timeline, docs/results.md one table of all comparisons, one of all mixtures and
+one of all steps beside llama.cpp, benchmarks/results/README.md the table of each file.
 
     python scripts/readme_results.py            # rewrites the documents
     python scripts/readme_results.py --check    # says whether they are what the files say; exit status 1 if they are not
@@ -20,10 +20,10 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
     }
 
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
-`compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`, `published.py --gpus`,
-`published_mixtures.py`, `published_data_wrangling.py`, `serving.py` and `moe.py` in benchmarks write brings a table of its
-own; what `moe.py` writes is besides a line in the table of all mixtures, and what `compare.py` writes a column in that of
-all comparisons.
+`compare.py`, `checkpoints.py`, `steps.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`,
+`published.py --gpus`, `published_mixtures.py`, `published_data_wrangling.py`, `serving.py` and `moe.py` in benchmarks write
+brings a table of its own. Besides, what `moe.py` writes is a line in the table of all mixtures, what `compare.py` writes a
+column in that of all comparisons, and what `steps.py` writes a line for each number of rows in that of all steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, TIMELINE, HEADLINE, MIXTURES, COMPARISONS = "results", "timeline", "headline", "mixtures", "comparisons"
+RESULTS, TIMELINE, HEADLINE, MIXTURES = "results", "timeline", "headline", "mixtures"
+COMPARISONS, STEPS = "comparisons", "steps"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results" / "README.md")
 COMPARISON = "compare"  # the first file of this kind is the headline, with these of its columns
 HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "of ceiling")
@@ -243,6 +244,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "compare by rows": _table_of_its_own,
     "products": _table_of_its_own,
     "checkpoints": _table_of_its_own,
+    STEPS: _table_of_its_own,
     "planner": _table_of_its_own,
     "host": _table_of_its_own,
     "published on gpus": _table_of_its_own,
@@ -267,7 +269,21 @@ def parts_of(results: Sequence[Result]) -> dict[str, str]:
         parts[COMPARISONS] = _comparisons([result for result in results if result.kind == COMPARISON])
     if headlines := [result.headline for result in results if result.headline]:
         parts[MIXTURES] = "\n".join(_lines([[*headlines[0]], *([*one.values()] for one in headlines)])) + "\n"
+    if measured := [result for result in results if result.kind == STEPS]:
+        parts[STEPS] = _steps(measured)
     return parts
+
+
+def _steps(results: Sequence[Result]) -> str:
+    """A line for each file and number of rows: the steps of each system in tokens/s, beside llama.cpp and the limit."""
+    systems = list(dict.fromkeys(row[1] for result in results for row in result.cells[1:]))
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for result in results:
+        file, instructions = result.title.partition(", ")[0], result.title.partition("(")[2]
+        for rows, system, *_, rate, share, times in result.cells[1:]:
+            lines.setdefault((f"{file} ({instructions}", rows), {})[system] = f"{rate} ({times} x, {share})"
+    cells = [[*line, *(found.get(system, "") for system in systems)] for line, found in lines.items()]
+    return "\n".join(_lines([["file and instructions", "rows", *systems], *cells])) + "\n"
 
 
 def _headline(result: Result) -> str:

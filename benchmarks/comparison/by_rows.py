@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from benchmarks.comparison.point import Point
 from benchmarks.comparison.report import Entry, Report
 from benchmarks.instructions import processor_slug
 
@@ -36,15 +35,7 @@ class ReportByRows(Report):
     def cells(self, entry: Entry) -> tuple[str, ...]:
         first = next((one for one in self.entries if one.name == self.reference and one.best.rows == entry.best.rows), None)
         cells = [entry.name + ("" if entry.best.is_whole else " *"), entry.version, entry.computes, str(entry.best.rows)]
-        for rate, limit in ((prompt_rate, entry.prompt_limit), (step_rate, entry.step_limit)):
-            own = rate(entry.best)
-            cells += [f"{own:.3g}", f"{own / limit:.0%}", "-" if first is None else f"{rate(first.best) / own:.2f}"]
+        for name, limit in (("prompt_tokens_per_s", entry.prompt_limit), ("step_tokens_per_s", entry.step_limit)):
+            own, beside = getattr(entry.best, name), None if first is None else getattr(first.best, name)
+            cells += [f"{own:.3g}", f"{own / limit:.0%}", "-" if beside is None else f"{beside / own:.2f}"]
         return (*cells, f"{entry.best.peak_bytes / 1e9:.2f}")
-
-
-def prompt_rate(point: Point) -> float:
-    return point.rows * point.load.prompt_len / point.prefill_seconds
-
-
-def step_rate(point: Point) -> float:
-    return point.rows * (point.load.gen_len - 1) / point.decode_seconds

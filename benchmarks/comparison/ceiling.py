@@ -27,21 +27,10 @@ class Ceiling:
     def tokens_per_s(self, rows: int, load: Load) -> float:
         return rows * load.gen_len / self.seconds(rows, load)
 
-    def weight_bytes(self, tokens: int) -> float:
-        """That a pass over so many tokens needs: of a table that is not the head as well, a few rows, and of experts as many as
-        these are expected to ask for."""
-        used: dict[str, float] = {}
-        for layer in self.spec.layers:
-            shares, matrices = dict(layer.products), {tensor.name for tensor in layer.matrices}
-            for local, tensor in layer.tensors:
-                if tensor.name in matrices or not layer.takes_tokens:
-                    used[tensor.name] = tensor.nbytes * asked_for(shares.get(local, 1.0), tokens)
-        return sum(used.values())
-
     def pass_seconds(self, rows: int, tokens: int) -> float:
         """Of all layers on `tokens` new tokens of each row: what does not fit must come from the disk or over the link, all
         weights must be read once, and all products be made."""
-        weights = self.weight_bytes(rows * tokens)
+        weights = weight_bytes(self.spec, rows * tokens)
         flops = sum(self.spec.flops(layer, rows, tokens, 0) for layer in range(len(self.spec.layers)))
         bounds = [
             max(0.0, weights - self.host_bytes - (self.device_bytes or 0)) / self.machine.disk_read_per_s,
@@ -52,3 +41,15 @@ class Ceiling:
         else:
             bounds.append(max(0.0, weights - self.device_bytes) / self.machine.link_per_s)
         return max(bounds)
+
+
+def weight_bytes(spec: ModelSpec, tokens: int) -> float:
+    """That a pass over so many tokens needs: of a table that is not the head as well, a few rows, and of experts as many as
+    these are expected to ask for."""
+    used: dict[str, float] = {}
+    for layer in spec.layers:
+        shares, matrices = dict(layer.products), {tensor.name for tensor in layer.matrices}
+        for local, tensor in layer.tensors:
+            if tensor.name in matrices or not layer.takes_tokens:
+                used[tensor.name] = tensor.nbytes * asked_for(shares.get(local, 1.0), tokens)
+    return sum(used.values())

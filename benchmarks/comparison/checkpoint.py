@@ -12,7 +12,10 @@ from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.checkpoints.model_files import require_free_space
 from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.session.opened_model import OpenedModel
 
 SHARD_BYTES = 2 << 30
 DONE = "model.safetensors.index.json"  # written last
@@ -31,6 +34,11 @@ def spec_of(model: str, dtype: str) -> ModelSpec:
     if config is None:
         raise ValueError(f"the shapes of {model} are not known; known are those in configs/models")
     return create_model(config, dtype, sep_layer=False, name=model).spec
+
+
+def spec_in(file: Path, dtype: str) -> ModelSpec:
+    """The shapes of the model in a GGUF file, with weights as they lie in it."""
+    return OpenedModel.of(str(file), False, dtype, Site()).spec(Plan())
 
 
 def write_checkpoint(model: str, dtype: str, folder: Path) -> None:

@@ -15,6 +15,9 @@ class Point:
     load: Load
     answers: tuple[Answer, ...]  # of one run or more
 
+    def __str__(self) -> str:
+        return f"prompts {self.prompt_tokens_per_s:.1f}, steps {self.step_tokens_per_s:.1f} tokens/s"
+
     def with_answer(self, answer: Answer) -> Point:
         return replace(self, answers=(*self.answers, answer))
 
@@ -47,6 +50,14 @@ class Point:
     @property
     def tokens_per_s(self) -> float:
         return self.rows * self.load.gen_len / self.seconds
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.rows * self.load.prompt_len / self.prefill_seconds
+
+    @property
+    def step_tokens_per_s(self) -> float:
+        return self.rows * (self.load.gen_len - 1) / self.decode_seconds
 
     @property
     def peak_bytes(self) -> int:

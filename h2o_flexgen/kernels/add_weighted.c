@@ -37,8 +37,9 @@ static void add_bf16(const void *a, long number, int member) { add_columns(a, nu
 static void add_float(const void *a, long number, int member) { add_columns(a, number, FLOAT); }
 static void add_half(const void *a, long number, int member) { add_columns(a, number, HALF); }
 
-void add_weighted(const additions *a, int threads)
+void add_weighted(const void *given, int threads)
 {
+    const additions *a = given;
     static part_action *const actions[] = {[BF16] = add_bf16, [FLOAT] = add_float, [HALF] = add_half};
-    share_out(a, (a->width + AT_ONCE - 1) / AT_ONCE, threads, actions[a->kind]);
+    share_out(given, (a->width + AT_ONCE - 1) / AT_ONCE, threads, actions[a->kind]);
 }

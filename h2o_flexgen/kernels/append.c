@@ -47,8 +47,9 @@ static void append_bf16(const void *a, long row, int member) { append_row(a, row
 static void append_float(const void *a, long row, int member) { append_row(a, row, FLOAT); }
 static void append_half(const void *a, long row, int member) { append_row(a, row, HALF); }
 
-void append(const appending *a, int threads)
+void append(const void *given, int threads)
 {
+    const appending *a = given;
     static part_action *const actions[] = {[BF16] = append_bf16, [FLOAT] = append_float, [HALF] = append_half};
-    share_out(a, a->rows, threads, actions[a->q.kind]);
+    share_out(given, a->rows, threads, actions[a->q.kind]);
 }

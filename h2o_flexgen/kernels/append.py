@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.evict import Newest, Notes, NotesInC
-from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.thread_counts import threads_for
 
@@ -34,7 +34,7 @@ def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     places = ValuePlaces.of(x.transpose(1, 2), KINDS[x.dtype])
     given = _Rotation(places, *map(pointer, (cos, sin, out)), *(rows, heads, tokens, dim, half))
-    native_library().rotate(ctypes.byref(given), ctypes.c_int(threads_for(x.numel())))
+    run("rotate", given, threads_for(x.numel()))
     return out
 
 
@@ -92,7 +92,7 @@ def append(
         *((0, 0) if worth is None else worth.stride()),
         *(rows, keys.shape[1], query_heads, dim, half, k.shape[3] * k.itemsize),
     )
-    native_library().append(ctypes.byref(given), ctypes.c_int(threads_for(q.numel() + 2 * k.numel())))
+    run("append", given, threads_for(q.numel() + 2 * k.numel()))
     return out
 
 

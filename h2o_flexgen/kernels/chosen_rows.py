@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ def take_rows(source: Tensor, numbers: Tensor, axis: int, first: int) -> Tensor:
 
 def take_rows_twin(source: Tensor, numbers: Tensor, axis: int, first: int) -> Tensor:
     wanted = numbers if first == 0 else numbers + first
-    return source.index_select(axis, wanted.flatten()).unflatten(axis, wanted.shape)
+    taken = source.index_select(axis, wanted.flatten())
+    return taken.view(*source.shape[:axis], *wanted.shape, *source.shape[axis + 1 :])
 
 
 def put_rows(target: Tensor, numbers: Tensor, axis: int, rows: Tensor) -> None:
@@ -59,7 +61,7 @@ def _side_by_side(x: Tensor, axis: int) -> Tensor:
 def _lies_side_by_side(x: Tensor, axis: int) -> bool:
     """Whether the values of each row lie side by side, and what is before the axis has one stride."""
     outer = [(size, stride) for size, stride in zip(x.shape[:axis], x.stride()) if size != 1]
-    has_one_stride = all(before == size * stride for (_, before), (size, stride) in zip(outer, outer[1:]))
+    has_one_stride = all(before == size * stride for (_, before), (size, stride) in pairwise(outer))
     row = x[(0,) * (axis + 1)] if x.numel() else x.flatten()
     return has_one_stride and row.is_contiguous()
 

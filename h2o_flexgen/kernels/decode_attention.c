@@ -340,7 +340,8 @@ static part_action *chosen(const attention *a)
     return of_kind[4];
 }
 
-void decode_attention(const attention *a, int threads)
+void decode_attention(const void *given, int threads)
 {
-    share_out(a, a->rows * a->kv_heads, threads, chosen(a));
+    const attention *a = given;
+    share_out(given, a->rows * a->kv_heads, threads, chosen(a));
 }

@@ -18,7 +18,7 @@ from h2o_flexgen.formats.kernel_sizes import DTYPES
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
-from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 
 PACKED_KINDS = {format.name: kind for kind, format in enumerate(GROUPED, start=len(DTYPES))}  # numbered after the plain kinds
 
@@ -59,7 +59,7 @@ def decode_attention(
         gathers == MAX,
         cap or 0.0,
     )
-    native_library().decode_attention(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    run("decode_attention", given, torch.get_num_threads())
     return out, got if gathers else None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
-from h2o_flexgen.kernels.native import ValuePlaces, native_library, pointer, run
+from h2o_flexgen.kernels.native import ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of, numpy_of
 from h2o_flexgen.kernels.thread_counts import threads_for
 
@@ -182,7 +182,7 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
         *strides,
         *(rows, heads, count, width * out.itemsize),
     )
-    native_library().take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    run("take_slots", given, torch.get_num_threads())
 
 
 def take_slots_twin(source: Tensor, index: Tensor, out: Tensor) -> None:

@@ -86,10 +86,11 @@ OF_KIND(BF16)
 OF_KIND(FLOAT)
 OF_KIND(HALF)
 
-void gated(const gating *g, int threads)
+void gated(const void *given, int threads)
 {
+    const gating *g = given;
 #define ACTIONS(KIND) [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND}
     static part_action *const actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
 #undef ACTIONS
-    share_out(g, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind][g->curve]);
+    share_out(given, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind][g->curve]);
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP, TILE, Grouped, Tiled, groups_of
 from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, pointer, run
 
 # -- group decode ----------------------------------------------------------------------------------------------------------
 # Values of a group format, decoded. C and torch give the same bits.
@@ -17,10 +17,8 @@ from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 
 def group_decode(format: Grouped, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row) into out (rows, columns)."""
-    rows, columns = out.shape
-    sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(format.bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native_library().group_decode(pointer(data), pointer(out, writes=True), *sizes, *kind)
+    given = _Coding(pointer(data), pointer(out, writes=True), *out.shape, format.bits, KINDS[out.dtype])
+    run("group_decode", given, torch.get_num_threads())
 
 
 def group_decode_twin(format: Grouped, data: Tensor, out: Tensor) -> None:
@@ -53,10 +51,8 @@ def _unpacked(codes: Tensor) -> Tensor:
 def group_encode(format: Grouped, values: Tensor, out: Tensor) -> None:
     """Encodes values (rows, columns) into out (rows, bytes of a row)."""
     values = values.contiguous()  # kept alive until C is done
-    rows, columns = values.shape
-    sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(format.bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native_library().group_encode(pointer(values), pointer(out, writes=True), *sizes, *kind)
+    given = _Coding(pointer(values), pointer(out, writes=True), *values.shape, format.bits, KINDS[values.dtype])
+    run("group_encode", given, torch.get_num_threads())
 
 
 def group_encode_twin(format: Grouped, values: Tensor, out: Tensor) -> None:
@@ -92,6 +88,16 @@ def _rounded(values: Tensor, towards: float) -> Tensor:
     return torch.where(beyond, torch.nextafter(near, torch.full_like(near, towards)), near)
 
 
+class _Coding(ctypes.Structure):
+    """Rows that are decoded or encoded."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "columns")),
+        *((name, ctypes.c_int) for name in ("bits", "kind")),
+    )
+
+
 # -- tile rows -------------------------------------------------------------------------------------------------------------
 # Rows of the group format put into tiles and taken out of them, bit for bit the same in C and in torch.
 
@@ -100,8 +106,8 @@ def tile_encode(format: Tiled, values: Tensor, out: Tensor) -> None:
     """Encodes values (outputs, columns) into out (tiles, bytes of a tile)."""
     rows = _room_for_rows(format.as_rows, values)
     group_encode(format.as_rows, values, rows)
-    sizes = (*map(ctypes.c_long, values.shape), ctypes.c_int(format.bits), ctypes.c_int(torch.get_num_threads()))
-    native_library().rows_to_tiles(pointer(rows), pointer(out, writes=True), *sizes)
+    given = _Reordering(pointer(rows), pointer(out, writes=True), None, *values.shape, TILE * len(out), format.bits)
+    run("rows_to_tiles", given, torch.get_num_threads())
 
 
 def tile_encode_twin(format: Tiled, values: Tensor, out: Tensor) -> None:
@@ -112,12 +118,12 @@ def tile_encode_twin(format: Tiled, values: Tensor, out: Tensor) -> None:
 
 
 def tile_decode_rows(format: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
-    """Decodes the outputs with these numbers (count,) of data (tiles, bytes of a tile) into out (count, columns)."""
+    """Decodes the outputs with these numbers (count,) of data (tiles, bytes of a tile) into out (count, columns). A number that
+    no output has gives NaN."""
     rows, numbers = _room_for_rows(format.as_rows, out), numbers.contiguous()
     assert numbers.dtype == torch.int64 and len(numbers) == len(out)
-    assert not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < TILE * len(data)), "numbers of other outputs"
-    sizes = (*map(ctypes.c_long, out.shape), ctypes.c_int(format.bits), ctypes.c_int(torch.get_num_threads()))
-    native_library().tiles_to_rows(pointer(data), pointer(numbers), pointer(rows), *sizes)
+    given = _Reordering(pointer(data), pointer(rows), pointer(numbers), *out.shape, TILE * len(data), format.bits)
+    run("tiles_to_rows", given, torch.get_num_threads())
     group_decode(format.as_rows, rows, out)
 
 
@@ -174,3 +180,11 @@ def _tiles_to_rows(format: Tiled, tiles: Tensor, groups: int) -> Tensor:
         codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
     shared = pairs.reshape(len(tiles), groups, 2, TILE, 2).permute(0, 3, 2, 1, 4)
     return torch.cat((codes.reshape(len(tiles) * TILE, -1), shared.reshape(len(tiles) * TILE, -1)), dim=1)
+
+
+class _Reordering(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "out", "numbers")),
+        *((name, ctypes.c_long) for name in ("rows", "columns", "outputs")),
+        ("bits", ctypes.c_int),
+    )

@@ -57,7 +57,8 @@ static ALWAYS_INLINE void decode_row(const uint8_t *row, char *out, long columns
 typedef struct {
     const uint8_t *data;
     char *out; /* (rows, columns) */
-    long columns;
+    long rows, columns;
+    int bits, kind;
 } decoding;
 
 static ALWAYS_INLINE void decode_number(const decoding *d, long row, int bits, int kind)
@@ -75,9 +76,9 @@ FOR_KIND(HALF)
 
 #define ACTIONS(KIND) {decode_4_##KIND, decode_8_##KIND}
 
-void group_decode(const uint8_t *data, char *out, long rows, long columns, int bits, int kind, int threads)
+void group_decode(const void *given, int threads)
 {
+    const decoding *d = given;
     static part_action *const actions[][2] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
-    const decoding given = {data, out, columns};
-    share_out(&given, rows, threads, actions[kind][bits == 8]);
+    share_out(given, d->rows, threads, actions[d->kind][d->bits == 8]);
 }

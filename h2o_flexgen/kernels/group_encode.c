@@ -87,7 +87,8 @@ static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns
 typedef struct {
     const char *values; /* (rows, columns) */
     uint8_t *out;
-    long columns;
+    long rows, columns;
+    int bits, kind;
 } encoding;
 
 static ALWAYS_INLINE void encode_number(const encoding *e, long row, int bits, int kind)
@@ -105,9 +106,9 @@ FOR_KIND(HALF)
 
 #define ACTIONS(KIND) {encode_4_##KIND, encode_8_##KIND}
 
-void group_encode(const char *values, uint8_t *out, long rows, long columns, int bits, int kind, int threads)
+void group_encode(const void *given, int threads)
 {
+    const encoding *e = given;
     static part_action *const actions[][2] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
-    const encoding given = {values, out, columns};
-    share_out(&given, rows, threads, actions[kind][bits == 8]);
+    share_out(given, e->rows, threads, actions[e->kind][e->bits == 8]);
 }

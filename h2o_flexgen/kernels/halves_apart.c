@@ -35,7 +35,8 @@ static void part_row(const void *given, long row, int member)
         part_shorts((const uint16_t *)(p->x + at), (uint16_t *)(p->out + at), p->half);
 }
 
-void halves_apart(const pairs *p, int threads)
+void halves_apart(const void *given, int threads)
 {
-    share_out(p, p->rows, threads, part_row);
+    const pairs *p = given;
+    share_out(given, p->rows, threads, part_row);
 }

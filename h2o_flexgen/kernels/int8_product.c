@@ -6,6 +6,7 @@
    come next are fetched. Codes are taken apart anew for every few rows, which costs little beside dot products of dwords; where
    those are slower, and rows many, they are taken apart once. */
 
+#include "asked_products.h"
 #include "int8_sums.h"
 #include "team.h"
 
@@ -148,13 +149,14 @@ static ALWAYS_INLINE void multiply_part(const some_products *some, long number, 
 static void multiply_by_4(const void *some, long number, int member) { multiply_part(some, number, 4); }
 static void multiply_by_8(const void *some, long number, int member) { multiply_part(some, number, 8); }
 
-/* Some products. */
-void int8_product(const product *products, long count, int bits, int threads)
+/* Some products with codes of 4 or 8 bits. */
+void int8_product(const void *given, int threads)
 {
-    long begins[count + 1];
-    const some_products given = {products, begins, count};
+    const asked_products *asked = given;
+    long begins[asked->count + 1];
+    const some_products some = {asked->products, begins, asked->count};
     begins[0] = 0;
-    for (long at = 0; at < count; at++)
-        begins[at + 1] = begins[at] + parts_of_outputs(products[at].of.outputs);
-    share_out(&given, begins[count], threads, bits == 4 ? multiply_by_4 : multiply_by_8);
+    for (long at = 0; at < some.count; at++)
+        begins[at + 1] = begins[at] + parts_of_outputs(some.products[at].of.outputs);
+    share_out(&some, begins[some.count], threads, asked->told == 4 ? multiply_by_4 : multiply_by_8);
 }

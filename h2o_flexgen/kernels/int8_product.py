@@ -15,7 +15,7 @@ from torch.nn import functional
 from h2o_flexgen.formats.grouped import GROUP, TILE, Tiled, groups_of
 from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.raw_memory import address_of
 
@@ -104,8 +104,7 @@ def _parts(part: int, values: Tensor) -> Int8Parts:
 
 def _round(x: Tensor, made: Int8Rows, wholes: Tensor | None, part: int) -> None:
     places = (*map(pointer, (x, *made)), None if wholes is None else pointer(wholes))
-    sizes = (*map(ctypes.c_long, (*x.shape, part)), ctypes.c_int(KINDS[x.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native_library().int8_rows(*places, *sizes)
+    run("int8_rows", _Rounding(*places, *x.shape, part, KINDS[x.dtype]), torch.get_num_threads())
 
 
 def int8_rows_twin(values: Tensor) -> Int8Rows:
@@ -142,6 +141,14 @@ def _room(x: Tensor) -> Int8Rows:
     rows, groups, device = len(x), groups_of(x.shape[1]), x.device
     scales, sums = (torch.empty(rows, groups, device=device) for _ in range(2))
     return Int8Rows(torch.empty(rows, groups * GROUP, dtype=torch.int8, device=device), scales, sums)
+
+
+class _Rounding(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "sums", "wholes")),
+        *((name, ctypes.c_long) for name in ("rows", "columns", "part")),
+        ("kind", ctypes.c_int),
+    )
 
 
 # -- int8 product ----------------------------------------------------------------------------------------------------------

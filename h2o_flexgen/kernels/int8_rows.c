@@ -9,7 +9,8 @@ typedef struct {
     int8_t *codes;        /* (rows, groups * 64) */
     float *scales, *sums; /* (rows, groups): sums are those of the codes, times the scale */
     int32_t *wholes;      /* (rows, parts): sums of the codes of each part of a group, or NULL */
-    long columns;
+    long rows, columns, part;
+    int kind;
 } rows_of_x;
 
 #define REGISTERS (GROUP / LANES)
@@ -131,12 +132,11 @@ OF_KIND(BF16)
 OF_KIND(FLOAT)
 OF_KIND(HALF)
 
-void int8_rows(const char *x, int8_t *codes, float *scales, float *sums, int32_t *wholes, long rows, long columns, long part,
-               int kind, int threads)
+void int8_rows(const void *given, int threads)
 {
+    const rows_of_x *r = given;
     static part_action *const actions[3][3] = {{encode_BF16_by_16, encode_BF16_by_32, encode_BF16_by_64},
                                                {encode_FLOAT_by_16, encode_FLOAT_by_32, encode_FLOAT_by_64},
                                                {encode_HALF_by_16, encode_HALF_by_32, encode_HALF_by_64}};
-    const rows_of_x given = {x, codes, scales, sums, wholes, columns};
-    share_out(&given, rows, threads, actions[kind][part / 32]); /* there are no other parts */
+    share_out(given, r->rows, threads, actions[r->kind][r->part / 32]); /* there are no other parts */
 }

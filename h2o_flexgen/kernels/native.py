@@ -1,5 +1,5 @@
 """The kernels that this machine has. Those in C are a library that is built when the package is installed, if there is a C
-compiler, once for each kind of processor; it holds no Python, and is called with pointers and sizes. Those for GPUs are
+compiler, once for each kind of processor; it holds no Python, and is called with addresses of structs. Those for GPUs are
 Triton's to compile, if it is installed: builds of torch for CUDA bring it.
 """
 
@@ -31,13 +31,15 @@ RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name
 
 
 def native_library() -> ctypes.CDLL:
-    """The loaded library. Only kernels that were chosen for it ask for it."""
+    """The loaded library. Its kernels are called by `run`, which only those ask that were chosen for it."""
     native = _loaded()[1]
     assert native is not None
     return native
 
 
 def run(name: str, given: ctypes.Structure, threads: int) -> None:
+    """Calls a kernel of the library: a function of C that takes the address of a struct, and how many threads may work on it.
+    Everything that `given` points to must be kept alive by `given`, but for the memory of tensors."""
     getattr(native_library(), name)(ctypes.byref(given), threads)
 
 

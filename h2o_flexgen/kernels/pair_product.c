@@ -55,10 +55,10 @@ static void multiply_4(const void *some, long number, int member) { multiply_pan
 static void multiply_8(const void *some, long number, int member) { multiply_panels(some, number, fill_8, add_pair_panel); }
 
 /* Some products, with rows each, of codes of 4 or 8 bits in tiles, or of plain values (0). */
-void pair_product(const product *products, long count, int bits, int threads)
+void pair_product(const void *given, int threads)
 {
-    const some_products some = {(const char *)products, sizeof *products, count, PAIR_PANELS, .threads = threads};
-    share_products(some, works_of, bits == PLAIN_PAIRS ? multiply_plain : bits == 4 ? multiply_4 : multiply_8);
+    const some_products some = products_of(given, sizeof(product), PAIR_PANELS, threads);
+    share_products(some, works_of, some.told == PLAIN_PAIRS ? multiply_plain : some.told == 4 ? multiply_4 : multiply_8);
 }
 
 #endif

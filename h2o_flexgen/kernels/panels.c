@@ -94,25 +94,32 @@ OF_KIND(BF16)
 OF_KIND(FLOAT)
 OF_KIND(HALF)
 
-/* Rows that are arranged. `runs` are rows that meet a matrix of their own: the first of each and how many there are. */
+/* Rows that are to be arranged. `runs` are rows that meet a matrix of their own: the first of each and how many there are. Rows of no
+   run are left out. */
 typedef struct {
-    const char *x;
+    const char *x; /* (rows, inputs) */
     float *out;
     const long (*runs)[2];
-    const long *begins; /* of the blocks of each run */
-    long count, inputs, columns, nbytes; /* bytes of a row of x */
-    long floats_of_row;                  /* of what comes out */
-    row_action of_rows;                  /* one of both */
+    long count, inputs, columns; /* of runs; columns: inputs, or pairs of them, filled up */
+    int kind, bits;
+} rows_in_runs;
+
+typedef struct {
+    const rows_in_runs *of;
+    const long *begins;         /* of the blocks of each run */
+    long nbytes, floats_of_row; /* of a row of x, and of what becomes of it */
+    row_action of_rows;         /* one of both */
     block_action of_blocks;
 } arranging;
 
 static void arrange_part(const void *given, long number, int member)
 {
     const arranging *a = given;
-    const long at = work_of_part(a->begins, a->count, number), run = a->runs[at][0], block = number - a->begins[at];
-    const product p = {.x = a->out + run * a->floats_of_row, .rows = a->runs[at][1], .inputs = a->inputs, .columns = a->columns};
+    const rows_in_runs *of = a->of;
+    const long at = work_of_part(a->begins, of->count, number), run = of->runs[at][0], block = number - a->begins[at];
+    const product p = {.x = of->out + run * a->floats_of_row, .rows = of->runs[at][1], .inputs = of->inputs, .columns = of->columns};
     const long first = first_row(block, p.rows), rows = first_row(block + 1, p.rows) - first;
-    const char *x = a->x + (run + first) * a->nbytes;
+    const char *x = of->x + (run + first) * a->nbytes;
     float *values = (float *)block_of_x(&p, block), *sums = (float *)block_of_group_sums(&p, block);
     if (a->of_blocks)
         a->of_blocks(x, values, rows, a->nbytes, p.columns);
@@ -123,36 +130,36 @@ static void arrange_part(const void *given, long number, int member)
 
 static void arrange_runs(arranging some, int threads)
 {
-    long begins[some.count + 1];
+    const rows_in_runs *of = some.of;
+    long begins[of->count + 1];
     begins[0] = 0;
-    for (long at = 0; at < some.count; at++)
-        begins[at + 1] = begins[at] + parts_of(some.runs[at][1], MOST_ROWS);
+    for (long at = 0; at < of->count; at++)
+        begins[at + 1] = begins[at] + parts_of(of->runs[at][1], MOST_ROWS);
     some.begins = begins;
-    share_out(&some, begins[some.count], threads, arrange_part);
+    share_out(&some, begins[of->count], threads, arrange_part);
 }
 
-/* Arranges x (rows, inputs) for a matrix with codes of so many bits, or for a plain one (0), and sums up its groups for codes.
-   Rows of no run are left out. */
-void arrange_rows(const char *x, float *out, const long (*runs)[2], long count, long inputs, int kind, int bits, int threads)
+/* Arranges rows for a matrix with codes of so many bits, or for a plain one (0), and sums up their groups for codes. */
+void arrange_rows(const void *given, int threads)
 {
     static const row_action actions[3][2] = {{arrange_BF16_for_4, arrange_BF16_for_8},
                                              {arrange_FLOAT_for_4, arrange_FLOAT_for_8},
                                              {arrange_HALF_for_4, arrange_HALF_for_8}};
     static const block_action blocks[] = {[BF16] = arrange_block_BF16, [FLOAT] = arrange_block_FLOAT, [HALF] = arrange_block_HALF};
-    const long columns = parts_of(inputs, GROUP) * GROUP;
-    arranging some = {x, out, runs, NULL, count, inputs, columns, inputs * itemsize_of(kind), columns};
-    if (bits) {
-        some.floats_of_row += columns / GROUP;
-        some.of_rows = actions[kind][bits / 8];
+    const rows_in_runs *of = given;
+    arranging some = {of, NULL, of->inputs * itemsize_of(of->kind), of->columns};
+    if (of->bits) {
+        some.floats_of_row += of->columns / GROUP;
+        some.of_rows = actions[of->kind][of->bits / 8];
     } else {
-        some.of_blocks = blocks[kind];
+        some.of_blocks = blocks[of->kind];
     }
     arrange_runs(some, threads);
 }
 
-/* Arranges x (rows, inputs), bfloat16, in pairs of inputs: words that are moved as they are. */
-void arrange_row_pairs(const char *x, float *out, const long (*runs)[2], long count, long inputs, int threads)
+/* Arranges rows of bfloat16 in pairs of inputs: words that are moved as they are. */
+void arrange_row_pairs(const void *given, int threads)
 {
-    const long columns = parts_of(inputs, GROUP) * GROUP / 2;
-    arrange_runs((arranging){x, out, runs, NULL, count, inputs, columns, inputs * 2, columns, .of_blocks = arrange_block_FLOAT}, threads);
+    const rows_in_runs *of = given;
+    arrange_runs((arranging){of, NULL, of->inputs * 2, of->columns, .of_blocks = arrange_block_FLOAT}, threads);
 }

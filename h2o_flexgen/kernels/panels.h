@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "asked_products.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -172,8 +173,14 @@ typedef struct {
     long size;            /* bytes from one to the next */
     long count, at_most;
     const long *begins;   /* of the parts of each */
-    int threads, form;    /* a form of stored matrices, if they are such */
+    int threads, told;    /* `told`: as of `asked_products` */
 } some_products;
+
+static ALWAYS_INLINE some_products products_of(const void *given, long size, long at_most, int threads)
+{
+    const asked_products *asked = given;
+    return (some_products){asked->products, size, asked->count, at_most, NULL, threads, asked->told};
+}
 
 static ALWAYS_INLINE const product *product_number(const some_products *some, long number)
 {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP, groups_of
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 
 PLAIN_BITS = 0  # of a matrix without codes
@@ -59,10 +59,10 @@ def panel_products(function: str, x: Factor, arrange: Arrange, meetings: Sequenc
     call(function, (Product * len(asked))(*asked), told)
 
 
-def call(function: str, products: ctypes.Array[Any], *told: int) -> None:
+def call(function: str, products: ctypes.Array[Any], told: int) -> None:
+    """Computes some products by a function of the library, which knows their type. `told`: what they have in common."""
     if len(products):
-        numbers = (ctypes.c_int(number) for number in (*told, torch.get_num_threads()))
-        getattr(native_library(), function)(products, ctypes.c_long(len(products)), *numbers)
+        run(function, _AskedProducts(products, told), torch.get_num_threads())
 
 
 def products(x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> tuple[list[Product], list[Tensor]]:
@@ -87,22 +87,39 @@ def products(x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tens
     return asked, [arranged.values, *(bias for bias in biases if bias is not None)]
 
 
-def in_c(runs: Runs) -> tuple[ctypes.Array[ctypes.c_long], ctypes.c_long]:
-    return (ctypes.c_long * (2 * len(runs)))(*chain.from_iterable(runs)), ctypes.c_long(len(runs))
-
-
 def _arranged(values: Tensor, runs: Runs, bits: int) -> Arranged:
     """Rows (..., inputs) as float32, block by block, and for codes the sums of their groups behind them: panels.c says how."""
-    inputs, native = values.shape[-1], native_library()
-    rows, own, places = JoinedRuns.of(values, runs)
-    columns = groups_of(inputs) * GROUP
-    out = torch.empty(len(rows), columns + (columns // GROUP if bits else 0))
-    sizes = (*in_c(own), ctypes.c_long(inputs), ctypes.c_int(KINDS[rows.dtype]), ctypes.c_int(bits))
-    native.arrange_rows(pointer(rows), pointer(out), *sizes, ctypes.c_int(torch.get_num_threads()))
-    return Arranged(out, columns, places)
+    joined, columns = JoinedRuns.of(values, runs), groups_of(values.shape[-1]) * GROUP
+    out = torch.empty(len(joined.rows), columns + (columns // GROUP if bits else 0))
+    run("arrange_rows", RowsInRuns.of(joined, out, columns, bits), torch.get_num_threads())
+    return Arranged(out, columns, joined.places)
 
 
 ARRANGED: Mapping[int, Arrange] = {bits: partial(_arranged, bits=bits) for bits in (PLAIN_BITS, 4, 8)}
+
+
+class RowsInRuns(ctypes.Structure):
+    """Rows that are to be arranged."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        ("runs", ctypes.POINTER(ctypes.c_long)),
+        *((name, ctypes.c_long) for name in ("count", "inputs", "columns")),
+        *((name, ctypes.c_int) for name in ("kind", "bits")),
+    )
+
+    @classmethod
+    def of(cls, joined: JoinedRuns, out: Tensor, columns: int, bits: int) -> RowsInRuns:
+        rows, runs = joined.rows, (ctypes.c_long * (2 * len(joined.runs)))(*chain.from_iterable(joined.runs))
+        return cls(pointer(rows), pointer(out), runs, len(joined.runs), rows.shape[1], columns, KINDS[rows.dtype], bits)
+
+
+class _AskedProducts(ctypes.Structure):
+    _fields_ = (("products", ctypes.c_void_p), ("count", ctypes.c_long), ("told", ctypes.c_int))
+
+    def __init__(self, products: ctypes.Array[Any], told: int) -> None:
+        super().__init__(ctypes.addressof(products), len(products), told)
+        self.kept = products
 
 
 class Product(ctypes.Structure):

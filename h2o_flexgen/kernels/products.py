@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +13,8 @@ from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
 from h2o_flexgen.formats.table import PlainFormat
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, in_c, panel_products
+from h2o_flexgen.kernels.native import KINDS, run
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, RowsInRuns, panel_products
 
 # -- plain product ---------------------------------------------------------------------------------------------------------
 # Plain values: encoding and decoding are copies, and a product is torch's.
@@ -128,9 +127,7 @@ def pair_product_twin(format: PlainFormat | Tiled, x: Factor, data: Tensor, outp
 
 def paired(values: Tensor, runs: Runs) -> Arranged:
     """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
-    inputs, native = values.shape[-1], native_library()
-    (rows, own, places), pairs = JoinedRuns.of(values, runs), groups_of(inputs) * GROUP // 2
-    out = torch.empty(len(rows), 2 * pairs, dtype=values.dtype)
-    sizes = (*in_c(own), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
-    native.arrange_row_pairs(pointer(rows), pointer(out), *sizes)
-    return Arranged(out, pairs, places)
+    joined, pairs = JoinedRuns.of(values, runs), groups_of(values.shape[-1]) * GROUP // 2
+    out = torch.empty(len(joined.rows), 2 * pairs, dtype=values.dtype)
+    run("arrange_row_pairs", RowsInRuns.of(joined, out, pairs, PLAIN_BITS), torch.get_num_threads())
+    return Arranged(out, pairs, joined.places)

@@ -156,8 +156,9 @@ static void attend_bf16(const void *p, long number, int member) { attend_part(p,
 static void attend_float(const void *p, long number, int member) { attend_part(p, number, member, FLOAT); }
 static void attend_half(const void *p, long number, int member) { attend_part(p, number, member, HALF); }
 
-void prompt_attention(const prompt *p, int threads)
+void prompt_attention(const void *given, int threads)
 {
+    const prompt *p = given;
     static part_action *const actions[] = {[BF16] = attend_bf16, [FLOAT] = attend_float, [HALF] = attend_half};
-    share_out(p, p->rows * p->kv_heads, threads, actions[p->q.kind]);
+    share_out(given, p->rows * p->kv_heads, threads, actions[p->q.kind]);
 }

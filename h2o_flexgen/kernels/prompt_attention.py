@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
-from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 
 # -- column sums -----------------------------------------------------------------------------------------------------------
 # Causal attention with memory linear in the prompt: what every key got from the queries, and what these got where each has
@@ -177,7 +177,7 @@ def prompt_attention(
         gathers == MAX,
         cap or 0.0,
     )
-    native_library().prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
+    run("prompt_attention", given, threads)
     return out, got
 
 

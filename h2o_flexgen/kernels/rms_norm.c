@@ -53,8 +53,9 @@ static void norm_bf16(const void *n, long row, int member) { norm_row(n, row, BF
 static void norm_float(const void *n, long row, int member) { norm_row(n, row, FLOAT); }
 static void norm_half(const void *n, long row, int member) { norm_row(n, row, HALF); }
 
-void rms_norm(const norm *n, int threads)
+void rms_norm(const void *given, int threads)
 {
+    const norm *n = given;
     static part_action *const actions[] = {[BF16] = norm_bf16, [FLOAT] = norm_float, [HALF] = norm_half};
-    share_out(n, n->rows, threads, actions[n->kind]);
+    share_out(given, n->rows, threads, actions[n->kind]);
 }

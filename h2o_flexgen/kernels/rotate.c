@@ -23,8 +23,9 @@ static void rotate_bf16(const void *r, long at, int member) { rotate_token(r, at
 static void rotate_float(const void *r, long at, int member) { rotate_token(r, at, FLOAT); }
 static void rotate_half(const void *r, long at, int member) { rotate_token(r, at, HALF); }
 
-void rotate(const rotation *r, int threads)
+void rotate(const void *given, int threads)
 {
+    const rotation *r = given;
     static part_action *const actions[] = {[BF16] = rotate_bf16, [FLOAT] = rotate_float, [HALF] = rotate_half};
-    share_out(r, r->rows * r->tokens, threads, actions[r->x.kind]);
+    share_out(given, r->rows * r->tokens, threads, actions[r->x.kind]);
 }

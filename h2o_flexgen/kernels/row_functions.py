@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.thread_counts import threads_for
 
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> T
     assert weight.dtype == x.dtype and weight.shape == (width,)
     sizes = x.numel() // max(1, width), width
     given = _RmsNorm(pointer(x), pointer(weight), pointer(out), *sizes, eps, KINDS[x.dtype], from_one)
-    native_library().rms_norm(ctypes.byref(given), ctypes.c_int(threads_for(x.numel())))
+    run("rms_norm", given, threads_for(x.numel()))
     return out
 
 
@@ -162,7 +162,7 @@ def _gated(gate: Tensor, up: Tensor | None, curve: int) -> Tensor:
     assert up is None or (gate.shape == up.shape and gate.dtype == up.dtype)
     places = pointer(gate, writes=True), None if up is None else pointer(up)
     given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve)
-    native_library().gated(ctypes.byref(given), ctypes.c_int(threads_for(gate.numel())))
+    run("gated", given, threads_for(gate.numel()))
     return gate
 
 
@@ -183,7 +183,7 @@ def halves_apart(x: Tensor) -> Tensor:
     x, out, width = x.contiguous(), torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
     assert width % 2 == 0 and x.itemsize in (2, 4)
     given = _Pairs(pointer(x), pointer(out), x.numel() // max(1, width), width // 2, x.itemsize)
-    native_library().halves_apart(ctypes.byref(given), ctypes.c_int(threads_for(x.numel())))
+    run("halves_apart", given, threads_for(x.numel()))
     return out
 
 
@@ -251,7 +251,7 @@ def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts
     assert sums.stride(1) == 1 and rows.shape == (sum(counts), sums.shape[1])
     places = (pointer(rows), pointer(weights), pointer(to), address_of(sums, writes=True))
     given = _Additions(*places, *rows.shape, sums.stride(0) * sums.itemsize, KINDS[rows.dtype])
-    native_library().add_weighted(ctypes.byref(given), ctypes.c_int(threads_for(rows.numel())))
+    run("add_weighted", given, threads_for(rows.numel()))
 
 
 def add_weighted_twin(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:

@@ -184,12 +184,13 @@ static void attend_group4(const void *s, long number, int member) { attend_part(
 static void attend_group8(const void *s, long number, int member) { attend_part(s, number, member, GROUP8); }
 
 /* Where there are fewer KV heads than threads, some threads share a head's queries. */
-void shared_attention(const sharing *s, int threads)
+void shared_attention(const void *given, int threads)
 {
+    const sharing *s = given;
     static part_action *const actions[] = {
         [BF16] = attend_bf16, [FLOAT] = attend_float, [HALF] = attend_half, [GROUP4] = attend_group4, [GROUP8] = attend_group8};
     const long all_here = s->queries * (s->heads / s->kv_heads);
     const long needed = (all_here + SHARED_QUERIES - 1) / SHARED_QUERIES, wanted = (threads + s->kv_heads - 1) / s->kv_heads;
-    const shared_parts given = {s, needed > wanted ? needed : wanted};
-    share_out(&given, s->kv_heads * given.parts, threads, actions[s->keys.kind]);
+    const shared_parts some = {s, needed > wanted ? needed : wanted};
+    share_out(&some, s->kv_heads * some.parts, threads, actions[s->keys.kind]);
 }

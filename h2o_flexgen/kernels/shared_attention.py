@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES, PromptRoom
 from h2o_flexgen.kernels.decode_attention import KVSlots, kind_of
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.native import KINDS, ValuePlaces, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 
 
 def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
@@ -32,7 +32,7 @@ def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | Non
         dim**-0.5,
         cap or 0.0,
     )
-    native_library().shared_attention(ctypes.byref(given), ctypes.c_int(threads))
+    run("shared_attention", given, threads)
     return More(totals.log_().add_(tops), out)
 
 

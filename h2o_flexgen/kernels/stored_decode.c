@@ -42,14 +42,15 @@ static ALWAYS_INLINE void decode_row(const stored_matrix *m, long output, const 
 }
 
 typedef struct {
-    const stored_matrix *matrix;
-    const int32_t *order;
-    char *out; /* (outputs, inputs) */
+    stored_matrix matrix;
+    const int32_t *order; /* where its columns go, or NULL */
+    char *out;            /* (outputs, inputs) */
+    int form, kind;
 } decoding;
 
 static ALWAYS_INLINE void decode_number(const decoding *d, long output, int form, int kind)
 {
-    decode_row(d->matrix, output, d->order, d->out + output * d->matrix->inputs * itemsize_of(kind), form, kind);
+    decode_row(&d->matrix, output, d->order, d->out + output * d->matrix.inputs * itemsize_of(kind), form, kind);
 }
 
 #define OF_KIND(FORM, KIND)                                                                                                      \
@@ -57,11 +58,10 @@ static ALWAYS_INLINE void decode_number(const decoding *d, long output, int form
 #define OF_FORM(FORM) OF_KIND(FORM, BF16) OF_KIND(FORM, FLOAT) OF_KIND(FORM, HALF)
 EACH_FORM(OF_FORM)
 
-/* Decodes all rows to `out` (outputs, inputs). `order` says where the columns of a matrix go, or is NULL. */
-void stored_decode(const stored_matrix *m, const int32_t *order, char *out, int form, int kind, int threads)
+void stored_decode(const void *given, int threads)
 {
 #define ACTIONS(FORM) {decode_##FORM##_BF16, decode_##FORM##_FLOAT, decode_##FORM##_HALF},
     static part_action *const actions[][3] = {EACH_FORM(ACTIONS)};
-    const decoding given = {m, order, out};
-    share_out(&given, m->outputs, threads, actions[form][kind]);
+    const decoding *d = given;
+    share_out(given, d->matrix.outputs, threads, actions[d->form][d->kind]);
 }

@@ -30,10 +30,11 @@ static ALWAYS_INLINE int lies_in_turn(int form)
     return form == FP4 || form == INT4;
 }
 
+/* x (rows, inputs) as float32, with zeros behind the last input of a row; `in_pairs`: for codes that lie in pairs. */
 typedef struct {
     const char *x;
-    float *out;
-    long inputs, columns;
+    float *out; /* (rows, columns) */
+    long rows, inputs, columns;
     int kind, in_pairs;
 } arranging;
 
@@ -47,11 +48,10 @@ static void arrange_row(const void *given, long row, int member)
     }
 }
 
-/* Arranges x (rows, inputs) as float32, with zeros behind the last input of a row; `in_pairs`: for codes that lie in pairs. */
-void arrange_dots(const char *x, float *out, long rows, long inputs, int kind, int in_pairs, int threads)
+void arrange_dots(const void *given, int threads)
 {
-    const arranging given = {x, out, inputs, parts_of(inputs, PIECE) * PIECE, kind, in_pairs};
-    share_out(&given, rows, threads, arrange_row);
+    const arranging *a = given;
+    share_out(given, a->rows, threads, arrange_row);
 }
 
 /* -- 32 inputs of an output -------------------------------------------------------------------------------------------------- */
@@ -233,13 +233,14 @@ static void multiply_part(const void *given, long number, int member)
     }
 }
 
-/* Some products, with rows each. */
-void stored_dots(const product_of_stored *products, long count, int form, int threads)
+/* Some products, with rows each, of matrices in one form. */
+void stored_dots(const void *given, int threads)
 {
-    long begins[count + 1];
-    const some_dots given = {products, begins, count, form};
+    const asked_products *asked = given;
+    long begins[asked->count + 1];
+    const some_dots some = {asked->products, begins, asked->count, asked->told};
     begins[0] = 0;
-    for (long at = 0; at < count; at++)
-        begins[at + 1] = begins[at] + parts_of(products[at].matrix.outputs, MOST_OUTPUTS);
-    share_out(&given, begins[count], threads, multiply_part);
+    for (long at = 0; at < some.count; at++)
+        begins[at + 1] = begins[at] + parts_of(some.products[at].matrix.outputs, MOST_OUTPUTS);
+    share_out(&some, begins[some.count], threads, multiply_part);
 }

@@ -7,6 +7,7 @@
    Some groups of some tiles of outputs are prepared at a time: turned round, so that neighbours are the same inputs of neighbouring
    outputs, which registers of dot products want. They stay in the cache for all rows. */
 
+#include "asked_products.h"
 #include "int8_dots.h"
 #if LANES == 16
 #define MOST_ROWS 4 /* the values of a group are there beside the dot products of its parts */
@@ -23,7 +24,6 @@ typedef struct {
     factors of;
     const int32_t *wholes; /* (rows, parts of all groups): the sums of the codes of x */
     stored_matrix matrix;
-    int form;
 } product;
 
 /* What a loop over prepared blocks depends on. A block has a byte for each code, planes one behind the other, then the scales of each
@@ -295,22 +295,22 @@ static const action *actions_of(block_kind kind)
 
 /* -- the order of the work ---------------------------------------------------------------------------------------------------- */
 
-static ALWAYS_INLINE void multiply_tiles(const product *p, const action *actions, long first_tile, long first_row)
+static ALWAYS_INLINE void multiply_tiles(const product *p, int form, const action *actions, long first_tile, long first_row)
 {
     const long left = p->of.rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
     const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, turns = (p->of.groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
     floats sums[ROWS_AT_ONCE][REGISTERS];
     uint8_t room[TILES * GROUPS_AT_ONCE * MOST_BYTES] __attribute__((aligned(LINE)));
-    const long size = bytes_of(kind_of(&p->matrix, p->form));
+    const long size = bytes_of(kind_of(&p->matrix, form));
     memset(sums, 0, rows * sizeof *sums);
     for (long turn = 0; turn < turns; turn++) {
         const long group = turn * GROUPS_AT_ONCE, behind = p->of.groups - group;
         const long groups = behind < GROUPS_AT_ONCE ? behind : GROUPS_AT_ONCE;
         for (int tile = 0; tile < TILES; tile++)
-            prepare_actions[p->form](&p->matrix, first_tile + tile, group, groups, room + tile * GROUPS_AT_ONCE * size);
+            prepare_actions[form](&p->matrix, first_tile + tile, group, groups, room + tile * GROUPS_AT_ONCE * size);
         for (long part = 0, row = 0; part < parts; part++) {
             const long count = (rows - row + parts - part - 1) / (parts - part); /* about the same in each part */
-            actions[count - 1](p, room, group, groups, first_row + row, usual_zero(p->form), sums + row);
+            actions[count - 1](p, room, group, groups, first_row + row, usual_zero(form), sums + row);
             row += count;
         }
     }
@@ -322,6 +322,7 @@ typedef struct {
     const action *actions;
     const long *begins; /* of the parts of each */
     long count;
+    int form;
 } some_products;
 
 /* A part is the next tiles of a product, for all rows. */
@@ -331,16 +332,18 @@ static void multiply_part(const void *given, long number, int member)
     const long at = work_of_part(some->begins, some->count, number);
     const product *p = some->products + at;
     for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-        multiply_tiles(p, some->actions, (number - some->begins[at]) * TILES, row);
+        multiply_tiles(p, some->form, some->actions, (number - some->begins[at]) * TILES, row);
 }
 
 /* Some products with matrices of one form. */
-void stored_int8_product(const product *products, long count, int threads)
+void stored_int8_product(const void *given, int threads)
 {
-    long begins[count + 1];
-    const some_products given = {products, actions_of(kind_of(&products->matrix, products->form)), begins, count};
+    const asked_products *asked = given;
+    const product *products = asked->products;
+    long begins[asked->count + 1];
+    const some_products some = {products, actions_of(kind_of(&products->matrix, asked->told)), begins, asked->count, asked->told};
     begins[0] = 0;
-    for (long at = 0; at < count; at++)
+    for (long at = 0; at < some.count; at++)
         begins[at + 1] = begins[at] + parts_of_outputs(products[at].of.outputs);
-    share_out(&given, begins[count], threads, multiply_part);
+    share_out(&some, begins[some.count], threads, multiply_part);
 }

@@ -29,7 +29,7 @@ def stored_int8_product(format: Stored, x: Factor, data: Tensor, outputs: int, b
 
 def stored_int8_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    sizes, number, parts = (out.shape[-1], x.values.shape[-1]), number_in_c(format), int8_parts(part_of(format))
+    sizes, parts = (out.shape[-1], x.values.shape[-1]), int8_parts(part_of(format))
     asked, kept, of_all = list[_StoredInt8Product](), list[FactorRows](), None
     for first, rows, data, bias in meetings:
         order = order_of(format, data, *sizes)
@@ -41,9 +41,9 @@ def stored_int8_products(format: Stored, x: Factor, meetings: Sequence[Meeting],
             kept.append(given)
             first = 0
         asked.append(
-            _StoredInt8Product(given.factors(first, rows, bias), given.sums(first), MatrixInC.of(format, data, *sizes), number)
+            _StoredInt8Product(given.factors(first, rows, bias), given.sums(first), MatrixInC.of(format, data, *sizes))
         )
-    call("stored_int8_product", (_StoredInt8Product * len(asked))(*asked))
+    call("stored_int8_product", (_StoredInt8Product * len(asked))(*asked), number_in_c(format))
 
 
 def _told(made: Int8Parts, out: Tensor) -> FactorRows:
@@ -103,4 +103,4 @@ def _by_part(matrix: IntegerParts, part: int, has_zeros: bool) -> tuple[Tensor, 
 
 
 class _StoredInt8Product(ctypes.Structure):
-    _fields_ = (("of", Factors), ("wholes", ctypes.c_void_p), ("matrix", MatrixInC), ("form", ctypes.c_int))
+    _fields_ = (("of", Factors), ("wholes", ctypes.c_void_p), ("matrix", MatrixInC))

@@ -31,14 +31,13 @@ static void multiply_part(const void *given, long number, int member)
     static fill_panel *const fills[] = {EACH_FORM(NAMED)};
 #undef NAMED
     const some_products *some = given;
-    multiply_panels(some, number, fills[some->form], add_pair_panel);
+    multiply_panels(some, number, fills[some->told], add_pair_panel);
 }
 
-/* Some products, with rows each. */
-void stored_pairs(const product_of_stored *products, long count, int form, int threads)
+/* Some products, with rows each, of matrices in one form. */
+void stored_pairs(const void *given, int threads)
 {
-    const some_products some = {(const char *)products, sizeof *products, count, PAIR_PANELS, .threads = threads, .form = form};
-    share_products(some, works_of, multiply_part);
+    share_products(products_of(given, sizeof(product_of_stored), PAIR_PANELS, threads), works_of, multiply_part);
 }
 
 #endif

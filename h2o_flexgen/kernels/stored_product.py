@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Arranged, JoinedRuns, Product, call, products
 from h2o_flexgen.kernels.products import paired
 from h2o_flexgen.kernels.stored_values import MatrixInC, number_in_c, order_of, stored_decode_twin
@@ -97,9 +97,17 @@ def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:
     rows, _, places = JoinedRuns.of(values, runs)
     columns = -(-rows.shape[1] // PIECE) * PIECE
     out = torch.empty(len(rows), columns)
-    numbers = map(ctypes.c_int, (KINDS[rows.dtype], in_pairs, torch.get_num_threads()))
-    native_library().arrange_dots(pointer(rows), pointer(out), *map(ctypes.c_long, rows.shape), *numbers)
+    given = _Arranging(pointer(rows), pointer(out), *rows.shape, columns, KINDS[rows.dtype], in_pairs)
+    run("arrange_dots", given, torch.get_num_threads())
     return Arranged(out, columns, places)
+
+
+class _Arranging(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "inputs", "columns")),
+        *((name, ctypes.c_int) for name in ("kind", "in_pairs")),
+    )
 
 
 _in_order, _in_pairs = partial(_arranged, in_pairs=False), partial(_arranged, in_pairs=True)

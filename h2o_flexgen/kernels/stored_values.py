@@ -29,7 +29,7 @@ from h2o_flexgen.formats.fp8 import Fp8
 from h2o_flexgen.formats.kernel_sizes import DTYPES, twin_values
 from h2o_flexgen.formats.sectioned import E8M0, SCALE_BYTES, Sectioned, section_starts
 from h2o_flexgen.formats.table import Stored
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 
 # -- stored parts ----------------------------------------------------------------------------------------------------------
@@ -283,9 +283,8 @@ def order_of(format: Stored, data: Tensor, outputs: int, inputs: int) -> Tensor 
 def stored_decode(format: Stored, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row), or (1, bytes) of a format in sections, into out (rows, columns)."""
     matrix, order = MatrixInC.of(format, data, *out.shape), order_of(format, data, *out.shape)
-    places = (ctypes.byref(matrix), None if order is None else pointer(order), pointer(out, writes=True))
-    numbers = map(ctypes.c_int, (number_in_c(format), KINDS[out.dtype], torch.get_num_threads()))
-    native_library().stored_decode(*places, *numbers)
+    places = (None if order is None else pointer(order), pointer(out, writes=True))
+    run("stored_decode", _Decoding(matrix, *places, number_in_c(format), KINDS[out.dtype]), torch.get_num_threads())
 
 
 def stored_decode_twin(format: Stored, data: Tensor, out: Tensor) -> None:
@@ -317,3 +316,11 @@ def _fp8_decode(format: Fp8, data: Tensor, out: Tensor) -> None:
     for number, own in enumerate(scales):
         part = slice(number * height, (number + 1) * height)
         out[part] = codes[part].float() * own.repeat_interleave(width)[:columns]
+
+
+class _Decoding(ctypes.Structure):
+    _fields_ = (
+        ("matrix", MatrixInC),
+        *((name, ctypes.c_void_p) for name in ("order", "out")),
+        *((name, ctypes.c_int) for name in ("form", "kind")),
+    )

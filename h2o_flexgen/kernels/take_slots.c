@@ -19,7 +19,8 @@ static void take_slots_of_head(const void *given, long number, int member)
         memcpy((char *)slot_at(&t->to, row, head, slot), slot_at(&t->from, row, head, index[slot]), t->width);
 }
 
-void take_slots(const taking *t, int threads)
+void take_slots(const void *given, int threads)
 {
-    share_out(t, t->rows * t->heads, threads, take_slots_of_head);
+    const taking *t = given;
+    share_out(given, t->rows * t->heads, threads, take_slots_of_head);
 }

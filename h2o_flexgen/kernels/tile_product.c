@@ -170,9 +170,9 @@ static ALWAYS_INLINE void multiply_part(const some_products *some, long number, 
 static void multiply_by_4(const void *some, long number, int member) { multiply_part(some, number, fill_4, 4); }
 static void multiply_by_8(const void *some, long number, int member) { multiply_part(some, number, fill_8, 8); }
 
-/* Some products, with rows each. */
-void tile_product(const product *products, long count, int bits, int threads)
+/* Some products, with rows each, of codes of 4 or 8 bits. */
+void tile_product(const void *given, int threads)
 {
-    const some_products some = {(const char *)products, sizeof *products, count, GROUP_PANELS, .threads = threads};
-    share_products(some, parts_of_product, bits == 4 ? multiply_by_4 : multiply_by_8);
+    const some_products some = products_of(given, sizeof(product), GROUP_PANELS, threads);
+    share_products(some, parts_of_product, some.told == 4 ? multiply_by_4 : multiply_by_8);
 }

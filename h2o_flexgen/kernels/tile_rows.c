@@ -42,8 +42,9 @@ static ALWAYS_INLINE void block_to_row(const uint8_t *block, uint8_t *row, long 
 typedef struct {
     const uint8_t *from;
     uint8_t *to;
-    const int64_t *numbers; /* of the rows that are taken out */
-    long outputs, columns;
+    const int64_t *numbers; /* of the rows that are taken out, or NULL */
+    long rows, columns;     /* all rows that are put in, or those that are taken out */
+    long outputs;           /* of the tiles, with those that fill up the last one */
     int bits;
 } reordering;
 
@@ -53,7 +54,7 @@ static void rows_to_tile(const void *given, long tile, int member)
     const long groups = groups_of(r->columns), row_bytes = group_row_bytes(r->columns, r->bits), code_bytes = GROUP / 8 * r->bits;
     uint8_t *own = r->to + tile * tile_bytes(r->columns, r->bits);
     memset(own, 0, tile_bytes(r->columns, r->bits));
-    for (long output = 0; output < TILE && tile * TILE + output < r->outputs; output++) {
+    for (long output = 0; output < TILE && tile * TILE + output < r->rows; output++) {
         const uint8_t *row = r->from + (tile * TILE + output) * row_bytes, *scales = row + groups * code_bytes;
         for (long group = 0; group < groups; group++) {
             uint8_t *block = own + group * block_bytes(r->bits);
@@ -65,19 +66,23 @@ static void rows_to_tile(const void *given, long tile, int member)
 }
 
 /* Puts rows of the group codec, whole tiles of them but for the last, into tiles. */
-void rows_to_tiles(const uint8_t *rows, uint8_t *tiles, long outputs, long columns, int bits, int threads)
+void rows_to_tiles(const void *given, int threads)
 {
-    const reordering given = {.from = rows, .to = tiles, .outputs = outputs, .columns = columns, .bits = bits};
-    share_out(&given, (outputs + TILE - 1) / TILE, threads, rows_to_tile);
+    const reordering *r = given;
+    share_out(given, (r->rows + TILE - 1) / TILE, threads, rows_to_tile);
 }
 
 static void row_of_tile(const void *given, long place, int member)
 {
     const reordering *r = given;
     const long groups = groups_of(r->columns), row_bytes = group_row_bytes(r->columns, r->bits), code_bytes = GROUP / 8 * r->bits;
-    const long output = r->numbers[place] % TILE;
-    const uint8_t *own = r->from + r->numbers[place] / TILE * tile_bytes(r->columns, r->bits);
+    const long number = r->numbers[place], output = number % TILE;
     uint8_t *row = r->to + place * row_bytes, *scales = row + groups * code_bytes;
+    if (number < 0 || number >= r->outputs) {
+        memset(row, 0xff, row_bytes);
+        return;
+    }
+    const uint8_t *own = r->from + number / TILE * tile_bytes(r->columns, r->bits);
     for (long group = 0; group < groups; group++) {
         const uint8_t *block = own + group * block_bytes(r->bits);
         block_to_row(block, row + group * code_bytes, output, r->bits);
@@ -86,9 +91,9 @@ static void row_of_tile(const void *given, long place, int member)
     }
 }
 
-/* Takes the rows with these numbers out of tiles. */
-void tiles_to_rows(const uint8_t *tiles, const int64_t *numbers, uint8_t *rows, long count, long columns, int bits, int threads)
+/* Takes the rows with these numbers out of tiles. A number that no output has gives a row of NaN. */
+void tiles_to_rows(const void *given, int threads)
 {
-    const reordering given = {.from = tiles, .to = rows, .numbers = numbers, .columns = columns, .bits = bits};
-    share_out(&given, count, threads, row_of_tile);
+    const reordering *r = given;
+    share_out(given, r->rows, threads, row_of_tile);
 }

@@ -23,10 +23,10 @@ static void multiply_bf16(const void *some, long number, int member) { multiply_
 static void multiply_float(const void *some, long number, int member) { multiply_panels(some, number, fill_float, add_plain_panel); }
 static void multiply_half(const void *some, long number, int member) { multiply_panels(some, number, fill_half, add_plain_panel); }
 
-/* Some products, with rows each. */
-void wide_product(const product *products, long count, int kind, int threads)
+/* Some products, with rows each, of values of one kind. */
+void wide_product(const void *given, int threads)
 {
     static part_action *const actions[] = {[BF16] = multiply_bf16, [FLOAT] = multiply_float, [HALF] = multiply_half};
-    const some_products some = {(const char *)products, sizeof *products, count, GROUP_PANELS, .threads = threads};
-    share_products(some, works_of, actions[kind]);
+    const some_products some = products_of(given, sizeof(product), GROUP_PANELS, threads);
+    share_products(some, works_of, actions[some.told]);
 }

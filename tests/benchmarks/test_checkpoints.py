@@ -18,6 +18,7 @@ from benchmarks.baselines.llama_cpp import System
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.cap import NoCap
 from benchmarks.comparison.launch import Failed, Launcher
+from benchmarks.limits import Limits, PassLimit
 from benchmarks.peaks import Peaks
 from tests.helpers.gguf_files import save_gguf
 from tests.scripts.loading import load_script
@@ -25,7 +26,6 @@ from tests.scripts.loading import load_script
 checkpoints = load_script("checkpoints.py", "benchmarks")
 readme_results = load_script("readme_results.py")
 ANSWER = Answer({"llama.cpp": "7"}, "in memory", 1.0, 0.5, (0.1, 0.3, 0.2), 10**9, 0.0)
-PEAKS = Peaks(fp32=100e9, integer=400e9, bf16=200e9, integer_of_4_bits=None)
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def asked(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     for program in (COMPLETION, BENCH, QUANTIZE):
         (tmp_path / program).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/{program}.asked\n')
         (tmp_path / program).chmod(0o755)
-    monkeypatch.setattr(checkpoints.Ceiling, "of", classmethod(lambda cls, _: cls(10**8, 10**8, 10e9, PEAKS)))
+    limits = Limits(10e9, Peaks(fp32=100e9, integer=400e9, bf16=200e9, integer_of_4_bits=None))
+    monkeypatch.setattr(Limits, "measured", classmethod(lambda _: limits))
+    monkeypatch.setattr(PassLimit, "step_tokens_per_s", lambda self, rows, load: 100.0 * rows)
     monkeypatch.setattr(checkpoints, "open_cap", NoCap)
     return [str(file), "--llama-cpp", str(tmp_path), "--rows", "1", "4", "--load", "8+4", "--systems", "llama.cpp"]
 
@@ -61,13 +63,6 @@ def test_every_number_of_rows_is_a_line_that_a_document_takes(
     assert first["steps beside llama.cpp"] == "1.00" and first["steps of ceiling"] == "5%"
     lines = (tmp_path / f"{COMPLETION}.asked").read_text().splitlines()
     assert len(lines) == 6 and sum("-n 1" in line and str(asked[0]) in line for line in lines) == 4
-
-
-def test_a_step_is_bounded_by_bytes_or_by_operations() -> None:
-    ceiling = checkpoints.Ceiling(nbytes=10**8, values=2 * 10**8, read_per_s=10e9, peaks=PEAKS)
-    exact, rounded = (checkpoints.Contender("any", "any", arithmetic=kind) for kind in (checkpoints.EXACT, checkpoints.INT8))
-    assert ceiling.tokens_per_s(exact, 1) == ceiling.tokens_per_s(rounded, 1) == 100
-    assert ceiling.tokens_per_s(exact, 100) == pytest.approx(500) and ceiling.tokens_per_s(rounded, 100) == pytest.approx(1000)
 
 
 def test_a_system_that_fails_is_left_out(asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

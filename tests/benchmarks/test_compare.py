@@ -26,7 +26,7 @@ from benchmarks.comparison import command, launch, suites
 from benchmarks.comparison.by_rows import ReportByRows
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import Ballast, ControlGroup, NoCap, SystemdScope, open_cap
-from benchmarks.comparison.ceiling import Ceiling
+from benchmarks.comparison.ceiling import Ceiling, weight_bytes
 from benchmarks.comparison.checkpoint import checkpoint_of, spec_of
 from benchmarks.comparison.launch import Failed, Launcher, _Watched
 from benchmarks.comparison.picture import lines_in, lines_of
@@ -212,8 +212,8 @@ def test_a_ceiling_is_the_slowest_of_disk_memory_and_products() -> None:
     spec = spec_of("facebook/opt-1.3b", "bfloat16")
     flops = sum(spec.flops(layer, 1, 1, 0) for layer in range(len(spec.layers)))
     tight, wide = Ceiling(spec, MACHINE, host_bytes=1e9), Ceiling(spec, MACHINE)
-    assert tight.pass_seconds(1, 1) == pytest.approx((tight.weight_bytes(1) - 1e9) / 2e9)
-    assert wide.pass_seconds(1, 1) == pytest.approx(wide.weight_bytes(1) / 5e10)
+    assert tight.pass_seconds(1, 1) == pytest.approx((weight_bytes(spec, 1) - 1e9) / 2e9)
+    assert wide.pass_seconds(1, 1) == pytest.approx(weight_bytes(spec, 1) / 5e10)
     assert tight.pass_seconds(10_000, 1) == pytest.approx(10_000 * flops / 1e12)
     assert tight.seconds(1, LOAD) == pytest.approx(tight.pass_seconds(1, 8) + 10 * tight.pass_seconds(1, 1))
 
@@ -222,14 +222,14 @@ def test_a_gpu_is_fed_over_its_link() -> None:
     spec = spec_of("facebook/opt-1.3b", "bfloat16")
     machine = replace(MACHINE, link_per_s=1e10)
     ceiling = Ceiling(spec, machine, 1e12, device_bytes=1e9)
-    assert ceiling.pass_seconds(1, 1) == pytest.approx((ceiling.weight_bytes(1) - 1e9) / 1e10)
+    assert ceiling.pass_seconds(1, 1) == pytest.approx((weight_bytes(spec, 1) - 1e9) / 1e10)
 
 
 def test_of_tables_that_are_no_head_a_pass_needs_a_few_rows() -> None:
     tied, untied = spec_of("facebook/opt-1.3b", "bfloat16"), spec_of("meta-llama/Meta-Llama-3-8B", "bfloat16")
     positions, tokens = tied.tensors["model.decoder.embed_positions.weight"], untied.tensors["model.embed_tokens.weight"]
-    assert Ceiling(tied, MACHINE).weight_bytes(1) == tied.weight_bytes - positions.nbytes
-    assert Ceiling(untied, MACHINE).weight_bytes(1) == untied.weight_bytes - tokens.nbytes
+    assert weight_bytes(tied, 1) == tied.weight_bytes - positions.nbytes
+    assert weight_bytes(untied, 1) == untied.weight_bytes - tokens.nbytes
 
 
 @pytest.mark.cuda

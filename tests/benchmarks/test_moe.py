@@ -50,7 +50,7 @@ def test_a_file_of_random_blocks_is_read_as_the_model_that_it_is_named_after(
     monkeypatch.setattr(random_gguf, "known_config", lambda model, **_: config)
     file, form = random_gguf.random_gguf("some/model", tmp_path), "mxfp4" if kind == "gpt-oss" else "q4_0"
     assert [each.name for each in tmp_path.iterdir()] == [f"some--model-centred-{form}.gguf"]
-    assert moe.spec_in(file).weight_bytes == pytest.approx(file.stat().st_size, rel=0.1)
+    assert moe.spec_in(file, moe.DTYPE).weight_bytes == pytest.approx(file.stat().st_size, rel=0.1)
     packed = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.tensor_type in random_gguf.SCALES]
     drawn = np.concatenate([gguf.dequantize(tensor.data, tensor.tensor_type).flatten() for tensor in packed])
     assert abs(drawn.mean()) < drawn.std() / 20, "what all tokens have in common would decide who their experts are"
@@ -80,7 +80,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     (tmp_path / "file.gguf").write_bytes(bytes(1000))
     monkeypatch.setattr(moe, "random_gguf", lambda *_: tmp_path / "file.gguf")
     monkeypatch.setattr(moe, "calibrated", lambda _: MACHINE)
-    monkeypatch.setattr(moe, "spec_in", lambda _: spec_of(MODEL, "bfloat16").packed("group4"))  # as many bits as Q4_0
+    monkeypatch.setattr(moe, "spec_in", lambda *_: spec_of(MODEL, "bfloat16").packed("group4"))  # as many bits as Q4_0
     rates = cycle((3e9, 2e9))  # before every run, and after it
     monkeypatch.setattr(moe, "disk_read_rate", lambda files, seconds: next(rates))
     monkeypatch.setattr(signal, "signal", lambda *_: None)

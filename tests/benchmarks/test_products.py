@@ -39,20 +39,6 @@ def test_every_form_has_a_rate_and_a_share_at_every_number_of_rows(small: dict[s
         assert line["share"] == pytest.approx(line["measured"] / line["ceiling"])
 
 
-def test_a_limit_is_the_longer_of_reading_and_computing() -> None:
-    form = products.Form("any", torch.float32, 10**9, "fp32", ())
-    limits = products.Limits(10e9, PEAKS)
-    assert limits.seconds(form, 10**9) == 0.1 and limits.seconds(form, 10**12) == 10.0
-    assert limits.seconds(replace(form, arithmetic="exact"), 10**12) == 5.0
-    assert limits.seconds(replace(form, arithmetic="integer"), 10**12) == 2.5
-
-
-def test_the_best_of_several_limits_counts() -> None:
-    other = products.Limits(5e9, Peaks(fp32=150e9, integer=300e9, bf16=200e9, integer_of_4_bits=None))
-    best = products.Limits(10e9, PEAKS).at_best(other)
-    assert best == products.Limits(10e9, replace(PEAKS, fp32=150e9))
-
-
 def test_each_product_has_another_matrix_and_rows_that_are_new() -> None:
     x = torch.randn(3, 256)
     for form in products.forms_of((48, 256), 1):

@@ -49,3 +49,10 @@ def test_every_source_in_c_has_a_function_that_python_in_its_folder_calls() -> N
     called = set(re.findall(r"\w+", " ".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))))
     exports = {file.name: re.findall(r"^(?:void|int) (\w+)\(", file.read_text("ascii"), re.M) for file in folder.glob("*.c")}
     assert len(exports) > 20 and [name for name, functions in exports.items() if called.isdisjoint(functions)] == []
+
+
+def test_every_function_in_c_that_is_told_something_has_the_one_signature_of_kernels() -> None:
+    sources = " ".join(file.read_text("ascii") for file in sorted(Path(kernels.__file__).parent.glob("*.c")))
+    signatures = dict(re.findall(r"^void (\w+)\(([^)]*)\)", sources, re.M))
+    assert len(signatures) > 20
+    assert {name for name, takes in signatures.items() if takes != "const void *given, int threads"} == {"share_out"}

@@ -40,3 +40,12 @@ def test_values_are_those_of_the_group_codec(variant: str, bits: int, shape: tup
     tile_decode_rows_twin(format, in_c, numbers, some_twin := torch.empty_like(some))
     for one, other in ((found, expected), (twin, expected), (some, expected[numbers]), (some_twin, some)):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"bits": [4, 8], "number": [-1, 48, 1 << 40]})
+def test_a_number_that_no_output_has_gives_nan(variant: str, bits: int, number: int) -> None:
+    tiles = torch.zeros(3, Tiled(bits).tile_bytes(100), dtype=torch.uint8)
+    with used(variant):
+        tile_decode_rows(Tiled(bits), tiles, torch.tensor([47, number]), found := torch.empty(2, 100, dtype=torch.bfloat16))
+    assert torch.equal(found[0], torch.zeros_like(found[0])) and found[1].isnan().all()

@@ -137,6 +137,25 @@ def test_what_the_overlap_benchmark_writes_is_a_table_and_a_picture(readme: Path
     assert f"{SKETCH}\n\n```\n|W1.0--|\n```\n" in text and "old picture" not in text
 
 
+def test_steps_are_a_line_for_each_file_and_number_of_rows(readme: Path) -> None:
+    readme.write_text(f"{readme.read_text()}{SCRIPT.marks('steps')[0]}\n{SCRIPT.marks('steps')[1]}\n")
+    columns = [
+        "rows",
+        "system",
+        *("prompts tokens/s", "of limit", "times llama.cpp", "steps tokens/s", "of limit", "times llama.cpp"),
+    ]
+    cells = [
+        [rows, system, *"123", "40", "80%", times]
+        for rows in ("1", "8")
+        for system, times in (("llama.cpp", "1.0"), ("own", "2.0"))
+    ]
+    said = {"title": "a.gguf, steps by rows, 8+4 tokens (avx2, emulated)", "date": "today", "commit": "c"}
+    measured = {**RESULT, **said, "benchmark": "steps", "columns": columns, "cells": cells}
+    assert run(readme, measured, OVERLAP) == 0
+    assert "| file and instructions | rows | llama.cpp | own |" in readme.read_text()
+    assert "| a.gguf (avx2, emulated) | 8 | 40 (1.0 x, 80%) | 40 (2.0 x, 80%) |" in readme.read_text()
+
+
 def test_mixtures_are_a_line_each_in_one_table_besides(readme: Path) -> None:
     readme.write_text(f"{readme.read_text()}{SCRIPT.marks('mixtures')[0]}\n{SCRIPT.marks('mixtures')[1]}\n")
     origin: dict[str, Any] = dict.fromkeys(("title", "machine", "command", "ceiling", "unit", "date", "commit"), "told")
