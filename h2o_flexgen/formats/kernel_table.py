@@ -30,6 +30,7 @@ RMS_NORM, LAYER_NORM, LENGTHS, HALVES_APART = "rms norm", "layer norm", "lengths
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
 GATED_QUICK_GELU, GATED_RELU = "gated quick gelu", "gated relu"
 ADD_SCALED, ADD_WEIGHTED = "add scaled", "add weighted"
+PICK_TOKENS, LIKELIEST = "pick tokens", "likeliest"
 SUM, MAX = "sum", "max"  # how the attention that a key gets from several queries becomes one number: MAX is the highest share
 
 CPU, CUDA = "cpu", "cuda"
@@ -218,7 +219,9 @@ def _of_values() -> Iterator[Kernel]:
     gelus = (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu"), (GATED_QUICK_GELU, "gated_quick_gelu")
     gating = (GATED_SILU, "gated_silu"), (GATED_RELU, "gated_relu"), *gelus
     of_rows = (RMS_NORM, "rms_norm"), (LAYER_NORM, "layer_norm"), (LENGTHS, "lengths"), (HALVES_APART, "halves_apart")
-    for op, function in (*gating, *of_rows, (ADD_SCALED, "add_scaled"), (ADD_WEIGHTED, "add_weighted")):
+    sums = (ADD_SCALED, "add_scaled"), (ADD_WEIGHTED, "add_weighted")
+    picking = (PICK_TOKENS, "pick_tokens"), (LIKELIEST, "likeliest")
+    for op, function in (*gating, *of_rows, *sums, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
     for op, function in ((TAKE_ROWS, "take_rows"), (PUT_ROWS, "put_rows")):

@@ -33,6 +33,7 @@ from h2o_flexgen.kernels.group_codes import (
     tile_encode_twin,
 )
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin, int8_products
+from h2o_flexgen.kernels.pick_tokens import likeliest, likeliest_twin, pick_tokens, pick_tokens_twin
 from h2o_flexgen.kernels.products import (
     pair_product,
     pair_products,
@@ -101,6 +102,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(gated_quick_gelu, gated_quick_gelu_twin, gated_relu, gated_relu_twin),
         *(take_slots, take_slots_twin, gather_slots_twin, take_rows, take_rows_twin, put_rows, put_rows_twin),
         *(add_scaled, add_scaled_twin, add_weighted, add_weighted_twin),
+        *(pick_tokens, pick_tokens_twin, likeliest, likeliest_twin),
     )
 }
 
