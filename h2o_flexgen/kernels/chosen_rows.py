@@ -37,13 +37,14 @@ def put_rows_twin(target: Tensor, numbers: Tensor, axis: int, rows: Tensor) -> N
 def _copy(chosen: Tensor, numbers: Tensor, axis: int, first: int, others: Tensor, puts: bool) -> None:
     tables, numbers = chosen.shape[:axis].numel(), numbers.contiguous()
     values = chosen.shape[axis + 1 :].numel()
-    assert numbers.dtype == torch.int64 and chosen.dtype == others.dtype and others.is_contiguous()
+    assert numbers.dtype in (torch.int32, torch.int64) and chosen.dtype == others.dtype and others.is_contiguous()
     assert others.numel() == tables * numbers.numel() * values
     given = _Choosing(
         *(address_of(chosen, writes=puts), address_of(others, writes=True), address_of(numbers)),
         *(first, tables, chosen.shape[axis], numbers.numel()),
         *(stride * chosen.itemsize for stride in (_table_stride(chosen, axis), chosen.stride(axis))),
-        *(numbers.numel() * values * chosen.itemsize, values * chosen.itemsize, puts),
+        *(numbers.numel() * values * chosen.itemsize, values * chosen.itemsize),
+        *(puts, numbers.dtype == torch.int32),
     )
     run("take_rows", given, threads_for(others.numel()))
 
@@ -71,5 +72,5 @@ class _Choosing(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("chosen", "others", "numbers")),
         *((name, ctypes.c_long) for name in ("first", "tables", "rows", "count")),
         *((name, ctypes.c_long) for name in ("chosen_table", "chosen_row", "others_table", "nbytes")),
-        ("puts", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("puts", "are_short")),
     )

@@ -33,6 +33,7 @@ def test_rows_are_taken_and_put_as_torch_does_it(variant: str, dtype: torch.dtyp
 def test_rows_of_a_table_are_counted_from_the_first(variant: str) -> None:
     table, numbers = torch.randn(9, 5), torch.tensor([[4, 0], [6, 2]])
     with used(variant):
+        assert torch.equal(take_rows(table, numbers.int(), first=2), table[numbers + 2])
         assert torch.equal(take_rows(table, numbers, first=2), table[numbers + 2])
 
 
