@@ -128,15 +128,22 @@ static ALWAYS_INLINE doubles exp_of_distances(doubles from)
     return (doubles)(((longs)value + ((longs)shifted << 52)) & is_there);
 }
 
-/* The weights of a block of scores: 0 where they are below the least weight. */
-static ALWAYS_INLINE void weigh(const float *values, float best, const draw *d, double *out)
+/* The weights of a block of scores, 0 where they are below the least weight, and their sum. */
+static ALWAYS_INLINE double weigh(const float *values, float best, const draw *d, double *out)
 {
+    const double colder = 1.0 / d->temperature;
+    doubles sums = {0};
     for (long at = 0; at < BLOCK; at += LANES / 2) {
         const doubles some = __builtin_convertvector(LOAD(narrow_floats, values + at), doubles);
-        const doubles weights = exp_of_distances((some - (double)best) / d->temperature);
+        const doubles weights = exp_of_distances((some - (double)best) * colder);
         const doubles kept = (doubles)((longs)weights & (weights >= d->least));
         memcpy(out + at, &kept, sizeof kept);
+        sums += kept;
     }
+    double sum = 0.0;
+    for (int lane = 0; lane < LANES / 2; lane++)
+        sum += sums[lane];
+    return sum;
 }
 
 /* The scores of a block, filled up with those of tokens that weigh nothing. */
@@ -158,11 +165,7 @@ static double weigh_block(scores from, long first, float best, const draw *d, do
 {
     float values[BLOCK];
     block_at(from, first, values);
-    weigh(values, best, d, weights);
-    double sum = 0.0;
-    for (int at = 0; at < BLOCK; at++)
-        sum += weights[at];
-    return sum;
+    return weigh(values, best, d, weights);
 }
 
 static double weigh_all(scores from, float best, const draw *d, double *of_blocks)
@@ -305,12 +308,10 @@ static long weighed(candidate *of, long count, float best, const draw *d, double
         const long some = count - first < BLOCK ? count - first : BLOCK;
         for (long at = 0; at < BLOCK; at++)
             values[at] = at < some ? score_of(of[first + at]) : -INFINITY;
-        weigh(values, best, d, weights);
+        *sum += weigh(values, best, d, weights);
         for (long at = 0; at < some; at++)
-            if (weights[at] > 0.0) {
-                *sum += weights[at];
+            if (weights[at] > 0.0)
                 of[kept++] = (candidate){of[first + at].order, weights[at]};
-            }
     }
     return kept;
 }
