@@ -110,6 +110,11 @@ class CallRecording(TorchDispatchMode):
         self._kept: list[object] = []
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; otherwise torch would load its compiler, a hundred MB, to be told so."""
+        return False
+
+    @classmethod
     def of(cls, work: Work, room: WorkingRoom) -> Program:
         """Records work without doing it."""
         recording = cls(room)
