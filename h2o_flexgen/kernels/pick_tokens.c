@@ -46,6 +46,8 @@ typedef struct {
     double weight;
 } candidate;
 
+_Static_assert(sizeof(candidate) == 16, "Python makes space for it"); /* CANDIDATE_BYTES */
+
 typedef double doubles __attribute__((vector_size(4 * LANES)));
 typedef int64_t longs __attribute__((vector_size(4 * LANES)));
 typedef float narrow_floats __attribute__((vector_size(2 * LANES)));
