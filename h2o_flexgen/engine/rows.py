@@ -100,6 +100,11 @@ class BatchRows:
     def alive(self) -> Sequence[RowState]:
         return self._rows
 
+    @property
+    def steps_together(self) -> int:
+        """Steps until the first of the living rows has all its tokens; it may end sooner."""
+        return min((row.max_tokens - row.num_generated for row in self._rows), default=0)
+
     # -- what is computed next -------------------------------------------------------------------------------------------
 
     @property
