@@ -350,7 +350,7 @@ class Engine:
                 asked,
                 listening,
                 guard,
-                StepGraphs.of(self._plan, self._memories.device, self._rests(schedule)),
+                StepGraphs.of(self._plan, self._memories.device, self._rests(schedule), prefixes.places),
                 measures,
                 finished,
                 block.num_rows,
@@ -489,12 +489,12 @@ class Engine:
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
-        if state.graphs is not None and not layer.reads_back and state.graphs.take(task.layer, rows):
+        if cache is not None:
+            cache.share(state.prefixes.caches(task.layer, rows.prefixes))
+        if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
             place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit), self._kv_for(visit, state).buffer(visit))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache)))
             return
-        if cache is not None:
-            cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         may_overwrite = state.hidden.may_be_overwritten(task.batch)
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
