@@ -89,6 +89,7 @@ def test_what_is_kept_is_not_overwritten_by_other_programs() -> None:
         (lambda: torch.empty(4).long(), "aten._to_copy"),
         (lambda: torch.empty(4).add_(1.0), "aten.add_"),
         (lambda: torch.empty(4)[0].item(), "aten._local_scalar_dense"),
+        (lambda: torch.tensor([1.0, 2.0]), "aten.lift_fresh"),
     ],
 )
 def test_what_no_kernel_does_is_named(work: Callable[[], object], named: str) -> None:
