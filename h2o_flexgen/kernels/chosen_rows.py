@@ -50,7 +50,7 @@ def _copy(chosen: Tensor, numbers: Tensor, axis: int, first: int, others: Tensor
 
 
 def _table_stride(x: Tensor, axis: int) -> int:
-    """From what is before an axis to the next of it, in values."""
+    """Values from what is before an axis to the next of it."""
     strides = [stride for size, stride in zip(x.shape[:axis], x.stride()) if size != 1]
     return strides[-1] if strides else 0
 

@@ -257,7 +257,7 @@ def evict(
 
 
 def note(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers: str = SUM) -> None:
-    """Does the first half of it alone: scores take what slots got."""
+    """The first half of it alone: adds what slots got to scores, or raises scores to it."""
     _required(NOTE, PLAIN, notes.positions)(notes, newest, got, decay, gathers)
 
 

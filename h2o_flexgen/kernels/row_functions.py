@@ -207,7 +207,7 @@ class _Pairs(ctypes.Structure):
 def add_scaled(x: Tensor, added: Tensor | None, scale: float, limit: float) -> Tensor:
     rows, others = _rows_in_place(x), None if added is None else in_rows(added)
     assert others is None or (others.shape == rows.shape and others.dtype == x.dtype)
-    given = _Sums(
+    given = _ScaledSums(
         address_of(rows, writes=True),
         None if others is None else address_of(others),
         *(*rows.shape, rows.stride(0) * x.itemsize, 0 if others is None else others.stride(0) * x.itemsize),
@@ -231,7 +231,7 @@ def add_scaled_twin(x: Tensor, added: Tensor | None, scale: float, limit: float)
     return x if added is None else x.add_(added)
 
 
-class _Sums(ctypes.Structure):
+class _ScaledSums(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "added")),
         *((name, ctypes.c_long) for name in ("rows", "width", "x_row", "added_row")),
