@@ -34,9 +34,9 @@ def replayed(case: Case, checkpoints: Checkpoints, offload: Path, **options: obj
         return sum(run.replayed for run in llm.stats.blocks)
 
 
-def is_without_graphs(device: str, kind: str) -> bool:
-    """On a CPU kernels in C are recorded. Norms of OPT are torch's."""
-    return device == "cpu" and (processor("cpu").build == TORCH or kind == "opt")
+def is_without_graphs(device: str) -> bool:
+    """On a CPU kernels in C are recorded."""
+    return device == "cpu" and processor("cpu").build == TORCH
 
 
 @pytest.mark.parametrize("place", range(len(POLICIES)))
@@ -58,7 +58,7 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
         compute=product,
         kv_codec=("plain", "group4")[place % 2],
     )
-    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device, case.kind)
+    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device)
 
 
 def test_every_layer_but_the_head_is_replayed_from_the_third_step_on(
@@ -108,7 +108,7 @@ def test_rows_that_leave_take_new_graphs(any_device: str, checkpoints: Checkpoin
     with case.open(checkpoints, offload) as llm:
         completions = llm.generate(case.prompts, [SamplingParams(max_tokens=limit) for limit in limits])
         assert llm.stats is not None
-        assert llm.stats.last_block.replayed > 0 or is_without_graphs(any_device, case.kind)
+        assert llm.stats.last_block.replayed > 0 or is_without_graphs(any_device)
     assert [list(each.token_ids) for each in completions] == [row[:limit] for row, limit in zip(expected, limits)]
 
 
