@@ -229,6 +229,7 @@ MADE: Mapping[Any, TakenOver] = {
     **dict.fromkeys((aten.new_empty.default, aten.new_empty_strided.default), CallRecording.empty),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), CallRecording.zeros),
     **dict.fromkeys((aten.arange.default, aten.arange.start), CallRecording.constant),
+    aten._unsafe_view.default: CallRecording.viewed,
 }
 FROM_PYTHON = (aten.lift.default, aten.lift_fresh.default)  # a tensor of numbers of Python, which may be others in another step
 

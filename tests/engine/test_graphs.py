@@ -18,10 +18,12 @@ from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, graph_bytes
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
+from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
 from tests.helpers.pretended import PretendedDevice
 from tests.helpers.recorded import repeated
+from tests.helpers.tiny import KINDS
 
+LONG_ENOUGH = sorted(kind for kind in KINDS if not kind.endswith("-near"))  # others have positions for few tokens
 RESIDENT, STEPS = (100, 0, 100, 0, 100, 0), 8
 WEIGHTS_MOVE = (30, 40, 100, 0, 100, 0)
 
@@ -59,6 +61,27 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
         kv_codec=("plain", "group4")[place % 2],
     )
     assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device)
+
+
+@pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
+@pytest.mark.parametrize("place", range(len(LONG_ENOUGH)))
+def test_every_layer_of_every_family_is_recorded(place: int, checkpoints: Checkpoints, offload: Path) -> None:
+    policies, (format, product) = (*POLICIES, *BY_HEAD), WEIGHTS[place % len(WEIGHTS)]
+    case = Case(
+        LONG_ENOUGH[place],
+        RESIDENT,
+        (5, 9, 2, 7),
+        STEPS,
+        dtype=("float32", "bfloat16", "float16")[place % 3],
+        policy=policies[place % len(policies)],
+        weight_codec=format,
+        compute=product,
+        kv_codec=("plain", "group4", "group8")[place // 3 % 3],
+    )
+    with case.open(checkpoints, offload) as llm:
+        compare(case, checkpoints, *generate_with(llm, case))
+        assert llm.stats is not None and llm.stats.replayed > 0
+        assert llm.stats.unrecorded == {}
 
 
 def test_every_layer_but_the_head_is_replayed_from_the_third_step_on(
