@@ -489,7 +489,8 @@ class Engine:
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
-        if state.graphs is not None and not layer.reads_back and state.graphs.take(task.layer, rows):
+        is_of_graphs = state.graphs is not None and not (layer.reads_back and self._memories.device.accelerator)
+        if state.graphs is not None and is_of_graphs and state.graphs.take(task.layer, rows):
             place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit), self._kv_for(visit, state).buffer(visit))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache)))
             return

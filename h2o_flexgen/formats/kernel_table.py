@@ -27,7 +27,8 @@ ROTATE, APPEND, EVICT = "rotate", "append", "evict"
 TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 RMS_NORM, HALVES_APART = "rms norm", "halves apart"
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
-ADD_WEIGHTED = "add weighted"
+CLAMPED_SILU = "clamped silu"
+ROUTE, GATHER_CHOSEN, ADD_WEIGHTED = "route", "gather chosen", "add weighted"
 PICK_TOKENS, LIKELIEST = "pick tokens", "likeliest"
 SUM, MAX = "sum", "max"  # how the attention that a key gets from several queries becomes one number: MAX is the highest share
 
@@ -213,9 +214,10 @@ def _of_slots() -> Iterator[Kernel]:
 def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
     gating = (GATED_SILU, "gated_silu"), (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu")
-    others = (RMS_NORM, "rms_norm"), (HALVES_APART, "halves_apart"), (ADD_WEIGHTED, "add_weighted")
+    others = (RMS_NORM, "rms_norm"), (HALVES_APART, "halves_apart"), (CLAMPED_SILU, "clamped_silu")
+    of_experts = (ROUTE, "route"), (GATHER_CHOSEN, "gather_chosen"), (ADD_WEIGHTED, "add_weighted")
     picking = (PICK_TOKENS, "pick_tokens"), (LIKELIEST, "likeliest")
-    for op, function in (*gating, *others, *picking):
+    for op, function in (*gating, *others, *of_experts, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
 
