@@ -56,7 +56,7 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, Upload
 from h2o_flexgen.kernels.recording import CannotBeRecorded
-from h2o_flexgen.kernels.routing import Choice, Chosen, GatheredRows
+from h2o_flexgen.kernels.routing import RouterRule, Chosen, GatheredRows
 from h2o_flexgen.kernels.row_functions import clamped_silu_twin, gated_silu_twin
 
 Counts = Sequence[int] | CountedRows  # how many rows each expert has: known here, or to memory alone
@@ -357,10 +357,10 @@ def halves_apart(x: Tensor) -> Tensor:
 # -- sums ----------------------------------------------------------------------------------------------------------------
 
 
-def route(scores: Tensor, correction: Tensor | None, choice: Choice, out: Chosen, total: Tensor | None = None) -> None:
+def route(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor | None = None) -> None:
     """Gives rows to experts by their scores (rows, experts): those with the highest ones, after `correction` (experts,), fp32,
     is added. A total (rows, width), fp32, of what these experts will make becomes zeros."""
-    _required(ROUTE, PLAIN, scores)(scores, correction, choice, out, total)
+    _required(ROUTE, PLAIN, scores)(scores, correction, rule, out, total)
 
 
 def gather_chosen(chosen: Chosen, rows: Tensor, experts: range, most: int, turn: int) -> GatheredRows:

@@ -24,7 +24,7 @@ WORK_OF_A_SCORE = 16  # values that take as long as choosing from one score
 
 
 @dataclass(frozen=True)
-class Choice:
+class RouterRule:
     """How a router chooses."""
 
     way: int
@@ -38,7 +38,7 @@ class Chosen(NamedTuple):
     numbers: Tensor  # alike, int32
 
 
-def route(scores: Tensor, correction: Tensor | None, choice: Choice, out: Chosen, total: Tensor | None) -> None:
+def route(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor | None) -> None:
     """scores (rows, experts); correction (experts,), fp32, is added for the choice alone; total (rows, width), fp32, becomes
     zeros"""
     scores, (rows, experts) = scores.contiguous(), scores.shape
@@ -52,24 +52,24 @@ def route(scores: Tensor, correction: Tensor | None, choice: Choice, out: Chosen
         *(rows, experts, chosen, width),
         *(part.stride(0) * part.itemsize for part in out),
         0 if total is None else total.stride(0) * total.itemsize,
-        *(choice.least_sum, choice.factor, KINDS[scores.dtype], choice.way, choice.sums_to_one),
+        *(rule.least_sum, rule.factor, KINDS[scores.dtype], rule.way, rule.sums_to_one),
     )
     run("route", given, threads_for(scores.numel() * WORK_OF_A_SCORE))
 
 
-def route_twin(scores: Tensor, correction: Tensor | None, choice: Choice, out: Chosen, total: Tensor | None) -> None:
+def route_twin(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor | None) -> None:
     wide, chosen = scores.float(), out.numbers.shape[1]
-    values = wide.neg().exp_().add_(1.0).reciprocal_() if choice.way == SIGMOID_OF_EACH else wide
+    values = wide.neg().exp_().add_(1.0).reciprocal_() if rule.way == SIGMOID_OF_EACH else wide
     ranked = values if correction is None else values + correction
     numbers = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-    if choice.way == SOFTMAX_OF_ALL:
+    if rule.way == SOFTMAX_OF_ALL:
         values = functional.softmax(values, dim=-1)
     shares = values.gather(-1, numbers)
-    if choice.way == SOFTMAX_OF_CHOSEN:
+    if rule.way == SOFTMAX_OF_CHOSEN:
         shares = functional.softmax(shares, dim=-1)
-    if choice.sums_to_one:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + choice.least_sum)
-    out.shares.copy_(shares * choice.factor)
+    if rule.sums_to_one:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + rule.least_sum)
+    out.shares.copy_(shares * rule.factor)
     out.numbers.copy_(numbers)
     if total is not None:
         total.zero_()

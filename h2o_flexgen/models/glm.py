@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     shared_expert,
     weights,
 )
-from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, Choice
+from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Number, Whole
@@ -85,5 +85,5 @@ class GlmMoe(MixtureOfExperts):
         return wide, tensor_ops.plain(weights, CORRECTION)
 
     @property
-    def choice(self) -> Choice:
-        return Choice(SIGMOID_OF_EACH, self._mixture.sums_to_one, LEAST_SUM, self._factor)
+    def router_rule(self) -> RouterRule:
+        return RouterRule(SIGMOID_OF_EACH, self._mixture.sums_to_one, LEAST_SUM, self._factor)

@@ -22,7 +22,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.native import RECORDER
 from h2o_flexgen.kernels.operations import Counts, add_weighted, gather_chosen, route
-from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, Choice, Chosen
+from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, RouterRule, Chosen
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Config
@@ -163,7 +163,7 @@ class MixtureOfExperts(Decoder):
         state.hidden.copy_(hidden.flatten(0, -2))
         state.normed.copy_(x.flatten(0, -2))
         scores, correction = self.scored(x, weights)
-        route(scores.flatten(0, -2), correction, self.choice, state.chosen, state.total)
+        route(scores.flatten(0, -2), correction, self.router_rule, state.chosen, state.total)
         given.chosen(state.experts)
         if mixture.shared:
             self.add_shared(x, weights, state.total)
@@ -174,11 +174,11 @@ class MixtureOfExperts(Decoder):
         return tensor_ops.linear(x, weights, self._mixture.router), None
 
     @property
-    def choice(self) -> Choice:
+    def router_rule(self) -> RouterRule:
         """How experts are chosen by their scores."""
         if self._mixture.of_chosen:
-            return Choice(SOFTMAX_OF_CHOSEN)
-        return Choice(SOFTMAX_OF_ALL, self._mixture.sums_to_one)
+            return RouterRule(SOFTMAX_OF_CHOSEN)
+        return RouterRule(SOFTMAX_OF_ALL, self._mixture.sums_to_one)
 
     def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
         """Begins the sum of the experts (tokens, width), fp32, with the mlp that all tokens pass through."""
