@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from math import inf
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import (
+    ADD_SCALED,
     ADD_WEIGHTED,
     APPEND,
     CLAMPED_SILU,
@@ -25,20 +27,27 @@ from h2o_flexgen.formats.kernel_table import (
     EVICT,
     GATED_GELU,
     GATED_GELU_TANH,
+    GATED_QUICK_GELU,
+    GATED_RELU,
     GATED_SILU,
     GATHER_CHOSEN,
     GATHER_SLOTS,
     HALVES_APART,
+    LAYER_NORM,
+    LENGTHS,
     LIKELIEST,
+    NOTE,
     PICK_TOKENS,
     PRODUCT,
     PROMPT_ATTENTION,
+    PUT_ROWS,
     RMS_NORM,
     ROTATE,
     ROUTE,
     SHARED_ATTENTION,
     STEADY_PRODUCT,
     SUM,
+    TAKE_ROWS,
     TAKE_SLOTS,
     Kernel,
     Processor,
@@ -56,7 +65,7 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, Upload
 from h2o_flexgen.kernels.recording import CannotBeRecorded
-from h2o_flexgen.kernels.routing import RouterRule, Chosen, GatheredRows
+from h2o_flexgen.kernels.routing import Chosen, GatheredRows, RouterRule
 from h2o_flexgen.kernels.row_functions import clamped_silu_twin, gated_silu_twin
 
 Counts = Sequence[int] | CountedRows  # how many rows each expert has: known here, or to memory alone
@@ -105,7 +114,7 @@ def decode(format: str, data: Tensor, out: Tensor) -> None:
 def decode_rows(format: str, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes the rows with these numbers (count,) of data (units of rows, bytes of a unit) into out (count, columns)."""
     if FORMATS[format].rows_together == 1:
-        decode(format, data[numbers], out)
+        decode(format, take_rows(data, numbers), out)
     elif len(out):
         _required(DECODE_ROWS, format, out)(FORMATS[format], data, numbers, out)
 
@@ -278,6 +287,11 @@ def evict(
     return out
 
 
+def note(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers: str = SUM) -> None:
+    """The first half of it alone: adds what slots got to scores, or raises scores to it."""
+    _required(NOTE, PLAIN, notes.positions)(notes, newest, got, decay, gathers)
+
+
 def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
     """Copies slots of source (rows, heads, slots, width), chosen by index (rows, heads or 1, count), to out (rows, heads,
     count, width), which must not overlap source."""
@@ -290,6 +304,21 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
 
 
+# -- rows by their numbers -----------------------------------------------------------------------------------------------
+
+
+def take_rows(source: Tensor, numbers: Tensor, axis: int = 0, first: int = 0) -> Tensor:
+    """The parts of a tensor along an axis that have these numbers, of any shape, each counted from `first` on."""
+    out: Tensor = _required(TAKE_ROWS, PLAIN, source)(source, numbers, axis, first)
+    return out
+
+
+def put_rows(target: Tensor, numbers: Tensor, axis: int, rows: Tensor) -> None:
+    """Copies rows, which have the shape of what `take_rows` would take, to those of a tensor that have these numbers (count,).
+    Nothing else of it changes."""
+    _required(PUT_ROWS, PLAIN, target)(target, numbers, axis, rows)
+
+
 # -- heads and rows ------------------------------------------------------------------------------------------------------
 
 
@@ -299,9 +328,22 @@ def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,)."""
-    out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
+    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,). `from_one`: by what is above
+    one by a weight. In 16 bits nothing but the outcome is rounded then."""
+    out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps, from_one)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x (..., width) less its mean, divided by its standard deviation, times weight (width,), plus bias (width,)."""
+    out: Tensor = _required(LAYER_NORM, PLAIN, x)(x, weight, bias, eps)
+    return out
+
+
+def lengths(x: Tensor) -> Tensor:
+    """The lengths of vectors (rows, tokens, heads, dim), in fp32."""
+    out: Tensor = _required(LENGTHS, PLAIN, x)(x)
     return out
 
 
@@ -320,6 +362,18 @@ def gated_gelu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def gated_gelu_tanh(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The same with gelu by a tanh."""
     out: Tensor = _required(GATED_GELU_TANH, PLAIN, gate)(gate, up)
+    return out
+
+
+def gated_quick_gelu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with gelu by a sigmoid."""
+    out: Tensor = _required(GATED_QUICK_GELU, PLAIN, gate)(gate, up)
+    return out
+
+
+def gated_relu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with relu."""
+    out: Tensor = _required(GATED_RELU, PLAIN, gate)(gate, up)
     return out
 
 
@@ -367,6 +421,12 @@ def gather_chosen(chosen: Chosen, rows: Tensor, experts: range, most: int, turn:
     """The rows (tokens, width) that some experts were given, expert by expert, each expert's in the order of their tokens. In a
     turn, from 0, come as many whole experts as have no more than `most` rows together, which is not less than all tokens."""
     out: GatheredRows = _required(GATHER_CHOSEN, PLAIN, rows)(chosen, rows, experts, most, turn)
+    return out
+
+
+def add_scaled(x: Tensor, added: Tensor | None = None, scale: float = 1.0, limit: float = inf) -> Tensor:
+    """Values, no larger than `limit` on either side of 0, times a scale, plus others of their shape. In place -> x"""
+    out: Tensor = _required(ADD_SCALED, PLAIN, x)(x, added, scale, limit)
     return out
 
 

@@ -22,7 +22,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.native import RECORDER
 from h2o_flexgen.kernels.operations import Counts, add_weighted, gather_chosen, route
-from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, RouterRule, Chosen
+from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, Chosen, RouterRule
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Config
@@ -215,7 +215,7 @@ class MixtureOfExperts(Decoder):
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         state = Routed.of(joined, self.spec.width, self._mixture.chosen)
-        return self.added(state.total.to(joined.dtype, copy=True), state.hidden.contiguous())
+        return self.added(state.total.to(joined.dtype, copy=True), state.hidden)
 
 
 class ExpertGroup(NamedTuple):

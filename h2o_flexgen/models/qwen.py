@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 )
 from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.kernels.operations import add_weighted, route
-from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, Chosen
+from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, Chosen, RouterRule
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole
