@@ -22,7 +22,7 @@ class MachineSource:
     dtype: str  # as it was asked for
     processes: int = 1  # that share the machine
     _known: Machine | None = field(default=None, repr=False)
-    _saved: dict[str, Machine] = field(default_factory=dict, repr=False)  # by dtype: profiles whose files were read
+    _saved: dict[str, Machine] = field(default_factory=dict, repr=False)  # by dtype: profiles that were read
 
     def __post_init__(self) -> None:
         if self.named is not None and self.device is not None:
