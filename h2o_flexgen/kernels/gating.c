@@ -1,6 +1,7 @@
 /* An activation of the gate, rounded to the type of the values, and then times up where there is one. An activation is x times a
-   share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of sqrt(8 / pi) * (x + 0.044715 * x^3), gelu's is the normal
-   distribution. What becomes of a value depends on nothing but the two. */
+   share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of sqrt(8 / pi) * (x + 0.044715 * x^3), that of quick gelu the
+   same of 1.702 * x, gelu's is the normal distribution. Relu's are 0 below 0 and then 1. What becomes of a value depends on nothing but
+   the two. */
 
 #include "team.h"
 #include "vectors.h"
@@ -13,7 +14,7 @@ typedef struct {
     int curve;
 } gating;
 
-enum { SILU, GELU_TANH, GELU };
+enum { SILU, GELU_TANH, GELU, QUICK_GELU, RELU };
 
 /* Of what is not above 0; 0 from -86 on: then an activation of -infinity is NaN, as it is in torch. */
 static ALWAYS_INLINE floats exp_or_nothing(floats from)
@@ -52,6 +53,10 @@ static ALWAYS_INLINE floats activated(floats x, int curve)
 {
     if (curve == GELU)
         return x * normal_distribution(x);
+    if (curve == RELU)
+        return either(x < 0.0f, all(0.0f), x);
+    if (curve == QUICK_GELU)
+        return x * sigmoid(x * 1.702f);
     return x * sigmoid(curve == SILU ? x : x * 1.59576912f * (x * x * 0.044715f + 1.0f));
 }
 
@@ -75,7 +80,7 @@ static ALWAYS_INLINE void gate_some(const gating *g, long number, int kind, int 
 
 #define OF(KIND, CURVE)                                                                                                          \
     static void CURVE##_##KIND(const void *g, long number, int member) { gate_some(g, number, KIND, CURVE); }
-#define OF_KIND(KIND) OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU)
+#define OF_KIND(KIND) OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU) OF(KIND, QUICK_GELU) OF(KIND, RELU)
 
 OF_KIND(BF16)
 OF_KIND(FLOAT)
@@ -84,8 +89,8 @@ OF_KIND(HALF)
 void gated(const void *given, int threads)
 {
     const gating *g = given;
-#define ACTIONS(KIND) [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND}
-    static part_action *const actions[][3] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+#define ACTIONS(KIND) [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND}
+    static part_action *const actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
 #undef ACTIONS
     share_out(given, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind][g->curve]);
 }

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from math import inf
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES
 from h2o_flexgen.formats.kernel_table import (
+    ADD_SCALED,
     ADD_WEIGHTED,
     APPEND,
     CPU,
@@ -25,18 +27,25 @@ from h2o_flexgen.formats.kernel_table import (
     EVICT,
     GATED_GELU,
     GATED_GELU_TANH,
+    GATED_QUICK_GELU,
+    GATED_RELU,
     GATED_SILU,
     GATHER_SLOTS,
     HALVES_APART,
+    LAYER_NORM,
+    LENGTHS,
     LIKELIEST,
+    NOTE,
     PICK_TOKENS,
     PRODUCT,
     PROMPT_ATTENTION,
+    PUT_ROWS,
     RMS_NORM,
     ROTATE,
     SHARED_ATTENTION,
     STEADY_PRODUCT,
     SUM,
+    TAKE_ROWS,
     TAKE_SLOTS,
     Kernel,
     Processor,
@@ -98,7 +107,7 @@ def decode(format: str, data: Tensor, out: Tensor) -> None:
 def decode_rows(format: str, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes the rows with these numbers (count,) of data (units of rows, bytes of a unit) into out (count, columns)."""
     if FORMATS[format].rows_together == 1:
-        decode(format, data[numbers], out)
+        decode(format, take_rows(data, numbers), out)
     elif len(out):
         _required(DECODE_ROWS, format, out)(FORMATS[format], data, numbers, out)
 
@@ -248,6 +257,11 @@ def evict(
     return out
 
 
+def note(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers: str = SUM) -> None:
+    """The first half of it alone: adds what slots got to scores, or raises scores to it."""
+    _required(NOTE, PLAIN, notes.positions)(notes, newest, got, decay, gathers)
+
+
 def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
     """Copies slots of source (rows, heads, slots, width), chosen by index (rows, heads or 1, count), to out (rows, heads,
     count, width), which must not overlap source."""
@@ -260,6 +274,21 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
 
 
+# -- rows by their numbers -----------------------------------------------------------------------------------------------
+
+
+def take_rows(source: Tensor, numbers: Tensor, axis: int = 0, first: int = 0) -> Tensor:
+    """The parts of a tensor along an axis that have these numbers, of any shape, each counted from `first` on."""
+    out: Tensor = _required(TAKE_ROWS, PLAIN, source)(source, numbers, axis, first)
+    return out
+
+
+def put_rows(target: Tensor, numbers: Tensor, axis: int, rows: Tensor) -> None:
+    """Copies rows, which have the shape of what `take_rows` would take, to those of a tensor that have these numbers (count,).
+    Nothing else of it changes."""
+    _required(PUT_ROWS, PLAIN, target)(target, numbers, axis, rows)
+
+
 # -- heads and rows ------------------------------------------------------------------------------------------------------
 
 
@@ -269,9 +298,22 @@ def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,)."""
-    out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
+    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,). `from_one`: by what is above
+    one by a weight. In 16 bits nothing but the outcome is rounded then."""
+    out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps, from_one)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x (..., width) less its mean, divided by its standard deviation, times weight (width,), plus bias (width,)."""
+    out: Tensor = _required(LAYER_NORM, PLAIN, x)(x, weight, bias, eps)
+    return out
+
+
+def lengths(x: Tensor) -> Tensor:
+    """The lengths of vectors (rows, tokens, heads, dim), in fp32."""
+    out: Tensor = _required(LENGTHS, PLAIN, x)(x)
     return out
 
 
@@ -293,6 +335,18 @@ def gated_gelu_tanh(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return out
 
 
+def gated_quick_gelu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with gelu by a sigmoid."""
+    out: Tensor = _required(GATED_QUICK_GELU, PLAIN, gate)(gate, up)
+    return out
+
+
+def gated_relu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with relu."""
+    out: Tensor = _required(GATED_RELU, PLAIN, gate)(gate, up)
+    return out
+
+
 def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
     """The same of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there. Torch
     gives the last values of a tensor other last bits than those in its middle."""
@@ -309,6 +363,12 @@ def halves_apart(x: Tensor) -> Tensor:
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------------
+
+
+def add_scaled(x: Tensor, added: Tensor | None = None, scale: float = 1.0, limit: float = inf) -> Tensor:
+    """Values, no larger than `limit` on either side of 0, times a scale, plus others of their shape. In place -> x"""
+    out: Tensor = _required(ADD_SCALED, PLAIN, x)(x, added, scale, limit)
+    return out
 
 
 def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:

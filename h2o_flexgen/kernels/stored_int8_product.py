@@ -14,6 +14,7 @@ from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import GROUP
 from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.formats.table import Stored
+from h2o_flexgen.kernels.chosen_rows import take_rows
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.int8_product import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
@@ -37,7 +38,8 @@ def stored_int8_products(format: Stored, x: Factor, meetings: Sequence[Meeting],
             given = of_all = of_all or _told(x.made(parts), out)
         else:  # rows in an order of their own are made for this matrix alone
             own = slice(first, first + rows)
-            given = _told(parts(x.values.reshape(-1, sizes[1])[own, order]), out.view(-1, sizes[0])[own])
+            rows_in_order = take_rows(x.values.reshape(-1, sizes[1])[own], order, axis=1, first=0)
+            given = _told(parts(rows_in_order), out.view(-1, sizes[0])[own])
             kept.append(given)
             first = 0
         asked.append(

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_silu
-from h2o_flexgen.kernels.row_functions import gated_gelu_tanh_twin, gated_gelu_twin, gated_silu_twin
+from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_quick_gelu, gated_relu, gated_silu
+from h2o_flexgen.kernels.row_functions import (
+    gated_gelu_tanh_twin,
+    gated_gelu_twin,
+    gated_quick_gelu_twin,
+    gated_relu_twin,
+    gated_silu_twin,
+)
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
@@ -18,7 +24,13 @@ Gating = Callable[[Tensor, Tensor | None], Tensor]
 
 LAST_BITS = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 SPECIAL = (torch.nan, torch.inf, -torch.inf, 0.0, 1e-30, -1e-30, 80.0, -80.0, 88.0, -88.0, 3e4, -3e4)
-GATINGS = {gated_silu: gated_silu_twin, gated_gelu_tanh: gated_gelu_tanh_twin, gated_gelu: gated_gelu_twin}
+GATINGS = {
+    gated_silu: gated_silu_twin,
+    gated_gelu_tanh: gated_gelu_tanh_twin,
+    gated_gelu: gated_gelu_twin,
+    gated_quick_gelu: gated_quick_gelu_twin,
+    gated_relu: gated_relu_twin,
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
