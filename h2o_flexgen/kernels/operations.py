@@ -14,6 +14,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES
 from h2o_flexgen.formats.kernel_table import (
     ADD_SCALED,
     ADD_WEIGHTED,
@@ -444,7 +445,7 @@ def pick_tokens(
     draws: Sequence[Draw] | None = None,
     changes: ScoreChanges | None = None,
     upload: Upload = Tensor.to,
-    at_once: int = 1 << 20,
+    at_once: int = TWIN_VALUES,
 ) -> PickedTokens:
     """Picks a token for each row of logits (rows, vocab): the likeliest, or as `draws` say, where there are. The scores
     are the logits with `changes`. Temporaries are made of `at_once` logits, or of a row."""
@@ -452,7 +453,7 @@ def pick_tokens(
     return picked
 
 
-def likeliest(values: Tensor, count: int, at_once: int = 1 << 20) -> tuple[Tensor, Tensor]:
+def likeliest(values: Tensor, count: int, at_once: int = TWIN_VALUES) -> tuple[Tensor, Tensor]:
     """The highest values of each row (rows, vocab), fp32, and their places, (rows, count) each."""
     highest, ids = _required(LIKELIEST, PLAIN, values)(values, count, at_once)
     return highest, ids
