@@ -104,7 +104,7 @@ class Qwen2Moe(QwenMoe):
         return layout.joined(super().routing(width), layout.router(SHARED_GATE, 1, width))
 
     def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
-        """Of the mlp counts as much as the sigmoid of its gate: a router to a single expert says that."""
+        """Weighs the mlp by the sigmoid of its gate, which is a router to a single expert."""
         made = self.gated(x, weights, GatedMlp.of(SHARED)).flatten(0, -2)
         gate, tokens = tensor_ops.linear(x, weights, SHARED_GATE).flatten(0, -2), torch.arange(len(made), device=made.device)
         shares = made.new_empty(len(made), 1, dtype=torch.float32)
