@@ -72,7 +72,7 @@ class FactorRows:
         return Factors(codes, scales, added, out, rows, *self._sizes)
 
     def place(self, asked: ctypes.Array[Any], x: Factor, sums_at: int) -> None:
-        """Has memory tell the products, each of which begins with `Factors`, where it says which rows meet which matrix."""
+        """Lets memory tell the products, each of which begins with `Factors`, where it says which rows meet which matrix."""
         if x.counted is not None:
             fields = Factors.codes, Factors.scales, Factors.out
             addresses = zip((field.offset for field in fields), (self._codes, self._scales, self._outcome))

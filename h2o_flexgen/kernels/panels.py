@@ -78,7 +78,7 @@ def panel_products(function: str, x: Factor, arrange: Arrange, meetings: Sequenc
 
 
 def place(asked: ctypes.Array[Any], x: Factor, arranged: Arranged, out: Tensor) -> None:
-    """Has memory tell the products, each of which begins with a `Product`, where it says which rows meet which matrix."""
+    """Lets memory tell the products, each of which begins with a `Product`, where it says which rows meet which matrix."""
     if x.counted is not None:
         rows = address_of(arranged.values), arranged.values.stride(0) * arranged.values.itemsize
         outcome = address_of(out), out.shape[-1] * out.itemsize
