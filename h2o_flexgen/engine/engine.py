@@ -70,6 +70,7 @@ class BlockRun:
     busy_seconds: Mapping[str, float]  # per lane, of the device on which the lane was busy longest
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
+    unrecorded: Mapping[str, str] = field(default_factory=dict)  # layers that were computed without one, and why
     shortage: Shortage | None = None  # a lack of memory that ended it early: unfinished rows start again
 
     @property
@@ -98,6 +99,7 @@ class _Measures:
     trace: Trace = field(default_factory=lambda: Trace(()))
     replayed: int = 0
     graphs_given_up: str | None = None
+    unrecorded: Mapping[str, str] = field(default_factory=dict)
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     skipped_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -348,7 +350,7 @@ class Engine:
                 asked,
                 listening,
                 guard,
-                StepGraphs.of(self._plan, self._memories.device, self._rests(schedule)),
+                StepGraphs.of(self._plan, self._memories.device, self._rests(schedule), prefixes.places),
                 measures,
                 finished,
                 block.num_rows,
@@ -363,6 +365,8 @@ class Engine:
                 measures.trace = executor.trace
                 if state.graphs is not None:
                     measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
+                    names = ((self._spec.layers[layer].name.title, why) for layer, why in state.graphs.refused.items())
+                    measures.unrecorded = dict(names)
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
                 measures.skipped_bytes = sum((weights.skipped_bytes for weights in self._weights), Counter())
@@ -485,12 +489,12 @@ class Engine:
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
-        if state.graphs is not None and not layer.reads_back and state.graphs.take(task.layer, rows):
+        if cache is not None:
+            cache.share(state.prefixes.caches(task.layer, rows.prefixes))
+        if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
             place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit), self._kv_for(visit, state).buffer(visit))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache)))
             return
-        if cache is not None:
-            cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         may_overwrite = state.hidden.may_be_overwritten(task.batch)
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
@@ -631,5 +635,6 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         busy_seconds=measures.lane_seconds,
         replayed=measures.replayed,
         graphs_given_up=measures.graphs_given_up,
+        unrecorded=measures.unrecorded,
         shortage=shortage,
     )

@@ -12,13 +12,14 @@ other COMPUTEs of the chain then have happened.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.engine.executor import Past
 from h2o_flexgen.engine.rows import BatchRows, RowsPart
 from h2o_flexgen.kernels.recording import CannotBeRecorded
@@ -30,6 +31,8 @@ Afterwards = Callable[[Visit], None]  # what Python does once a visit is compute
 # Computes a layer on the rows of a part, and adds to the list what is to be done after this and after each replay.
 Compute = Callable[[RowsPart, "Tensor | None", list[Afterwards]], Tensor]
 Replay = Callable[[], None]
+WORTH_STEPS = 3  # that rows stay together: to capture a layer takes about twice as long as to compute it
+Where = Callable[[Collection[int]], tuple[int, ...]]  # the places of prefixes
 
 
 class GraphPlace(NamedTuple):
@@ -47,11 +50,19 @@ class Kind(NamedTuple):
     rows: int
     evicts: tuple[bool, ...]  # at each level of KV heads
     stores_singly: tuple[bool, ...]
+    shared: tuple[SharedPrefix | None, ...]  # what each row shares with others
+    prefixes: tuple[int, ...]  # where that lies
 
     @classmethod
-    def of(cls, rows: BatchRows) -> Kind:
-        slots = [now.slots for now in rows.parts[0].levels]
-        return cls(rows.generation, rows.size, tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots))
+    def of(cls, rows: BatchRows, where: Where) -> Kind:
+        now = rows.parts[0].now
+        slots = [level.slots for level in rows.parts[0].levels]
+        evicts, stores = tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots)
+        return cls(rows.generation, rows.size, evicts, stores, now.prefixes, where(rows.prefixes) if now.prefixes else ())
+
+    def is_like(self, other: Kind) -> bool:
+        """Whether other rows have the same work, if none shares a prefix."""
+        return (self.evicts, self.stores_singly) == (other.evicts, other.stores_singly) and not (self.shared or other.shared)
 
 
 class Graph(NamedTuple):
@@ -80,11 +91,26 @@ class _Batch:
     graphs: dict[GraphPlace, Graph] = field(default_factory=dict)
     chains: dict[int, Chain] = field(default_factory=dict)  # by their first layer
     past: dict[int, Past] = field(default_factory=dict)  # layers of this step that a chain has computed
+    refused: dict[int, str] = field(default_factory=dict)  # layer -> why it is computed without a graph
+    ready: set[int] = field(default_factory=set)  # layers that may be captured before they were computed without a graph
 
     @classmethod
-    def of(cls, kind: Kind, part: RowsPart) -> _Batch:
+    def of(cls, kind: Kind, part: RowsPart, before: _Batch | None) -> _Batch:
+        """`before`: the batch with the rows that it had before."""
         levels = tuple(replace(now, table=now.table.clone()) for now in part.levels)
-        return cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
+        batch = cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
+        if before is not None and before.kind.is_like(kind):
+            batch._make_ready(before)
+        return batch
+
+    def _make_ready(self, before: _Batch) -> None:
+        """Makes the tensors that stay, as they were made for other rows of this batch, so that layers are captured at once."""
+        for own, known in zip(self.part.levels, before.part.levels, strict=True):
+            own.make_as_in(known)
+        shapes = {shape: torch.Size((self.kind.rows, *shape[1:])) for shape in before.hidden}
+        self.hidden = {own: before.hidden[shape].new_empty(own) for shape, own in shapes.items()}
+        self.ends = {layer: self.hidden[shapes[end.shape]] for layer, end in before.ends.items()}
+        self.eager, self.ready = Counter(before.eager), set(before.ends)
 
     def follow(self, part: RowsPart) -> None:
         """Takes the tokens and numbers of another step."""
@@ -105,28 +131,28 @@ class _Batch:
 
 
 class StepGraphs:
-    def __init__(self, device: Device, is_asked: bool, rests: Callable[[int, int], bool]) -> None:
+    def __init__(self, device: Device, is_asked: bool, rests: Callable[[int, int], bool], where: Where) -> None:
         """`is_asked`: a layer that cannot be captured is an error; otherwise it is computed without graphs. `rests`: whether
         nothing moves for a layer and a batch."""
         self._device = device
         self._is_asked = is_asked
         self._rests = rests
+        self._where = where
         self._batches: dict[int, _Batch] = {}
         self.replayed = 0  # COMPUTEs
         self.given_up: str | None = None  # why nothing is captured any more
-        self.refused: dict[int, str] = {}  # layer -> why it is computed without a graph
+        self.refused: dict[int, str] = {}  # layer -> why it was computed without a graph
 
     @classmethod
-    def of(cls, plan: Plan, device: Device, rests: Callable[[int, int], bool]) -> StepGraphs | None:
+    def of(cls, plan: Plan, device: Device, rests: Callable[[int, int], bool], where: Where) -> StepGraphs | None:
         """None where graphs are not possible, or where the plan excludes them."""
         may = plan.may_capture if device.accelerator else plan.may_record
-        return cls(device, plan.graphs == ON, rests) if device.captures and may else None
+        return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 
-    def take(self, layer: int, rows: BatchRows) -> bool:
-        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, without shared prefixes."""
+    def take(self, rows: BatchRows) -> bool:
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them."""
         (part, *others) = rows.parts
-        is_step = not others and not part.now.is_prefill and not part.now.prefixes
-        return is_step and self.given_up is None and layer not in self.refused
+        return not others and not part.now.is_prefill and self.given_up is None
 
     def is_past(self, task: Task) -> bool:
         """Whether a chain has computed it."""
@@ -145,7 +171,9 @@ class StepGraphs:
         batch.follow(rows.parts[0])
         if hidden is not None:
             hidden = batch.put(hidden)
-        if place not in batch.graphs and batch.eager[layer] >= self._device.steps_before_capture:
+        is_known = place in batch.graphs or layer in batch.refused
+        is_worth_it = batch.eager[layer] >= self._device.steps_before_capture and rows.steps_together >= WORTH_STEPS
+        if is_worth_it and not is_known:
             self._capture(batch, place, hidden, compute)
         if place not in batch.graphs:
             afterwards = list[Afterwards]()
@@ -156,11 +184,11 @@ class StepGraphs:
         return self._replay(batch, place, visit)
 
     def _batch(self, number: int, rows: BatchRows) -> _Batch:
-        kind, known = Kind.of(rows), self._batches.get(number)
+        kind, known = Kind.of(rows, self._where), self._batches.get(number)
         if known is None or known.kind != kind:
             if known is not None and known.graphs:
                 self._device.settle()  # before graphs go, none of them may be under way
-            self._batches[number] = _Batch.of(kind, rows.parts[0])
+            self._batches[number] = _Batch.of(kind, rows.parts[0], None if self._device.accelerator else known)
         return self._batches[number]
 
     def _capture(self, batch: _Batch, place: GraphPlace, hidden: Tensor | None, compute: Compute) -> None:
@@ -172,11 +200,14 @@ class StepGraphs:
         try:
             batch.graphs[place] = Graph(self._device.capture(work), afterwards)
         except RuntimeError as error:
-            if self._is_asked:
+            if self._is_asked and place.layer not in batch.ready:
                 raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error
             reason = str(error).partition("\n")[0]
-            if isinstance(error, CannotBeRecorded):
-                self.refused[place.layer] = reason
+            if place.layer in batch.ready:  # something was not made ready: the layer is computed once, which makes it
+                batch.ready.discard(place.layer)
+                batch.eager[place.layer] = 0
+            elif isinstance(error, CannotBeRecorded):
+                self.refused[place.layer] = batch.refused[place.layer] = reason
             else:
                 self.given_up = reason
 
@@ -201,17 +232,17 @@ class StepGraphs:
         """The chain that begins with a layer, once all its layers are captured; None if it is the only one."""
         first = place.layer
         if first not in batch.chains and self._device.chains and self._rests(first, number):
-            layers = self._chained(first, number)
+            layers = self._chained(batch, first, number)
             if len(layers) > 1 and all(GraphPlace(layer) in batch.graphs for layer in layers):
                 moments = torch.zeros(len(layers) + 1, dtype=torch.long)
                 replays = [batch.graphs[GraphPlace(layer)].replay for layer in layers]
                 batch.chains[first] = Chain(layers, self._device.chained(replays, moments), moments)
         return batch.chains.get(first)
 
-    def _chained(self, first: int, number: int) -> range:
+    def _chained(self, batch: _Batch, first: int, number: int) -> range:
         """The layers from the first one on of which nothing moves, up to one that is computed without a graph."""
         last = first
-        while self._rests(last + 1, number) and last + 1 not in self.refused:
+        while self._rests(last + 1, number) and last + 1 not in batch.refused:
             last += 1
         return range(first, last + 1)
 

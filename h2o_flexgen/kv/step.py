@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +80,13 @@ class KVStep:
         for kind, turn in self._turns.items():
             for known, now in zip(turn, other.turn(*kind), strict=True):
                 known.copy_(now)
+
+    def make_as_in(self, other: KVStep) -> None:
+        """Makes now what the step of other rows has made when it was wanted."""
+        for name in vars(other).keys() - vars(self).keys():
+            getattr(self, name)
+        for kind in other._turns:
+            self.turn(*kind)
 
     @cached_property
     def _lines(self) -> _Rows:
@@ -329,6 +337,7 @@ def _echo(slots: StepSlots, prefixes: Sequence[SharedPrefix | None], positions: 
 def _table(slots: StepSlots, prefixes: Sequence[SharedPrefix | None], echo: Sequence[int]) -> Tensor:
     budgets, begins = slots.budgets, slots.begins
     apart = () if slots.copies else prefixes
+    windows: list[int] = [budget.prompt_window if begin else budget.window for budget, begin in zip(budgets, begins)]
     lines: tuple[Sequence[int], ...] = (
         slots.seen,
         slots.counts,
@@ -336,10 +345,7 @@ def _table(slots: StepSlots, prefixes: Sequence[SharedPrefix | None], echo: Sequ
         slots.after,
         [0 if prefix is None else prefix.tokens for prefix in apart] or [0] * len(slots.counts),
         [budget.sinks for budget in budgets],
-        [
-            seen + new - (budget.prompt_window if begin else budget.window)
-            for seen, new, budget, begin in zip(slots.seen, slots.new, budgets, begins)
-        ],
+        [seen + new - window for seen, new, window in zip(slots.seen, slots.new, windows)],
         [
             budget.queries if begin and budget.queries is not None else new
             for new, budget, begin in zip(slots.new, budgets, begins)
@@ -347,4 +353,4 @@ def _table(slots: StepSlots, prefixes: Sequence[SharedPrefix | None], echo: Sequ
         begins,
         echo,
     )
-    return torch.tensor(lines)
+    return torch.from_numpy(np.array(lines))  # torch reads lists several times slower

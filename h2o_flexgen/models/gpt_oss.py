@@ -27,7 +27,7 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import FACTOR, Bounds, Config, Number
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import SINKS, Traits, windows_by_kind
+from h2o_flexgen.models.llama import FULL, SINKS, SLIDING, Traits, windows_by_kind
 from h2o_flexgen.models.mixture import ExpertGroup, Mixture, MixtureOfExperts
 
 ROUTER = "mlp.router"
@@ -48,7 +48,8 @@ class GptOss(MixtureOfExperts):
             "num_local_experts": lambda said: said.experts,
             "intermediate_size": lambda said: said.expert_width,
             "experts_apart": lambda said: True,  # elsewhere it has gate and up in one matrix
-            "sliding_window": lambda said: said.whole(WINDOW),  # its config says itself which layers have it
+            "sliding_window": lambda said: said.whole(WINDOW),
+            "layer_types": lambda said: [FULL if block % 2 else SLIDING for block in range(said.blocks)],
         },
         heeds={GATING: (0, SOFTMAX_OF_CHOSEN), f"{WINDOW}_pattern": (2,)},
         has_experts=True,

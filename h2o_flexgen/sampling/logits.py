@@ -7,51 +7,33 @@ The order is vLLM's: allowed_token_ids, min_tokens, logit_bias, repetition_penal
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import PICKED_VALUES
+from h2o_flexgen.kernels.operations import likeliest
+from h2o_flexgen.kernels.pick_tokens import ScoreChanges, Upload, portions
 from h2o_flexgen.sampling.completion import StepLogprobs, TokenLogprob
+from h2o_flexgen.sampling.history import History, TokenCounts
 from h2o_flexgen.sampling.params import SamplingParams
 
-Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
-
-
-def portions(places: Sequence[int], vocab: int) -> Iterator[Sequence[int]]:
-    """Splits the rows into portions small enough for small temporaries."""
-    at_once = max(1, PICKED_VALUES // vocab)
-    return (places[start : start + at_once] for start in range(0, len(places), at_once))
-
-
-def kth_largest(values: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> Tensor:
-    """Each row's k-th largest value, minus infinity where k is 0. (rows, 1)"""
-    if not any(counts):
-        return torch.full_like(values[:, :1], -math.inf)
-    top = torch.nn.functional.pad(values.topk(max(counts), dim=-1).values, (1, 0), value=-math.inf)
-    return top.gather(-1, upload(torch.tensor(counts), values.device)[:, None])
-
-
-def ranked(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """At least the values not below their row's floor, and their places: largest first, equal ones in order of place."""
-    width = int((values >= floor).sum(dim=-1).max())
-    places = values.topk(width, dim=-1).indices.sort(dim=-1).values  # topk leaves the order of equal values open
-    top, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
-    return top, places.gather(-1, order)
+NOTHING_SEEN = TokenCounts()
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> list[StepLogprobs]:
     """The log-probabilities of each row's token and of as many of its likeliest as it asks for. logits (rows, vocab)"""
     vocab = logits.shape[-1]
     found: list[StepLogprobs] = []
-    for places in portions(range(len(logits)), vocab):
+    for places in portions(range(len(logits)), vocab, PICKED_VALUES):
         logprobs = logits[places[0] : places[-1] + 1].float().log_softmax(dim=-1)
         own = tokens[places[0] : places[-1] + 1]
         own = (own if own.device == logprobs.device else upload(own, logprobs.device))[:, None]
-        top, ids = _likeliest(logprobs, [min(counts[place], vocab) for place in places], upload)
+        top, ids = _likeliest(logprobs, max(min(counts[place], vocab) for place in places))
         parts = own, logprobs.gather(-1, own), ids, top
         read = torch.cat([part.double() for part in parts], dim=-1).tolist()  # together: every time is one wait for a device
         found += [_of_row(row, counts[place]) for row, place in zip(read, places)]
@@ -67,78 +49,66 @@ def _of_row(read: Sequence[float], count: int) -> StepLogprobs:
     )
 
 
-def _likeliest(logprobs: Tensor, counts: Sequence[int], upload: Upload) -> tuple[Tensor, Tensor]:
+def _likeliest(logprobs: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The largest of each row, as many as the row with the highest count asks for, and their ids."""
-    most = max(counts)
-    if not most:
-        return logprobs[:, :0], logprobs[:, :0].long()
-    top, ids = ranked(logprobs, kth_largest(logprobs, [most] * len(counts), upload))
-    return top[:, :most], ids[:, :most]
+    return likeliest(logprobs, most, PICKED_VALUES) if most else (logprobs[:, :0], logprobs[:, :0].long())
 
 
-class History(NamedTuple):
-    """The tokens before the next one of a row, and those that would end it."""
-
-    seen: Sequence[int]  # prompt and generated ids
-    prompt_len: int
-    ends: Collection[int] = ()  # end-of-text and stop tokens
-    number: int = 0  # of the row among the completions of its prompt
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.seen) - self.prompt_len
-
-
-def adjusted(
-    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History] | None, upload: Upload = Tensor.to
-) -> Tensor:
-    """The adjusted scores (rows, vocab), in fp32, or the logits themselves if no row asks for a change."""
+def score_changes(params: Sequence[SamplingParams], histories: Sequence[History] | None, vocab: int) -> ScoreChanges | None:
+    """What the rows ask to be done to scores; None if no row asks for a change."""
     if histories is None:
         if any(one.changes_scores or one.min_tokens for one in params):
             raise ValueError("penalties, logit_bias, allowed_token_ids and min_tokens need the tokens so far; none were given")
-        return logits
-    asking = [place for place, (one, history) in enumerate(zip(params, histories)) if _asks(one, history)]
-    if not asking:
-        return logits
-    scores = logits.to(torch.float32, copy=True)
-    for place in asking:
-        _restrict(scores[place], params[place], histories[place], upload)
-        if params[place].is_penalised:
-            _penalise(scores[place], params[place], histories[place], upload)
-    return scores
+        return None
+    if not any(one.changes_scores or one.min_tokens for one in distinct(params)):
+        return None
+    if not any(_asks(one, history) for one, history in zip(params, histories)):
+        return None
+    each = [_changes_of(one, row, vocab) if _asks(one, row) else NO_CHANGE for one, row in zip(params, histories)]
+    begins = [*accumulate((len(own.ids) for own in each), initial=0)]
+    added = np.zeros(begins[-1], dtype=np.float32)
+    for begin, own in zip(begins, each):
+        for place, amount in own.added.items():
+            added[begin + place] = amount
+    return ScoreChanges(
+        begins,
+        np.concatenate([own.ids for own in each]),
+        added,
+        np.concatenate([own.times for own in each]),
+        np.array([(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in params], dtype=np.float32),
+        [one.allowed_token_ids is not None for one in params],
+    )
+
+
+def distinct(params: Sequence[SamplingParams]) -> Collection[SamplingParams]:
+    """Those that are not the same object: of many rows there are few, and rows of large batches cost time one by one."""
+    return {id(one): one for one in params}.values()
 
 
 def _asks(params: SamplingParams, history: History) -> bool:
-    return params.changes_scores or history.num_generated < params.min_tokens
+    return params.changes_scores or (params.min_tokens > 0 and history.num_generated < params.min_tokens)
 
 
-def _restrict(scores: Tensor, params: SamplingParams, history: History, upload: Upload) -> None:
-    """Applies everything but penalties to one row (vocab,), in place."""
-    if params.allowed_token_ids is not None:
-        allowed = _ids(params.allowed_token_ids, scores, upload)
-        kept = scores[allowed]
-        scores.fill_(-math.inf)
-        scores[allowed] = kept
+class _RowChanges(NamedTuple):
+    """The tokens of a row of which the scores are changed."""
+
+    ids: np.ndarray
+    times: np.ndarray  # how often each was generated; NaN: it was not seen at all
+    added: Mapping[int, float]  # to the scores, by the places of tokens among these
+
+
+NO_CHANGE = _RowChanges(NOTHING_SEEN.ids, NOTHING_SEEN.times, {})
+
+
+def _changes_of(params: SamplingParams, history: History, vocab: int) -> _RowChanges:
+    added = dict(params.logit_bias or {})
     if history.num_generated < params.min_tokens:
-        scores[_ids([token for token in history.ends if 0 <= token < len(scores)], scores, upload)] = -math.inf
-    if params.logit_bias:
-        biases = upload(torch.tensor([*params.logit_bias.values()], dtype=scores.dtype), scores.device)
-        scores[_ids([*params.logit_bias], scores, upload)] += biases
-
-
-def _penalise(scores: Tensor, params: SamplingParams, history: History, upload: Upload) -> None:
-    """Penalises one row (vocab,), in place. For repetition, positive scores are divided and negative ones multiplied: both
-    become less likely with a penalty above 1."""
-    if params.repetition_penalty != 1:
-        seen, penalty = _ids(history.seen, scores, upload), params.repetition_penalty
-        before = scores[seen]
-        scores[seen] = torch.where(before < 0, before * penalty, before / penalty)
-    if params.frequency_penalty or params.presence_penalty:
-        times = Counter(history.seen[history.prompt_len :])
-        generated, counts = (_ids([*each], scores, upload) for each in (times, times.values()))
-        scores[generated] -= params.frequency_penalty * counts
-        scores[generated] -= params.presence_penalty
-
-
-def _ids(tokens: Sequence[int], scores: Tensor, upload: Upload) -> Tensor:
-    return upload(torch.tensor(tokens, dtype=torch.int64), scores.device)
+        added |= {token: -math.inf for token in history.ends if 0 <= token < vocab}
+    seen = history.counts if params.is_penalised else NOTHING_SEEN
+    if not added and params.allowed_token_ids is None:
+        return _RowChanges(seen.ids, seen.times, {})
+    tokens = dict.fromkeys((*seen.places, *added) if params.allowed_token_ids is None else params.allowed_token_ids)
+    places = {token: place for place, token in enumerate(tokens)}
+    times = [seen.times[seen.places[token]] if token in seen.places else math.nan for token in tokens]
+    own = {places[token]: amount for token, amount in added.items() if token in places}
+    return _RowChanges(np.array([*tokens], dtype=np.int64), np.array(times, dtype=np.float32), own)

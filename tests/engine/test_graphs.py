@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.formats.kernel_sizes import ROOM_CHUNK
 from h2o_flexgen.formats.kernel_table import TORCH
+from h2o_flexgen.kernels import working_room
 from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.memory.memories import site_of
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.working_space import SLACK, graph_bytes
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
 from tests.helpers.pretended import PretendedDevice
@@ -137,6 +141,35 @@ def test_what_cannot_be_captured_is_computed_without_unless_graphs_are_asked_for
         pytest.raises(RuntimeError, match=r"a layer cannot be captured \(operation not permitted"),
     ):
         llm.generate(case.prompts, SamplingParams(max_tokens=STEPS))
+
+
+@pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
+@pytest.mark.parametrize("place", range(len(POLICIES)))
+def test_the_room_of_programs_is_counted(
+    place: int, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are as small as they may be, so that the room is what programs take of it."""
+    monkeypatch.setattr(working_room, "ROOM_CHUNK", working_room.PART)
+    format, product = WEIGHTS[place % len(WEIGHTS)]
+    case = Case(
+        ("llama-gqa", "neox-parallel", "opt", "gemma2")[place % 4],
+        RESIDENT,
+        (5, 9, 2, 7, 5, 9, 2, 7),
+        STEPS,
+        gpu_batch_size=8,
+        num_gpu_batches=1,
+        policy=POLICIES[place],
+        weight_codec=format,
+        compute=product,
+        kv_codec=("plain", "group4")[place % 2],
+    )
+    with case.open(checkpoints, offload) as llm:
+        generate_with(llm, case)
+        assert llm.stats is not None
+        planned, site = llm.stats.last_block.planned, site_of("cpu", False)
+        taken = llm.loaded.device._room.nbytes
+    assert taken <= SLACK * graph_bytes(planned.kv, 0, planned.plan, site) - ROOM_CHUNK
+    assert taken > 0
 
 
 # -- what is held to be fit for a graph -------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -87,6 +89,7 @@ def test_what_is_kept_is_not_overwritten_by_other_programs() -> None:
         (lambda: torch.empty(4).long(), "aten._to_copy"),
         (lambda: torch.empty(4).add_(1.0), "aten.add_"),
         (lambda: torch.empty(4)[0].item(), "aten._local_scalar_dense"),
+        (lambda: torch.tensor([1.0, 2.0]), "aten.lift_fresh"),
     ],
 )
 def test_what_no_kernel_does_is_named(work: Callable[[], object], named: str) -> None:
@@ -105,6 +108,19 @@ def test_large_products_stay_with_torch_between_two_pieces() -> None:
         x.copy_(torch.randn(1, 64))
         program()
         assert torch.equal(out, work())
+
+
+def test_no_compiler_of_torch_is_loaded() -> None:
+    code = """
+import sys, torch
+from h2o_flexgen.kernels import recording, working_room
+out = torch.zeros(3)
+work = lambda: recording.kept(out.copy_(torch.empty(3).bfloat16().reshape(3)))
+recording.CallRecording.of(work, working_room.WorkingRoom())()
+print([name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 # -- the room ----------------------------------------------------------------------------------------------------------------
