@@ -91,7 +91,7 @@ class SharedWork:
         self._over = Latch()
 
     def do(self) -> None:
-        """Does what is left, beside other threads that do so."""
+        """The work of one thread: it takes items until none is left."""
         for place, item in self._left:
             try:
                 self._action(item)
