@@ -84,7 +84,7 @@ class SharedWork:
 
     def __init__(self, action: Callable[..., object], items: Sequence[object]) -> None:
         self._action = action
-        self._left = enumerate(items)  # whose next step one thread takes, and never two
+        self._left = enumerate(items)  # each next step is taken by one thread, never by two
         self._count = len(items)
         self._done: list[int] = []
         self._errors: dict[int, BaseException] = {}
