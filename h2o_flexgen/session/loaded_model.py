@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
+from h2o_flexgen.checkpoints.gguf_format import read_gguf
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.environment import cache_folder, folder_of_sockets
@@ -31,7 +33,7 @@ from h2o_flexgen.engine.resources import (
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed, keep_little_freed, peak_resident_bytes
-from h2o_flexgen.memory.memories import Memories, site_of
+from h2o_flexgen.memory.memories import Memories, own_site
 from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -126,7 +128,7 @@ class LoadedModel:
 
     @property
     def site(self) -> Site:
-        return site_of(self.device.kind, self.device.accelerator, self.request.model.dummy_weights)
+        return own_site(self.device.kind, self.device.accelerator, self.request.model.dummy_weights)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
         """Plans the workload under this model's plan, or under another one."""
@@ -169,13 +171,14 @@ class LoadedModel:
         """Opens the model; damaged copies of its weights are made again."""
         asked = self.request.model
         while True:
+            read = cache(read_gguf)  # the header of a GGUF file is read once for all that follows from it
             try:
-                self.opened = OpenedModel.of(asked.source, asked.dummy_weights, asked.dtype, self.site, self.stages)
+                self.opened = OpenedModel.of(asked.source, asked.dummy_weights, asked.dtype, self.site, self.stages, read)
                 self._put_under_plan()
             except Damaged as damaged:
                 self._mending.discard(damaged)
             else:
-                self.tokenizer = self.opened.tokenizer(asked.tokenizer, self.spec.vocab)
+                self.tokenizer = self.opened.tokenizer(asked.tokenizer, self.spec.vocab, read)
                 return
 
     def _put_under_plan(self) -> None:
