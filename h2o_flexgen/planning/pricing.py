@@ -168,7 +168,7 @@ class Pricing:
     def _is_chained(self, task: Task | Key) -> bool:
         """Whether it is one of many visits that are replayed in one call. Such a visit costs nothing beside its work."""
         one, layer = self.cost.batch_pass(task.step, task.batch), self.spec.layers[task.layer]
-        if self.machine.has_accelerator or not self.planned.plan.may_record or layer.reads_back or layer.makes_logits:
+        if self.machine.has_accelerator or not self.planned.plan.may_record or layer.makes_logits:
             return False
         is_step = bool(one.rows) and not one.prompts and not one.shared.tokens
         return is_step and self.schedule.traffic.rests(task.layer, task.batch)
