@@ -154,6 +154,8 @@ def _machine(
         attention_bytes_per_s=_rates(figures, attention_rates.READING, (HOST, DEVICE)),
         task_seconds=figures[visits.TASK],
         disk_both=min(2.0, max(1.0, figures[moving.BOTH])),
+        reads_beside_computing=figures.get(moving.READS_BESIDE, 1.0),
+        computing_beside_reads=figures.get(moving.COMPUTING_BESIDE, 1.0),
         kv_read_per_s=figures["kv_read_per_s"],
         kv_write_per_s=figures["kv_write_per_s"],
         host_read_per_s=figures[moving.SUM],
