@@ -142,10 +142,10 @@ def _load(variant: str) -> ctypes.CDLL | None:
     return None
 
 
-def pointer(tensor: Tensor, writes: bool = False) -> ctypes.c_void_p:
+def pointer(tensor: Tensor, writes: bool = False) -> int:
     """`writes`: the tensor is not the kernel's own, and is written."""
     assert tensor.is_contiguous()
-    return ctypes.c_void_p(address_of(tensor, writes))
+    return address_of(tensor, writes)
 
 
 class ValuePlaces(ctypes.Structure):
@@ -159,5 +159,6 @@ class ValuePlaces(ctypes.Structure):
 
     @classmethod
     def of(cls, tensor: Tensor, kind: int = NO_KIND, writes: bool = False) -> ValuePlaces:
-        assert tensor.stride(3) == 1
-        return cls(address_of(tensor, writes), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)
+        (row, head, slot, value), size = tensor.stride(), tensor.itemsize
+        assert value == 1
+        return cls(address_of(tensor, writes), row * size, head * size, slot * size, kind)
