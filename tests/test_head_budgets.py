@@ -29,7 +29,7 @@ from tests import test_conversation as talks
 from tests import test_pipeline as pipeline
 from tests import test_shared_prefixes as prefixes
 from tests import test_stream as stream
-from tests.engine.test_graphs import RESIDENT, replayed
+from tests.engine.test_graphs import RESIDENT, is_without_graphs, replayed
 from tests.helpers.contract import BY_HEAD, FEW_LOOK_BACK, MIXED_HEADS, WEIGHTS, Case, Checkpoints, head_budgets, hold_contract
 from tests.helpers.pairwise import on_devices
 from tests.helpers.tiny import BLOCKS
@@ -205,7 +205,7 @@ def test_steps_are_replayed_where_a_device_captures_them(
     kind: str, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     case = Case(kind, RESIDENT, (5, 9, 4, 7), 8, device=any_device, policy=BY_HEAD[0])
-    assert (replayed(case, checkpoints, offload) > 0) == (any_device != "cpu")
+    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device, kind)
 
 
 def test_nothing_depends_on_what_memory_held_before(

@@ -35,7 +35,7 @@ ROOMS = {
     "checkpoints": ("core", "formats", "kernels"),
     "models": ("checkpoints", "core", "formats", "kernels"),
     "kv": ("core", "formats", "kernels", "models", "policies"),
-    "sampling": ("core",),
+    "sampling": ("core", "kernels"),
     "text": ("checkpoints", "core", "sampling"),
     "engine": (
         "checkpoints",

@@ -16,9 +16,9 @@ from h2o_flexgen import SamplingParams
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import head
+from h2o_flexgen.kernels.pick_tokens import uniform
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.sampling.sampler import uniform
 from h2o_flexgen.schedule.ops import Op
 from tests.engine.test_shrink import case_of, fail_at
 from tests.helpers import tiny

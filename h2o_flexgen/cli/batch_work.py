@@ -18,7 +18,7 @@ from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_pr
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import say_broken
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unrecorded_reason
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
@@ -238,6 +238,8 @@ class BatchJob:
         self.tell(end_lines(finished, output.path, figures))
         if peaks is not None:
             say_broken(peaks)
+        if self.llm.stats is not None:
+            say_slow(unrecorded_reason(self.llm.stats.unrecorded))
         return ended
 
     def _elsewhere(self, seed: int) -> Elsewhere | None:

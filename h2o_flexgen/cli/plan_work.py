@@ -29,7 +29,7 @@ def work(request: PlanRequest) -> None:
         found = PlanFinder(PlanRequirements(plan, attend_on=(plan.attend_on,)), shapes, machines).price(need_of(request))
     else:
         found = PlanFinder(plan, shapes, machines).search(need_of(request))
-    found.result.best.plan.refuse_graphs_where_data_move()  # a run would
+    found.result.best.plan.refuse_graphs(found.problem.site)  # a run would
     with Progress(0, f"planning for {request.model.name}", late=True) as progress:
         progress.stage("reporting")
         stored = StoredWeights.of(shapes.opened_on(found.problem.machine))

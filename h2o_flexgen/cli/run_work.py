@@ -12,6 +12,7 @@ from h2o_flexgen.cli.processes.shared_work import RunApart
 from h2o_flexgen.cli.report.run_report import RunOutcome
 from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
+from h2o_flexgen.cli.slow import say_slow, unrecorded_reason
 from h2o_flexgen.cli.watch import RunWatch, say_threads
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.sampling.sampler import resolve_seed
@@ -59,6 +60,7 @@ def run(job: RunJob) -> None:
         seconds = watch.seconds
     assert llm.stats is not None
     job.say_slow_row(llm.stats.step_seconds)
+    say_slow(unrecorded_reason(llm.stats.unrecorded))
     RunOutcome(job, watch.blocks, llm.stats, completions, watch, seconds, seed).tell()
 
 

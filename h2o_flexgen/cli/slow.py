@@ -6,7 +6,7 @@ The reasons follow from facts that are at hand: nothing is measured for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -99,6 +99,14 @@ def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:
             f"{rows} {asks} for {asked_for(share, rows):.0%} of the experts of a layer, and a step brings these and others; "
             f"{'a talk has no other rows, so' if is_talk else more} keep all in memory"
         )
+
+
+def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:
+    """The reason that layers were not recorded."""
+    if unrecorded:
+        layer, why = next(iter(unrecorded.items()))
+        count = "one layer" if len(unrecorded) == 1 else f"{len(unrecorded)} layers"
+        yield f"{count} could not be recorded ({layer}: {why}), and Python made each call of each step; please report it"
 
 
 def one_worker_reason() -> str:

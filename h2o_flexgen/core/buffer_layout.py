@@ -21,6 +21,7 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
 VIEW_ALIGNMENT = 64  # of plain values: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, or keep their place in one: reads go straight there
+HALF_BYTES = 2  # of a value of 16 bits
 READERS = 6  # threads that read and write files
 SLOT_NUMBER_BYTES = 8
 PICKED_VALUES = 1 << 20  # logits that tokens are picked from at once: temporaries in float64 have 8 MiB, whatever the batch
@@ -61,8 +62,13 @@ def _start_behind(end: int, nbytes: int) -> int:
 
 def keeps_its_place(tensor: TensorSpec) -> bool:
     """Whether a tensor that is read from a file may begin anywhere in a page. Blocks may: GGUF files have them at
-    any place, and the code that reads them, in C and in torch, takes bytes from any address."""
-    return isinstance(FORMATS[tensor.format], Blocked) and tensor.nbytes >= PAGE_ALIGNED_FROM
+    any place, and the code that reads them, in C and in torch, takes bytes from any address. Plain values of 16 bits may:
+    their products have the same bits wherever they begin. In float32, those of one row by torch do not."""
+    if tensor.format == PLAIN:
+        keeps = tensor.itemsize == tensor.stored_itemsize == HALF_BYTES
+    else:
+        keeps = isinstance(FORMATS[tensor.format], Blocked)
+    return keeps and tensor.nbytes >= PAGE_ALIGNED_FROM
 
 
 def read_arena(tensors: Iterable[TensorSpec], accelerator: bool, places: Mapping[str, int] | None = None) -> Arena:

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.engine.executor import Executor, shortage_in
-from h2o_flexgen.engine.graphs import Compute, GraphPlace, StepGraphs
+from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
+from h2o_flexgen.engine.graphs import Afterwards, Compute, GraphPlace, StepGraphs
 from h2o_flexgen.engine.head import AtHead, LogitsOf
 from h2o_flexgen.engine.reports import OnPass, Pass
 from h2o_flexgen.engine.row_state import RowState
@@ -34,6 +34,7 @@ from h2o_flexgen.engine.stores.layer_judges import judges_of
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.kernels.recording import kept
 from h2o_flexgen.kv.layer_cache import LayerCache
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -69,6 +70,7 @@ class BlockRun:
     busy_seconds: Mapping[str, float]  # per lane, of the device on which the lane was busy longest
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
+    unrecorded: Mapping[str, str] = field(default_factory=dict)  # layers that were computed without one, and why
     shortage: Shortage | None = None  # a lack of memory that ended it early: unfinished rows start again
 
     @property
@@ -97,6 +99,7 @@ class _Measures:
     trace: Trace = field(default_factory=lambda: Trace(()))
     replayed: int = 0
     graphs_given_up: str | None = None
+    unrecorded: Mapping[str, str] = field(default_factory=dict)
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     skipped_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -347,20 +350,23 @@ class Engine:
                 asked,
                 listening,
                 guard,
-                StepGraphs.of(self._plan, self._memories.device),
+                StepGraphs.of(self._plan, self._memories.device, self._rests(schedule), prefixes.places),
                 measures,
                 finished,
                 block.num_rows,
                 lambda: longest_by_kind(executor.busy_seconds),
             )
             devices, lanes = [own.device for own in self._memories.of_devices], schedule.traffic.lanes
-            executor = Executor(self._actions(schedule, state), devices, schedule.ahead, self._times_all, lanes)
+            actions, is_past = self._actions(schedule, state), _never if state.graphs is None else state.graphs.is_past
+            executor = Executor(actions, devices, schedule.ahead, self._times_all, lanes, is_past)
             try:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
                 measures.trace = executor.trace
                 if state.graphs is not None:
                     measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
+                    names = ((self._spec.layers[layer].name.title, why) for layer, why in state.graphs.refused.items())
+                    measures.unrecorded = dict(names)
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
                 measures.skipped_bytes = sum((weights.skipped_bytes for weights in self._weights), Counter())
@@ -415,7 +421,7 @@ class Engine:
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
-    def _actions(self, schedule: Schedule, state: _Progress) -> dict[Op, Callable[[Task], int]]:
+    def _actions(self, schedule: Schedule, state: _Progress) -> dict[Op, Action]:
         def for_the_living(action: Callable[[Task], int]) -> Callable[[Task], int]:
             return lambda task: 0 if state.rows[task.batch].is_done else action(task)
 
@@ -436,17 +442,23 @@ class Engine:
             """Wraps the actions of all devices: each task runs that of its own device."""
             return lambda task: action_of(lanes.device(task.layer))(task)
 
-        def compute(task: Task) -> int:
-            if not state.rows[task.batch].is_done:
+        def past_of(task: Task) -> Past | None:
+            return None if state.graphs is None else state.graphs.past(task)
+
+        def compute(task: Task) -> int | Past:
+            past = past_of(task)
+            if past is not None or not state.rows[task.batch].is_done:
                 state.measures.step = task.step
-                if state.guard is not None:
-                    state.guard.look()
-                self._compute(task, state)
+                if past is None:
+                    if state.guard is not None:
+                        state.guard.look()
+                    self._compute(task, state)
+                    past = past_of(task)
                 state.heard.append(task)
                 if lanes.of(task) == lanes.of_head:  # listeners are called in the caller's thread
                     state.tell_of_visits()
             self._weights_for(task.visit).wanted.computed(task.visit)
-            return 0
+            return past or 0
 
         return {
             Op.READ_W: for_its_users(on_own(lambda at: self._weights[at].read)),
@@ -468,7 +480,7 @@ class Engine:
         if layer.makes_logits:
 
             def logits_of(hidden: Tensor) -> Tensor:
-                return base.logits(self._model, layer, hidden, self._weights_for(visit).logit_parts(visit))
+                return base.logits(self._model, layer, hidden, self._weights_for(visit).for_logits(visit, hidden))
 
             state.at_the_head(rows, task, logits_of)
             return
@@ -477,16 +489,21 @@ class Engine:
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
-        if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
-            place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit))
-            state.hidden.put(task, state.graphs.compute(place, visit.batch, rows, hidden, self._captured(visit, cache)))
-            return
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
+        if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
+            place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit), self._kv_for(visit, state).buffer(visit))
+            state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache)))
+            return
         may_overwrite = state.hidden.may_be_overwritten(task.batch)
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
+
+    def _rests(self, schedule: Schedule) -> Callable[[int, int], bool]:
+        """Whether nothing moves for a layer and a batch. The head is apart: tokens are picked there."""
+        head, traffic = len(self._spec.layers) - 1, schedule.traffic
+        return cache(lambda layer, batch: layer < head and traffic.rests(layer, batch))
 
     def _widens_behind(self, layer: int) -> bool:
         """Whether the next layer makes wider hidden states on the host."""
@@ -501,12 +518,21 @@ class Engine:
 
     def _captured(self, visit: Visit, cache: LayerCache | None) -> Compute:
         """Computes a layer in a way that may be captured: it does not depend on what was done before."""
+        weights = self._weights_for(visit)
 
-        def compute(part: RowsPart, hidden: Tensor | None) -> Tensor:
-            self._weights_for(visit).forget_decoded()
+        def compute(part: RowsPart, hidden: Tensor | None, afterwards: list[Afterwards]) -> Tensor:
+            def chosen(experts: Tensor) -> None:
+                lasting = kept(experts)
+                afterwards.append(lambda now: weights.wanted.chose(now, lasting))
+
+            weights.forget_decoded()
             if cache is not None:
                 cache.forget_replaced()
-            return self._computed(visit, part, hidden, None if cache is None else partial(cache.attend, part.levels))
+            attend = None if cache is None else partial(cache.attend, part.levels)
+            made = self._computed(visit, part, hidden, attend, chosen=chosen)
+            if cache is not None:
+                afterwards += cache.replacements(kept)
+            return made
 
         return compute
 
@@ -572,15 +598,20 @@ class Engine:
         attend: Attend | None,
         piece: slice = slice(None),
         may_overwrite: bool = False,
+        chosen: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Computes a part, or a piece of it: `hidden` has the states of its tokens."""
-        positions, chose = part.now.text_positions[:, piece], partial(self._weights_for(visit).wanted.chose, visit)
-        given = base.Given(positions, attend or base.nothing_to_attend, chose, may_overwrite)
+        chosen = chosen or partial(self._weights_for(visit).wanted.chose, visit)
+        given = base.Given(part.now.text_positions[:, piece], attend or base.nothing_to_attend, chosen, may_overwrite)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:
             x, weights = hidden, self._weights_for(visit).views(visit)
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
+
+
+def _never(task: Task) -> bool:
+    return False
 
 
 def _cache_of(part: RowsPart, cache: LayerCache) -> LayerCache:
@@ -604,5 +635,6 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         busy_seconds=measures.lane_seconds,
         replayed=measures.replayed,
         graphs_given_up=measures.graphs_given_up,
+        unrecorded=measures.unrecorded,
         shortage=shortage,
     )

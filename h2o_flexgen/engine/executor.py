@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,15 @@ from h2o_flexgen.memory.threads import Event, starting
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Lanes, Op, Task
 from h2o_flexgen.schedule.trace import Trace
 
-Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
+
+class Past(NamedTuple):
+    """When a task was done that had happened before its turn came: times of time.perf_counter."""
+
+    begun: float
+    ended: float
+
+
+Action = Callable[[Task], "int | Past"]  # does the task and returns the bytes that it moved
 COLLECTED_EVERY = 32  # COMPUTEs: ended tasks are collected in groups, as each costs a call of the driver
 
 
@@ -57,8 +66,10 @@ class Executor:
         ahead: int = 1,
         times_all: bool = True,
         lanes: Lanes | None = None,
+        is_past: Callable[[Task], bool] = lambda task: False,
     ) -> None:
-        """`times_all`: every task has its span in the trace, also where times cost calls to a device's driver."""
+        """`times_all`: every task has its span in the trace, also where times cost calls to a device's driver. `is_past`:
+        whether a COMPUTE has happened before its turn; nothing waits for it then."""
         self._actions = actions
         self._devices = (device,) if isinstance(device, Device) else tuple(device)
         self._device = self._devices[-1]  # that computes in the caller's thread
@@ -69,6 +80,7 @@ class Executor:
         self._queues: dict[str, SimpleQueue[tuple[Task, _Pending] | None]] = {}
         self._threads: list[tuple[threading.Thread, Event]] = []
         self._times_all = times_all
+        self._is_past = is_past
         self._marked: dict[str, int] = dict.fromkeys(self._lanes.there, 0)  # markers of each lane so far
         self._waited: dict[tuple[str, str], int] = {}  # (lane, other lane) -> the marker of the other that it waited for last
         self._computed = 0
@@ -137,8 +149,12 @@ class Executor:
         event, own = self._device.handover.event, self._lanes.of_head
         for task in tasks:
             self._raise_failure()
-            self._pending[task.key] = pending = _Pending(event())
             lane = self._lane_of(task)
+            if lane == own and not computes and self._is_past(task):
+                self._compute_past(task)
+                yield
+                continue
+            self._pending[task.key] = pending = _Pending(event())
             if lane == own:
                 computes.append((task, pending))
                 if len(computes) > self._ahead:
@@ -156,6 +172,16 @@ class Executor:
         self._computed += 1
         if self._computed % COLLECTED_EVERY == 0:
             self._collect()
+
+    def _compute_past(self, task: Task) -> None:
+        try:
+            past = self._actions[task.op](task)
+            assert isinstance(past, Past)
+            self._recorder.add(task, *past, 0)
+        except BaseException as error:
+            self._failure = self._failure or (task, error)
+            self._stopped = True
+            self._raise_failure()
 
     def _collect(self) -> None:
         """Moves ended tasks to the recorder's trace, so that nothing here grows with the length of a job."""
@@ -263,6 +289,9 @@ class Executor:
         start = time.perf_counter()
         moved = self._actions[op](task)
         last = device.mark(is_timed, blocking=True) if on_stream else None
+        if isinstance(moved, Past):
+            self._recorder.add(task, *moved, 0)
+            return
         if last is None:
             self._recorder.add(task, start, time.perf_counter(), moved)
             return

@@ -1,34 +1,45 @@
-"""Graphs: decode COMPUTEs of a block that keeps its data on the device, captured once and replayed as one launch each.
+"""Graphs: decode COMPUTEs of a block, captured once and replayed as one launch each; on a CPU, as one call of the library.
 
 A graph works on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the numbers
 of a step) is written into fixed tensors, and hidden states go through a fixed tensor. A graph is valid for one layer and batch
-with its present rows, and for one buffer through which the layer's weights come. When rows leave, or begin to evict tokens, new
-graphs are made.
+with its present rows, and for one buffer through which the layer's weights come, and its KV. When rows leave, or begin to evict
+tokens, new graphs are made.
+
+On a CPU, layers of which nothing moves are chained: when the first of them is due, the whole chain of a batch is one call. The
+other COMPUTEs of the chain then have happened.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.prefix_groups import SharedPrefix
+from h2o_flexgen.engine.executor import Past
 from h2o_flexgen.engine.rows import BatchRows, RowsPart
+from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
+from h2o_flexgen.schedule.ops import Task, Visit
 
-Compute = Callable[[RowsPart, "Tensor | None"], Tensor]  # computes a layer on the rows of a part
-EAGER = 2  # steps before a capture: libraries initialise in the first, and rows that leave soon are not worth a capture
+Afterwards = Callable[[Visit], None]  # what Python does once a visit is computed
+# Computes a layer on the rows of a part, and adds to the list what is to be done after this and after each replay.
+Compute = Callable[[RowsPart, "Tensor | None", list[Afterwards]], Tensor]
+Replay = Callable[[], None]
+Where = Callable[[Collection[int]], tuple[int, ...]]  # the places of prefixes
 
 
 class GraphPlace(NamedTuple):
-    """The layer of a graph, and the buffer in which its weights lay when it was captured."""
+    """The layer of a graph, and the buffers in which its weights and its KV lay when it was captured."""
 
     layer: int
-    buffer: int  # of those through which weights come
+    weights: int = 0
+    kv: int = 0
 
 
 class Kind(NamedTuple):
@@ -38,11 +49,28 @@ class Kind(NamedTuple):
     rows: int
     evicts: tuple[bool, ...]  # at each level of KV heads
     stores_singly: tuple[bool, ...]
+    shared: tuple[SharedPrefix | None, ...]  # what each row shares with others
+    prefixes: tuple[int, ...]  # where that lies
 
     @classmethod
-    def of(cls, rows: BatchRows) -> Kind:
-        slots = [now.slots for now in rows.parts[0].levels]
-        return cls(rows.generation, rows.size, tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots))
+    def of(cls, rows: BatchRows, where: Where) -> Kind:
+        now = rows.parts[0].now
+        slots = [level.slots for level in rows.parts[0].levels]
+        evicts, stores = tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots)
+        return cls(rows.generation, rows.size, evicts, stores, now.prefixes, where(rows.prefixes) if now.prefixes else ())
+
+
+class Graph(NamedTuple):
+    replay: Replay
+    afterwards: Sequence[Afterwards]
+
+
+class Chain(NamedTuple):
+    """Consecutive layers of a batch as one launch."""
+
+    layers: range
+    replay: Replay
+    moments: Tensor  # (layers + 1,), int64: when each began and the last one ended, in nanoseconds
 
 
 @dataclass
@@ -55,7 +83,10 @@ class _Batch:
     hidden: dict[torch.Size, Tensor] = field(default_factory=dict)
     ends: dict[int, Tensor] = field(default_factory=dict)  # layer -> where its hidden states stay
     eager: Counter[int] = field(default_factory=Counter)  # layer -> times that it was computed without a graph
-    graphs: dict[GraphPlace, Callable[[], None]] = field(default_factory=dict)  # what replays a layer
+    graphs: dict[GraphPlace, Graph] = field(default_factory=dict)
+    chains: dict[int, Chain] = field(default_factory=dict)  # by their first layer
+    past: dict[int, Past] = field(default_factory=dict)  # layers of this step that a chain has computed
+    refused: dict[int, str] = field(default_factory=dict)  # layer -> why it is computed without a graph
 
     @classmethod
     def of(cls, kind: Kind, part: RowsPart) -> _Batch:
@@ -75,63 +106,124 @@ class _Batch:
         if hidden.shape not in self.hidden:
             self.hidden[hidden.shape] = torch.empty_like(hidden)
         there = self.hidden[hidden.shape]
-        there.copy_(hidden)
+        if there is not hidden:
+            there.copy_(hidden)
         return there
 
 
 class StepGraphs:
-    def __init__(self, device: Device, is_asked: bool) -> None:
-        """`is_asked`: a layer that cannot be captured is an error; otherwise it is computed without graphs."""
+    def __init__(self, device: Device, is_asked: bool, rests: Callable[[int, int], bool], where: Where) -> None:
+        """`is_asked`: a layer that cannot be captured is an error; otherwise it is computed without graphs. `rests`: whether
+        nothing moves for a layer and a batch."""
         self._device = device
         self._is_asked = is_asked
+        self._rests = rests
+        self._where = where
         self._batches: dict[int, _Batch] = {}
         self.replayed = 0  # COMPUTEs
         self.given_up: str | None = None  # why nothing is captured any more
+        self.refused: dict[int, str] = {}  # layer -> why it was computed without a graph
 
     @classmethod
-    def of(cls, plan: Plan, device: Device) -> StepGraphs | None:
+    def of(cls, plan: Plan, device: Device, rests: Callable[[int, int], bool], where: Where) -> StepGraphs | None:
         """None where graphs are not possible, or where the plan excludes them."""
-        return cls(device, plan.graphs == ON) if device.captures and plan.may_capture else None
+        may = plan.may_capture if device.accelerator else plan.may_record
+        return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 
     def take(self, rows: BatchRows) -> bool:
-        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, without shared prefixes."""
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them."""
         (part, *others) = rows.parts
-        return not others and not part.now.is_prefill and not part.now.prefixes and self.given_up is None
+        return not others and not part.now.is_prefill and self.given_up is None
 
-    def compute(self, place: GraphPlace, number: int, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
-        """Computes a layer on the batch of this number, by its graph if there is one. `hidden`: what the layer before left."""
-        batch, layer = self._batch(number, rows), place.layer
+    def is_past(self, task: Task) -> bool:
+        """Whether a chain has computed it."""
+        batch = self._batches.get(task.batch)
+        return batch is not None and task.layer in batch.past
+
+    def past(self, task: Task) -> Past | None:
+        """When it was computed, if a chain has done so. Asked once."""
+        batch = self._batches.get(task.batch)
+        return batch.past.pop(task.layer, None) if batch is not None and batch.past else None
+
+    def compute(self, place: GraphPlace, visit: Visit, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
+        """Computes a layer on a batch, by its graph if there is one, and the layers that are chained behind it. `hidden`: what
+        the layer before left."""
+        batch, layer = self._batch(visit.batch, rows), place.layer
         batch.follow(rows.parts[0])
         if hidden is not None:
-            hidden = self._staying(batch, hidden)
-        if place not in batch.graphs and batch.eager[layer] >= EAGER:
+            hidden = batch.put(hidden)
+        is_known = place in batch.graphs or layer in batch.refused
+        if not is_known and batch.eager[layer] >= self._device.steps_before_capture:
             self._capture(batch, place, hidden, compute)
-        if place in batch.graphs:
-            batch.graphs[place]()
-            self.replayed += 1
-        else:
-            batch.ends[layer] = batch.put(compute(batch.part, hidden))
+        if place not in batch.graphs:
+            afterwards = list[Afterwards]()
+            batch.ends[layer] = batch.put(compute(batch.part, hidden, afterwards))
             batch.eager[layer] += 1
-        return batch.ends[layer]
+            _do(afterwards, visit)
+            return batch.ends[layer]
+        return self._replay(batch, place, visit)
 
     def _batch(self, number: int, rows: BatchRows) -> _Batch:
-        kind, known = Kind.of(rows), self._batches.get(number)
+        kind, known = Kind.of(rows, self._where), self._batches.get(number)
         if known is None or known.kind != kind:
             if known is not None and known.graphs:
                 self._device.settle()  # before graphs go, none of them may be under way
             self._batches[number] = _Batch.of(kind, rows.parts[0])
         return self._batches[number]
 
-    def _staying(self, batch: _Batch, hidden: Tensor) -> Tensor:
-        return hidden if hidden is batch.hidden.get(hidden.shape) else batch.put(hidden)
-
     def _capture(self, batch: _Batch, place: GraphPlace, hidden: Tensor | None, compute: Compute) -> None:
+        afterwards = list[Afterwards]()
+
         def work() -> None:
-            batch.put(compute(batch.part, hidden))
+            batch.put(compute(batch.part, hidden, afterwards))
 
         try:
-            batch.graphs[place] = self._device.capture(work)
+            batch.graphs[place] = Graph(self._device.capture(work), afterwards)
         except RuntimeError as error:
             if self._is_asked:
                 raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error
-            self.given_up = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
+            if isinstance(error, CannotBeRecorded):
+                self.refused[place.layer] = batch.refused[place.layer] = reason
+            else:
+                self.given_up = reason
+
+    def _replay(self, batch: _Batch, place: GraphPlace, visit: Visit) -> Tensor:
+        chain = self._chain(batch, place, visit.batch)
+        if chain is None:
+            batch.graphs[place].replay()
+            _do(batch.graphs[place].afterwards, visit)
+            self.replayed += 1
+            return batch.ends[place.layer]
+        chain.replay()
+        moments = [moment / 1e9 for moment in chain.moments.tolist()]
+        for layer, *times in zip(chain.layers, moments, moments[1:]):
+            batch.past[layer] = Past(*times)
+            _do(batch.graphs[GraphPlace(layer)].afterwards, visit._replace(layer=layer))
+        self.replayed += len(chain.layers)
+        return batch.ends[chain.layers[-1]]
+
+    # -- chains ------------------------------------------------------------------------------------------------------------
+
+    def _chain(self, batch: _Batch, place: GraphPlace, number: int) -> Chain | None:
+        """The chain that begins with a layer, once all its layers are captured; None if it is the only one."""
+        first = place.layer
+        if first not in batch.chains and self._device.chains and self._rests(first, number):
+            layers = self._chained(batch, first, number)
+            if len(layers) > 1 and all(GraphPlace(layer) in batch.graphs for layer in layers):
+                moments = torch.zeros(len(layers) + 1, dtype=torch.long)
+                replays = [batch.graphs[GraphPlace(layer)].replay for layer in layers]
+                batch.chains[first] = Chain(layers, self._device.chained(replays, moments), moments)
+        return batch.chains.get(first)
+
+    def _chained(self, batch: _Batch, first: int, number: int) -> range:
+        """The layers from the first one on of which nothing moves, up to one that is computed without a graph."""
+        last = first
+        while self._rests(last + 1, number) and last + 1 not in batch.refused:
+            last += 1
+        return range(first, last + 1)
+
+
+def _do(afterwards: Sequence[Afterwards], visit: Visit) -> None:
+    for work in afterwards:
+        work(visit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
-from h2o_flexgen.sampling.logits import History
+from h2o_flexgen.sampling.history import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.row_text import RowText, decode_new
 from h2o_flexgen.text.tokenizer import Tokenizer

@@ -73,6 +73,7 @@ class BatchRows:
         """`policies`: of each level of KV heads."""
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
+        self.held_before: tuple[int, ...] = ()  # slots in use when the rows last moved up, in the heads of each level
         self.last_step: int | None = None  # known once all rows are finished and no more come
         self._batch = batch  # the living rows
         self._rows = list(rows)
@@ -271,6 +272,7 @@ class BatchRows:
         kept = [place if place in in_front else from_behind.pop(0) for place in range(count)]
         if count < len(self._rows):
             self.generation += 1
+            self.held_before = tuple(self.changed(level)[1] for level in range(len(self._policies)))
             self._rows = [self._rows[place] for place in kept]
             self._keep(kept)
         self.places_before = kept

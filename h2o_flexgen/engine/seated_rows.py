@@ -110,9 +110,9 @@ class SeatedRows(BatchRows):
         return RowsPart(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
 
     def _decoding(self) -> tuple[KVStep, ...]:
-        steps = [[slots.at(row.num_generated) for slots in self._slots[row.row]] for row in self._rows]
+        each, steps = [self._slots[row.row] for row in self._rows], [row.num_generated for row in self._rows]
         prefixes = () if self._copies else [self._waiting.need(row).prefix for row in self._rows]
-        return self._steps_of(map(StepSlots.of_rows, zip(*steps)), prefixes)
+        return self._steps_of((Occupancy.apart([*zip(slots, steps)]) for slots in zip(*each)), prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
         """Ranges of new rows that have their prompts read at once."""

@@ -38,6 +38,7 @@ class Stats:
     busy_seconds: dict[str, float]  # seconds per lane
     peaks: Peaks
     replayed: int  # visits that were replayed as graphs
+    unrecorded: Mapping[str, str]  # layers that could not be, and why
     shrunk: tuple[BlockSize, ...]  # sizes of blocks that memory ran out in; their seconds and bytes count above
     blocks: tuple[BlockRun, ...] = field(repr=False)  # the blocks that ended; only the last has kept its trace
 
@@ -71,6 +72,7 @@ class Stats:
             busy_seconds=dict(busy),
             peaks=peaks,
             replayed=sum(run.replayed for run in runs),
+            unrecorded={layer: why for run in runs for layer, why in run.unrecorded.items()},
             shrunk=tuple(BlockSize.of(run.block) for run in runs if run.shortage is not None),
             blocks=ended,
         )

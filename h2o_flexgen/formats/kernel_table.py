@@ -28,6 +28,7 @@ TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 RMS_NORM, HALVES_APART = "rms norm", "halves apart"
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
 ADD_WEIGHTED = "add weighted"
+PICK_TOKENS, LIKELIEST = "pick tokens", "likeliest"
 SUM, MAX = "sum", "max"  # how the attention that a key gets from several queries becomes one number: MAX is the highest share
 
 CPU, CUDA = "cpu", "cuda"
@@ -213,7 +214,8 @@ def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
     gating = (GATED_SILU, "gated_silu"), (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu")
     others = (RMS_NORM, "rms_norm"), (HALVES_APART, "halves_apart"), (ADD_WEIGHTED, "add_weighted")
-    for op, function in (*gating, *others):
+    picking = (PICK_TOKENS, "pick_tokens"), (LIKELIEST, "likeliest")
+    for op, function in (*gating, *others, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
 

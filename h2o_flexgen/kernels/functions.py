@@ -24,6 +24,7 @@ from h2o_flexgen.kernels.group_codes import (
     tile_encode_twin,
 )
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin, int8_products
+from h2o_flexgen.kernels.pick_tokens import likeliest, likeliest_twin, pick_tokens, pick_tokens_twin
 from h2o_flexgen.kernels.products import (
     pair_product,
     pair_products,
@@ -81,6 +82,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(gated_silu, gated_silu_twin, gated_gelu_tanh, gated_gelu_tanh_twin, gated_gelu, gated_gelu_twin),
         *(take_slots, take_slots_twin, gather_slots_twin),
         *(add_weighted, add_weighted_twin),
+        *(pick_tokens, pick_tokens_twin, likeliest, likeliest_twin),
     )
 }
 

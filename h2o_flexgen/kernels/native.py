@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,12 +37,6 @@ def native_library() -> ctypes.CDLL:
     native = _loaded()[1]
     assert native is not None
     return native
-
-
-def run(name: str, given: ctypes.Structure, threads: int) -> None:
-    """Calls a kernel of the library: a function of C that takes the address of a struct, and how many threads may work on it.
-    Everything that `given` points to must be kept alive by `given`, but for the memory of tensors."""
-    getattr(native_library(), name)(ctypes.byref(given), threads)
 
 
 def processor(device: str) -> Processor:
@@ -140,6 +136,37 @@ def _load(variant: str) -> ctypes.CDLL | None:
             if native.kernels_version() == shared().kernels_version and native.runs_here(variant.encode()):
                 return native
     return None
+
+
+class CallRecorder(Protocol):
+    """Notes calls of kernels instead of making them (kernels/recording.py)."""
+
+    def note(self, name: str, given: ctypes.Structure, threads: int) -> None: ...
+
+    def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None: ...
+
+    def lasting(self, values: Tensor) -> Tensor: ...
+
+
+RECORDER: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)  # of what this thread does
+
+
+def entry_of(name: str) -> int:
+    """The address of a kernel."""
+    address = ctypes.cast(getattr(native_library(), name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def run(name: str, given: ctypes.Structure, threads: int) -> None:
+    """Calls a kernel of the library: a function of C that takes the address of a struct, and how many threads may work on it.
+    Everything that `given` points to must be kept alive by `given`, but for the memory of tensors. If this thread records, its
+    recorder notes the call instead."""
+    recorder = RECORDER.get()
+    if recorder is None:
+        getattr(native_library(), name)(ctypes.byref(given), threads)
+    else:
+        recorder.note(name, given, threads)
 
 
 def pointer(tensor: Tensor, writes: bool = False) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_table import (
     ADD_WEIGHTED,
     APPEND,
+    CPU,
     DECODE,
     DECODE_ATTENTION,
     DECODE_ROWS,
@@ -26,6 +27,8 @@ from h2o_flexgen.formats.kernel_table import (
     GATED_SILU,
     GATHER_SLOTS,
     HALVES_APART,
+    LIKELIEST,
+    PICK_TOKENS,
     PRODUCT,
     PROMPT_ATTENTION,
     RMS_NORM,
@@ -46,6 +49,7 @@ from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, Upload
 from h2o_flexgen.kernels.row_functions import gated_silu_twin
 
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
@@ -61,6 +65,12 @@ def chosen(op: str, format: str, like: Tensor, rows: int = 1, width: int = 1) ->
 def _kernel(op: str, format: str, dtype: torch.dtype, there: Processor, rows: int, width: int) -> Kernel | None:
     """Every layer asks the same, several times."""
     return choose(op, format, str(dtype).removeprefix("torch."), there.runs, rows, width)
+
+
+def in_one_order(op: str, format: str, like: Tensor, rows: int) -> bool:
+    """Whether a kernel in C does it: what becomes of a row and an output depends on nothing beside them."""
+    kernel = _kernel(op, format, like.dtype, processor(like.device.type), rows or 1, 1)
+    return kernel is not None and kernel.device == CPU and bool(kernel.libraries)
 
 
 def _required(op: str, format: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
@@ -304,3 +314,25 @@ def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts
     """Adds rows (count, width), each times its weight (count,), fp32, to the sums (sums, width), fp32, that `to` (count,)
     names. Those of a sum are added in their order. Of the `counts`, which follow each other, no two rows have the same sum."""
     _required(ADD_WEIGHTED, PLAIN, rows)(sums, rows, weights, to, counts)
+
+
+# -- tokens --------------------------------------------------------------------------------------------------------------
+
+
+def pick_tokens(
+    logits: Tensor,
+    draws: Sequence[Draw] | None = None,
+    changes: ScoreChanges | None = None,
+    upload: Upload = Tensor.to,
+    at_once: int = 1 << 20,
+) -> PickedTokens:
+    """Picks a token for each row of logits (rows, vocab): the likeliest, or as `draws` say, where there are. The scores
+    are the logits with `changes`. Temporaries are made of `at_once` logits, or of a row."""
+    picked: PickedTokens = _required(PICK_TOKENS, PLAIN, logits)(logits, draws, changes, upload, at_once)
+    return picked
+
+
+def likeliest(values: Tensor, count: int, at_once: int = 1 << 20) -> tuple[Tensor, Tensor]:
+    """The highest values of each row (rows, vocab), fp32, and their places, (rows, count) each."""
+    highest, ids = _required(LIKELIEST, PLAIN, values)(values, count, at_once)
+    return highest, ids

@@ -13,7 +13,7 @@ from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
 from h2o_flexgen.formats.table import PlainFormat
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
-from h2o_flexgen.kernels.native import KINDS, run
+from h2o_flexgen.kernels.native import KINDS, RECORDER, run
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, RowsInRuns, panel_products
 
 # -- plain product ---------------------------------------------------------------------------------------------------------
@@ -29,7 +29,15 @@ def plain_decode(format: PlainFormat, data: Tensor, out: Tensor) -> None:
 
 
 def plain_product(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-    return functional.linear(x.values, data, bias)
+    if (recorder := RECORDER.get()) is None:
+        return functional.linear(x.values, data, bias)
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    recorder.by_torch(_into, (x.values, data, bias), out)
+    return out
+
+
+def _into(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
+    out.copy_(functional.linear(x, matrix, bias))
 
 
 # -- wide product ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ level passes everything on as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -74,6 +74,11 @@ class LayerCache:
         for cache in self._caches:
             cache.replaced = None
 
+    def replacements(self, kept: Callable[[Tensor], Tensor]) -> list[Callable[[object], None]]:
+        """What says again which slots a step has changed one by one, each time that the step is repeated."""
+        changed = [(cache, kept(cache.replaced)) for cache in self._caches if cache.replaced is not None]
+        return [partial(_replaces, cache, slots) for cache, slots in changed]
+
     # -- attention on the host -------------------------------------------------------------------------------------------
 
     def asked(self, now: Steps, tokens: NewTokens) -> AttentionInput:
@@ -115,6 +120,10 @@ class LayerCache:
     def _levels(self) -> Iterator[tuple[int, Tensor, KVCache]]:
         for (level, heads), cache in zip(self._heads, self._caches, strict=True):
             yield level, heads, cache
+
+
+def _replaces(cache: KVCache, slots: Tensor, visit: object) -> None:
+    cache.replaced = slots.clone()  # the next step has others, and a journal keeps these
 
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:

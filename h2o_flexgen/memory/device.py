@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -18,6 +18,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import CPU, TORCH
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.recording import CallRecording, Program
+from h2o_flexgen.kernels.working_room import WorkingRoom
 from h2o_flexgen.memory.host import HostTier, Meter
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 
@@ -90,12 +94,19 @@ class Device:
     """The CPU: work is over when the call returns."""
 
     accelerator = False
-    captures = False  # whether work can be captured
+    chains = True  # whether what was captured can be joined to one launch
+    steps_before_capture = 1  # in which tensors are made that stay: what is recorded finds them
     kind = "cpu"
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.handover = Handover()
+        self._room = WorkingRoom()  # of all that is recorded
+
+    @property
+    def captures(self) -> bool:
+        """Whether work can be captured: on a CPU, where kernels in C do it."""
+        return processor(CPU).build != TORCH
 
     def stream(self, lane: str) -> AbstractContextManager[object]:
         """A context in which work is issued to this lane's stream."""
@@ -129,7 +140,12 @@ class Device:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats this work, as one launch and on the same addresses; the work is not done now."""
-        return work
+        return CallRecording.of(work, self._room)
+
+    def chained(self, captured: Sequence[Callable[[], None]], moments: Tensor) -> Callable[[], None]:
+        """What was captured, one after the other as one launch; `moments` (captured + 1,), int64, gets when each begins and the
+        last one ends, in nanoseconds of time.perf_counter."""
+        return Program.timed([each for each in captured if isinstance(each, Program)], moments)
 
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
@@ -170,6 +186,8 @@ class Device:
 class CudaDevice(Device):
     accelerator = True
     captures = True
+    chains = False
+    steps_before_capture = 2  # libraries initialise in the first, and rows that leave soon are not worth a capture
     kind = "cuda"
 
     def __init__(self, index: int | None = None) -> None:

@@ -57,14 +57,16 @@ class Range:
     stop: int
 
 
-def slices(tensors: Mapping[str, int], parts: int) -> list[list[Range]]:
-    """Cuts tensors, given as name -> bytes, into parts of nearly equal size. Cuts inside a tensor are at whole pages from its
-    start: so direct reads of the parts are aligned if that of the whole is, and no value is divided."""
+def slices(tensors: Mapping[str, int], parts: int, places: Mapping[str, int]) -> list[list[Range]]:
+    """Cuts tensors, given as name -> bytes, into parts of nearly equal size. Cuts inside a tensor are between pages: so direct
+    reads of the parts are aligned if that of the whole is, and no value is divided. `places`: where in a page tensors begin, by
+    name; others begin with a page."""
     total = sum(tensors.values())
     cut: list[list[Range]] = [[] for _ in range(parts)]
     offset = 0
     for name, nbytes in tensors.items():
-        bounds = [(total * part // parts - offset) // ALIGNMENT * ALIGNMENT for part in range(parts)] + [nbytes]
+        before = places.get(name, 0)
+        bounds = [(total * part // parts - offset) // ALIGNMENT * ALIGNMENT - before for part in range(parts)] + [nbytes]
         bounds = [min(max(bound, 0), nbytes) for bound in bounds]
         for part in range(parts):
             if bounds[part] < bounds[part + 1]:
@@ -83,13 +85,13 @@ class Pack:
         entry = self.layout.entries[name]
         return self.buffer[entry.offset : entry.offset + entry.nbytes]
 
-    def pages(self, name: str) -> Tensor:
-        """The whole pages that a tensor lies in."""
-        entry = self.layout.entries[name]
-        return self.buffer[entry.offset // ALIGNMENT * ALIGNMENT : aligned(entry.offset + entry.nbytes)]
-
     def range(self, part: Range) -> Tensor:
         return self.bytes(part.name)[part.start : part.stop]
+
+    def pages(self, part: Range) -> Tensor:
+        """The whole pages that a part lies in."""
+        start = self.start(part)
+        return self.buffer[start // ALIGNMENT * ALIGNMENT : aligned(start + part.stop - part.start)]
 
     def start(self, part: Range) -> int:
         """The place in the buffer at which the part begins."""

@@ -15,7 +15,7 @@ from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, PROMPTS, TOKENS, check_num_prompts
-from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
@@ -138,12 +138,13 @@ class Plan:
         f"{EXACT}: activations are multiplied as they are; {INT8}: packed weights are multiplied with activations rounded to 8 "
         "bits, which is faster; on a CPU logits of a row do not depend on the rows beside it",
     )
-    graphs: str = option(  # AUTO: or they are not
-        OFF,
+    graphs: str | None = option(  # AUTO: or they are not
+        None,
         Choice(GRAPHS),
         "",
-        f"where KV and activations stay on a GPU, decode steps are captured and replayed; {ON}: or it is an error",
-        flags=("--cuda-graphs",),
+        "decode steps are recorded once and then replayed without Python: on a CPU with kernels in C; on a GPU where KV and "
+        f"activations stay there; {ON}: or it is an error (default: {AUTO} on a CPU, {OFF} on a GPU)",
+        flags=("--graphs", "--cuda-graphs"),
     )
     schedule: str = option(
         "zigzag",
@@ -317,14 +318,23 @@ class Plan:
 
     @property
     def may_capture(self) -> bool:
-        """Whether decode steps may be captured as graphs, which work on addresses that stay."""
-        return self.graphs != OFF and self.stays_in_place and self.pipeline == 1
+        """Whether decode steps may be captured as graphs of a GPU, which work on addresses that stay."""
+        return self.graphs in (AUTO, ON) and self.stays_in_place and self.pipeline == 1
 
-    def refuse_graphs_where_data_move(self) -> None:
-        """Raises if graphs are required but data moves."""
-        if self.graphs == ON and not self.stays_in_place:
+    @property
+    def may_record(self) -> bool:
+        """Whether decode steps on a CPU may be recorded: for each buffer that data comes through, which are few."""
+        return self.graphs != OFF and self.pipeline == 1
+
+    def refuse_graphs(self, site: Site) -> None:
+        """Raises if graphs are required and are not possible at a site."""
+        if self.graphs != ON:
+            return
+        if site.accelerator and not self.stays_in_place:
             required = f"graphs {ON!r} is for plans that keep all KV and activations on the GPU"
             raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
+        if not site.accelerator and site.processor.build == TORCH:
+            raise ValueError(f"graphs {ON!r} needs the kernels in C, and there are none here; use {AUTO!r}")
 
     @property
     def has_own_buffers(self) -> bool:
@@ -343,8 +353,7 @@ class Plan:
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
-        graphs = AUTO if self.graphs == ON else self.graphs
-        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=graphs)
+        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE)
 
     @property
     def percent(self) -> tuple[float, ...]:

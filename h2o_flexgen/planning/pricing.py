@@ -120,7 +120,7 @@ class Pricing:
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
-            "overhead": self._visit_seconds(layer, sum(rows.values())) + self._eviction_seconds(task),
+            "overhead": self._overhead(task, layer, sum(rows.values())),
         }
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
@@ -161,8 +161,20 @@ class Pricing:
         """Values of one token that norms, activations and additions pass over; there are none after logits."""
         return 0.0 if layer.makes_logits else layer.values_around_products
 
+    def _overhead(self, task: Task | Key, layer: LayerSpec, parts: int) -> float:
+        """Seconds of a visit beside its work."""
+        return 0.0 if self._is_chained(task) else self._visit_seconds(layer, parts) + self._eviction_seconds(task)
+
+    def _is_chained(self, task: Task | Key) -> bool:
+        """Whether it is one of many visits that are replayed in one call. Such a visit costs nothing beside its work."""
+        one, layer = self.cost.batch_pass(task.step, task.batch), self.spec.layers[task.layer]
+        if self.machine.has_accelerator or not self.planned.plan.may_record or layer.reads_back or layer.makes_logits:
+            return False
+        is_step = bool(one.rows) and not one.prompts and not one.shared.tokens
+        return is_step and self.schedule.traffic.rests(task.layer, task.batch)
+
     def _visit_seconds(self, layer: LayerSpec, parts: int) -> float:
-        """Seconds of a visit beside its work. The first of its parts finds neither code nor data of the layer in the caches."""
+        """Seconds of calls and the like. The first of its parts finds neither code nor data of the layer in the caches."""
         visits, further = self.machine.visit_seconds, self.machine.part_seconds
         whole = sum(visits.get(kind, 0.0) for kind in layer.visits)
         again = sum(further.get(kind, visits.get(kind, 0.0)) for kind in layer.visits)

@@ -18,7 +18,7 @@ from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import HeldKV
-from h2o_flexgen.planning.plan import ALL_DEVICE, Plan
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
 
@@ -31,6 +31,7 @@ COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
+RECORDED_BYTES = 16 << 10  # of the calls of a layer and batch on a CPU, and of what they are given
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
 DEVICE_LIBRARIES = 128 << 20
@@ -60,9 +61,12 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
         for at, (batch, own) in enumerate(zip(batches, slots))
     }  # most batches are alike
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
-    if site.accelerator and plan.may_capture:
-        most += max(_decode_bytes(spec, plan, LevelHeads.of(planned.kv, at), site) for at in kinds.values())
-        most += GRAPH_BYTES * len(spec.layers) * len(batches) * (1 if plan.weights == ALL_DEVICE else plan.buffers)
+    if plan.may_capture if site.accelerator else plan.may_record and site.processor.build != TORCH:
+        most += max(_graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
+        traffic = planned.schedule.traffic
+        moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
+        each = GRAPH_BYTES if site.accelerator else RECORDED_BYTES
+        most += each * len(spec.layers) * len(batches) * (plan.buffers if moves_weights else 1)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 
@@ -99,6 +103,17 @@ def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], sit
     rows = levels[0].occupancy.batch.size
     attending = max(_decode_attention_bytes(at, plan, site) for at in levels)
     return attending + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
+
+
+def _graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
+    """Bytes for the values that all graphs work on: those of a decode step in the layer that needs most."""
+    spec, levels = kv.spec, LevelHeads.of(kv, number)
+    decode = _decode_bytes(spec, plan, levels, site)
+    if site.accelerator:
+        return decode
+    rows, passing = kv.block.batches[number].size, max(layer.passing_width for layer in spec.layers) * spec.itemsize
+    heads = (4 * spec.heads + 4 * spec.kv_heads) * spec.head_dim * FLOAT_BYTES
+    return decode + rows * (_normed_bytes(spec) + passing + heads)
 
 
 def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:

@@ -134,7 +134,22 @@ class Occupancy:
         """Slots in use in each row when COMPUTE of a step begins; for step 0 (the prompt) those left by an earlier block."""
         if step == 0:
             return tuple(min(before, budget.slots) for before, budget in zip(self.batch.before, self.budgets))
-        return tuple(self._count(total, budget.slots, step) for total, budget in zip(self.taken_in, self.budgets))
+        return tuple([self._count(total, budget.slots, step) for total, budget in zip(self.taken_in, self.budgets)])
+
+    @staticmethod
+    def apart(rows: Sequence[tuple[Occupancy, int]]) -> StepSlots:
+        """The decode step of rows that are each at a step of their own, and for which there is an occupancy of each alone."""
+        totals = [(own, own.taken_in[0], own.budgets[0].slots, step) for own, step in rows]
+        counts = tuple([own._count(total, slots, step) for own, total, slots, step in totals])
+        return StepSlots(
+            is_prefill=False,
+            seen=tuple([total + step - 1 for _, total, _, step in totals]),
+            new=(1,) * len(rows),
+            counts=counts,
+            after=tuple([own._count(total, slots, step + 1) for own, total, slots, step in totals]),
+            budgets=tuple([own.budgets[0] for own, _ in rows]),
+            stores_singly=max(counts) > min(counts),
+        )
 
     def at(self, step: int) -> StepSlots:
         """What the rows hold before and after one step."""

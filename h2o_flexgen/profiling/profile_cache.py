@@ -33,7 +33,7 @@ from h2o_flexgen.profiling.busy_cores import Others, is_quiet
 from h2o_flexgen.profiling.measure import describe_machine
 
 GB = 10**9
-VERSION = 2  # of what is measured, and of what a profile says of it: profiles of another version are measured anew
+VERSION = 3  # of what is measured, and of what a profile says of it: profiles of another version are measured anew
 UNKNOWN = "unknown"
 LIMITS = (
     "ONEDNN_MAX_CPU_ISA",

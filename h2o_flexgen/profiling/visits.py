@@ -60,6 +60,12 @@ def visits(
     ]
 
 
+class VisitByVisit(Device):
+    """A CPU that replays each visit by itself, as it does where something moves between them."""
+
+    chains = False
+
+
 @dataclass(frozen=True, eq=False)
 class Trials:
     """Runs of small models on one device."""
@@ -112,7 +118,7 @@ class Trials:
 
     def _trace(self, model: Model, plan: Plan, prompt_len: int, steps: int, on_visit: OnVisit | None) -> Trace:
         """Runs one block and returns its trace."""
-        device, folder = self.device, self.folder
+        device, folder = self.device if self.device.accelerator else VisitByVisit(), self.folder
         site = site_of(device.kind, device.accelerator)
         plan = plan.at(site)
         planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), site).first

@@ -7,51 +7,33 @@ The order is vLLM's: allowed_token_ids, min_tokens, logit_bias, repetition_penal
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import PICKED_VALUES
+from h2o_flexgen.kernels.operations import likeliest
+from h2o_flexgen.kernels.pick_tokens import ScoreChanges, Upload, portions
 from h2o_flexgen.sampling.completion import StepLogprobs, TokenLogprob
+from h2o_flexgen.sampling.history import History, TokenCounts
 from h2o_flexgen.sampling.params import SamplingParams
 
-Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
-
-
-def portions(places: Sequence[int], vocab: int) -> Iterator[Sequence[int]]:
-    """Splits the rows into portions small enough for small temporaries."""
-    at_once = max(1, PICKED_VALUES // vocab)
-    return (places[start : start + at_once] for start in range(0, len(places), at_once))
-
-
-def kth_largest(values: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> Tensor:
-    """Each row's k-th largest value, minus infinity where k is 0. (rows, 1)"""
-    if not any(counts):
-        return torch.full_like(values[:, :1], -math.inf)
-    top = torch.nn.functional.pad(values.topk(max(counts), dim=-1).values, (1, 0), value=-math.inf)
-    return top.gather(-1, upload(torch.tensor(counts), values.device)[:, None])
-
-
-def ranked(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """At least the values not below their row's floor, and their places: largest first, equal ones in order of place."""
-    width = int((values >= floor).sum(dim=-1).max())
-    places = values.topk(width, dim=-1).indices.sort(dim=-1).values  # topk leaves the order of equal values open
-    top, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
-    return top, places.gather(-1, order)
+NOTHING_SEEN = TokenCounts()
+NO_CHANGE = np.empty(0, dtype=np.int64), np.empty((4, 0), dtype=np.float32)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> list[StepLogprobs]:
     """The log-probabilities of each row's token and of as many of its likeliest as it asks for. logits (rows, vocab)"""
     vocab = logits.shape[-1]
     found: list[StepLogprobs] = []
-    for places in portions(range(len(logits)), vocab):
+    for places in portions(range(len(logits)), vocab, PICKED_VALUES):
         logprobs = logits[places[0] : places[-1] + 1].float().log_softmax(dim=-1)
         own = tokens[places[0] : places[-1] + 1]
         own = (own if own.device == logprobs.device else upload(own, logprobs.device))[:, None]
-        top, ids = _likeliest(logprobs, [min(counts[place], vocab) for place in places], upload)
+        top, ids = _likeliest(logprobs, max(min(counts[place], vocab) for place in places))
         parts = own, logprobs.gather(-1, own), ids, top
         read = torch.cat([part.double() for part in parts], dim=-1).tolist()  # together: every time is one wait for a device
         found += [_of_row(row, counts[place]) for row, place in zip(read, places)]
@@ -67,78 +49,61 @@ def _of_row(read: Sequence[float], count: int) -> StepLogprobs:
     )
 
 
-def _likeliest(logprobs: Tensor, counts: Sequence[int], upload: Upload) -> tuple[Tensor, Tensor]:
+def _likeliest(logprobs: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The largest of each row, as many as the row with the highest count asks for, and their ids."""
-    most = max(counts)
-    if not most:
-        return logprobs[:, :0], logprobs[:, :0].long()
-    top, ids = ranked(logprobs, kth_largest(logprobs, [most] * len(counts), upload))
-    return top[:, :most], ids[:, :most]
+    return likeliest(logprobs, most, PICKED_VALUES) if most else (logprobs[:, :0], logprobs[:, :0].long())
 
 
-class History(NamedTuple):
-    """The tokens before the next one of a row, and those that would end it."""
-
-    seen: Sequence[int]  # prompt and generated ids
-    prompt_len: int
-    ends: Collection[int] = ()  # end-of-text and stop tokens
-    number: int = 0  # of the row among the completions of its prompt
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.seen) - self.prompt_len
-
-
-def adjusted(
-    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History] | None, upload: Upload = Tensor.to
-) -> Tensor:
-    """The adjusted scores (rows, vocab), in fp32, or the logits themselves if no row asks for a change."""
+def score_changes(params: Sequence[SamplingParams], histories: Sequence[History] | None, vocab: int) -> ScoreChanges | None:
+    """What the rows ask to be done to scores; None if no row asks for a change."""
     if histories is None:
         if any(one.changes_scores or one.min_tokens for one in params):
             raise ValueError("penalties, logit_bias, allowed_token_ids and min_tokens need the tokens so far; none were given")
-        return logits
-    asking = [place for place, (one, history) in enumerate(zip(params, histories)) if _asks(one, history)]
-    if not asking:
-        return logits
-    scores = logits.to(torch.float32, copy=True)
-    for place in asking:
-        _restrict(scores[place], params[place], histories[place], upload)
-        if params[place].is_penalised:
-            _penalise(scores[place], params[place], histories[place], upload)
-    return scores
+        return None
+    if not any(_asks(one, history) for one, history in zip(params, histories)):
+        return None
+    each = [_changes_of(one, row, vocab) if _asks(one, row) else NO_CHANGE for one, row in zip(params, histories)]
+    ids, values = np.concatenate([own for own, _ in each]), np.concatenate([own for _, own in each], axis=1)
+    only = [one.allowed_token_ids is not None for one in params]
+    return ScoreChanges([*accumulate((len(own) for own, _ in each), initial=0)], ids, values, only)
 
 
 def _asks(params: SamplingParams, history: History) -> bool:
-    return params.changes_scores or history.num_generated < params.min_tokens
+    return params.changes_scores or (params.min_tokens > 0 and history.num_generated < params.min_tokens)
 
 
-def _restrict(scores: Tensor, params: SamplingParams, history: History, upload: Upload) -> None:
-    """Applies everything but penalties to one row (vocab,), in place."""
-    if params.allowed_token_ids is not None:
-        allowed = _ids(params.allowed_token_ids, scores, upload)
-        kept = scores[allowed]
-        scores.fill_(-math.inf)
-        scores[allowed] = kept
+def _changes_of(params: SamplingParams, history: History, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a row of which the scores are changed, and how, (4, tokens)."""
+    added = dict(params.logit_bias or {})
     if history.num_generated < params.min_tokens:
-        scores[_ids([token for token in history.ends if 0 <= token < len(scores)], scores, upload)] = -math.inf
-    if params.logit_bias:
-        biases = upload(torch.tensor([*params.logit_bias.values()], dtype=scores.dtype), scores.device)
-        scores[_ids([*params.logit_bias], scores, upload)] += biases
+        added |= {token: -math.inf for token in history.ends if 0 <= token < vocab}
+    seen = history.counts if params.is_penalised else NOTHING_SEEN
+    if params.allowed_token_ids is not None:
+        ids, places, times = _of_allowed(params.allowed_token_ids, seen)
+    else:
+        others = [token for token in added if token not in seen.places]
+        ids = np.concatenate((seen.ids, np.array(others, dtype=np.int64))) if others else seen.ids
+        places = seen.places if not others else seen.places | {token: len(seen.ids) + at for at, token in enumerate(others)}
+        times = np.concatenate((seen.times, np.full(len(others), np.nan, np.float32)))
+    values = _penalties(params, times)
+    for token, amount in added.items():
+        if token in places:
+            values[0, places[token]] = amount
+    return ids, values
 
 
-def _penalise(scores: Tensor, params: SamplingParams, history: History, upload: Upload) -> None:
-    """Penalises one row (vocab,), in place. For repetition, positive scores are divided and negative ones multiplied: both
-    become less likely with a penalty above 1."""
-    if params.repetition_penalty != 1:
-        seen, penalty = _ids(history.seen, scores, upload), params.repetition_penalty
-        before = scores[seen]
-        scores[seen] = torch.where(before < 0, before * penalty, before / penalty)
-    if params.frequency_penalty or params.presence_penalty:
-        times = Counter(history.seen[history.prompt_len :])
-        generated, counts = (_ids([*each], scores, upload) for each in (times, times.values()))
-        scores[generated] -= params.frequency_penalty * counts
-        scores[generated] -= params.presence_penalty
+def _of_allowed(allowed: Sequence[int], seen: TokenCounts) -> tuple[np.ndarray, Mapping[int, int], np.ndarray]:
+    places = {token: at for at, token in enumerate(dict.fromkeys(allowed))}
+    times = [seen.times[seen.places[token]] if token in seen.places else np.nan for token in places]
+    return np.array([*places], dtype=np.int64), places, np.array(times, dtype=np.float32)
 
 
-def _ids(tokens: Sequence[int], scores: Tensor, upload: Upload) -> Tensor:
-    return upload(torch.tensor(tokens, dtype=torch.int64), scores.device)
+def _penalties(params: SamplingParams, times: np.ndarray) -> np.ndarray:
+    """What is done to the scores of tokens by the times that they were generated; NaN: they were not seen at all. Positive
+    scores are divided by the penalty for repetition and negative ones multiplied: both become less likely if it is above 1."""
+    values = np.zeros((4, len(times)), dtype=np.float32)
+    is_seen, is_generated = times >= 0, times > 0
+    values[1] = np.where(is_seen, np.float32(params.repetition_penalty), np.float32(1))
+    values[2, is_generated] = np.float32(params.frequency_penalty) * times[is_generated]
+    values[3, is_generated] = params.presence_penalty
+    return values

@@ -12,30 +12,23 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.buffer_layout import PICKED_VALUES
+from h2o_flexgen.kernels.operations import pick_tokens
+from h2o_flexgen.kernels.pick_tokens import Draw, Upload, portions
 from h2o_flexgen.sampling.completion import StepLogprobs
-from h2o_flexgen.sampling.logits import History, Upload, adjusted, kth_largest, logprobs_of, portions, ranked
+from h2o_flexgen.sampling.history import History
+from h2o_flexgen.sampling.logits import logprobs_of, score_changes
 from h2o_flexgen.sampling.params import SamplingParams
-
-FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter after it, never fewer
 
 
 def resolve_seed(seed: int | None) -> int:
     """Chooses a fresh seed if none is given. It is called once per `generate`, so that one number repeats the whole call."""
     checked = SamplingParams(seed=seed).seed
     return secrets.randbits(32) if checked is None else checked
-
-
-def uniform(seed: int, row: int, step: int, number: int = 0) -> float:
-    """The random number in [0, 1) of this row at this step: a pure function of these, independent of any other draw. `number`
-    tells the completions of one prompt apart."""
-    bits = np.random.Philox(key=seed + (row << 64), counter=step + (number << 64)).random_raw()
-    return (int(bits) >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -64,49 +57,37 @@ class Sampler:
     ) -> Picked:
         """Reads back once: what was picked, how many tokens a filter leaves, and log-probabilities."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
-        numbers = [0] * len(rows) if histories is None else [history.number for history in histories]
-        scores = adjusted(logits, params, histories, upload)
-        best, tokens = scores.max(dim=-1)
-        is_finite = torch.isfinite(best)
-        for is_filtered, draw in ((False, _draw_unfiltered), (True, _draw_filtered)):
-            asking = [place for place, one in enumerate(params) if not one.is_greedy and one.is_filtered == is_filtered]
-            for places in portions(asking, logits.shape[-1]):
-                chosen = [params[place] for place in places]
-                seeds = [self.seed if one.seed is None else one.seed for one in chosen]
-                uniforms = [uniform(seed, rows[at], steps[at], numbers[at]) for seed, at in zip(seeds, places)]
-                own = upload(torch.tensor(places), logits.device)
-                columns = _Columns.of(chosen, uniforms, logits.device, upload)
-                distances = (scores[own].double() - best[own].double()[:, None]) / columns.heat
-                distances.masked_fill_(~is_finite[own][:, None], 0.0)  # any token: these rows are refused below
-                tokens[own] = draw(distances, chosen, columns, upload)
-        tokens = _with_given(tokens, given, upload)
-        read = read_back(torch.stack((tokens, is_finite.long())))  # the only time that the caller waits
+        changes = score_changes(params, histories, logits.shape[-1])
+        draws = None if all(one.is_greedy for one in params) else self._draws(params, rows, steps, histories)
+        found, best = pick_tokens(logits, draws, changes, upload, PICKED_VALUES)
+        picked = found[0]
+        tokens = _with_given(picked, given, upload)
+        found = found if tokens is picked else torch.stack((tokens, found[1]))
+        read = read_back(found)  # the only time that the caller waits
         _refuse_broken(logits, best, read[1].tolist(), rows, steps)
         return Picked(read[0], tokens, _logprobs(logits, tokens, params, upload))
 
-
-class _Columns(NamedTuple):
-    """What draws need of each row, (rows, 1) each, in float64."""
-
-    uniforms: Tensor
-    heat: Tensor
-    nucleus: Tensor
-    least: Tensor
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], device: torch.device, upload: Upload) -> _Columns:
-        lines = (
-            uniforms,
-            [one.temperature for one in params],
-            [one.top_p if one.top_p < 1 else math.inf for one in params],
-            [one.min_p for one in params],
-        )
-        return cls(*upload(torch.tensor(lines, dtype=torch.float64), device).unsqueeze(-1))
+    def _draws(
+        self,
+        params: Sequence[SamplingParams],
+        rows: Sequence[int],
+        steps: Sequence[int],
+        histories: Sequence[History] | None,
+    ) -> list[Draw]:
+        numbers = [0] * len(rows) if histories is None else [history.number for history in histories]
+        return [
+            Draw(
+                self.seed if one.seed is None else one.seed,
+                *(row, step, number, one.temperature),
+                *(one.top_p if one.top_p < 1 else math.inf, one.min_p, one.top_k),
+            )
+            for one, row, step, number in zip(params, rows, steps, numbers)
+        ]
 
 
 def _with_given(tokens: Tensor, given: Sequence[int | None] | None, upload: Upload) -> Tensor:
     """The tokens with those that are given in their places."""
-    if given is None or all(token is None for token in given):
+    if given is None or given.count(None) == len(given):
         return tokens
     known = upload(torch.tensor([-1 if token is None else token for token in given]), tokens.device)
     return torch.where(known < 0, tokens, known)
@@ -125,7 +106,7 @@ class NoTokenLeft(ValueError):
 def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows: Sequence[int], steps: Sequence[int]) -> None:
     """Refuses a row if its best score is not finite; a NaN anywhere is a row's best. The logits tell whether the checkpoint
     or the params are to blame."""
-    if all(is_finite):
+    if 0 not in is_finite:
         return
     place = is_finite.index(0)
     of_model = logits[place].max().item()
@@ -144,38 +125,12 @@ def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows:
     )
 
 
-def _draw_unfiltered(distances: Tensor, params: Sequence[SamplingParams], columns: _Columns, upload: Upload) -> Tensor:
-    """Looks tokens up in order of their ids, so that nothing has to be sorted. `distances`: how far each token is below its
-    row's best, divided by the temperature: at most 0, so that exp cannot overflow."""
-    return _invert(distances.exp(), columns.uniforms).flatten()
-
-
-def _draw_filtered(distances: Tensor, params: Sequence[SamplingParams], columns: _Columns, upload: Upload) -> Tensor:
-    vocab, nucleus, least = distances.shape[-1], columns.nucleus, columns.least
-    kth = kth_largest(distances, [min(one.top_k, vocab) for one in params], upload)
-    weights = distances.exp()
-    total = weights.masked_fill_((distances < kth) | (weights < least), 0).sum(dim=-1, keepdim=True)
-    # all tokens lighter than total * (1 - top_p) / vocab together weigh less than the nucleus leaves out
-    floor = torch.maximum(kth, torch.maximum(least.log(), ((1 - nucleus).clamp_(min=0) * total / vocab).log()))
-    top, ids = ranked(distances, floor - FLOOR_SLACK)
-    weights = top.exp()  # the first is 1
-    weights.masked_fill_((top < kth) | (weights < least), 0)
-    heavier = torch.nn.functional.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))  # the weight of all tokens before
-    weights.masked_fill_(heavier >= nucleus * total, 0)
-    return ids.gather(-1, _invert(weights, columns.uniforms)).flatten()
-
-
-def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first place where the cumulative weight exceeds this share of the total; it never has weight 0. (rows, 1)"""
-    reached = weights.cumsum(dim=-1)
-    return torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)
-
-
 def _logprobs(
     logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams], upload: Upload
 ) -> tuple[StepLogprobs | None, ...]:
     found: list[StepLogprobs | None] = [None] * len(params)
-    for places in portions([place for place, one in enumerate(params) if one.logprobs is not None], logits.shape[-1]):
+    asking = [place for place, one in enumerate(params) if one.logprobs is not None]
+    for places in portions(asking, logits.shape[-1], PICKED_VALUES):
         counts, own = [params[place].logprobs or 0 for place in places], upload(torch.tensor(places), logits.device)
         for place, step in zip(places, logprobs_of(logits[own], tokens[own], counts, upload)):
             found[place] = step

@@ -90,6 +90,14 @@ class Issuer:
         self._freed_by: dict[tuple[str, int, int], tuple[Key, ...]] = {}
         self._known: dict[object, Chains] = {}
 
+    def computes(self) -> Iterator[Task]:
+        """All tasks where nothing moves, block by block."""
+        before: dict[int, tuple[Key, ...]] = {}
+        for number in range(self._visits):
+            visit = self._schedule.visit(number)
+            yield Task(Op.COMPUTE, *visit, before.get(visit.batch, ()))
+            before[visit.batch] = (Key(Op.COMPUTE, *visit),)
+
     def fetched(self, data: Data, *numbers: int) -> Iterator[Task]:
         for number in numbers:
             if number < self._visits:

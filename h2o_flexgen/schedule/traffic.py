@@ -75,6 +75,9 @@ class Traffic:
     def loads_weights(self, layer: int) -> bool:
         return self.accelerator and (layer in self.weights_on_disk or layer in self.weights_on_host)
 
+    def moves_weights(self, layer: int) -> bool:
+        return self.reads_weights(layer) or self.loads_weights(layer)
+
     def is_beside(self, layer: int, batch: int) -> bool:
         """True if the host attends this KV in decode. The device attends prompts, and what is kept of them goes to the host."""
         return self.accelerator and self.attends_on_host and self.kv.get((layer, batch), DEVICE) != DEVICE
@@ -118,6 +121,16 @@ class Traffic:
         """True if hidden states go from the device of a layer to another one. Those that have a home elsewhere go by it."""
         is_last = layer == self.layers - 1
         return not is_last and self.lanes.device(layer) != self.lanes.device(layer + 1) and not self.moves_hidden(batch)
+
+    @cached_property
+    def is_still(self) -> bool:
+        """True if nothing moves for any layer and batch."""
+        places = ((layer, batch) for layer in range(self.layers) for batch in range(self.batches))
+        return self.lanes.devices == 1 and all(self.rests(*place) for place in places)
+
+    def rests(self, layer: int, batch: int) -> bool:
+        """True if nothing moves for this layer and batch in any step."""
+        return not (self.moves_weights(layer) or self.moves_kv(layer, batch) or self.moves_hidden(batch))
 
     # -- where it passes ---------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class Zigzag(BlockOrder):
     @property
     def ahead(self) -> int:
         """A whole layer; otherwise a short fetch after a long compute would be issued too late to keep its lane busy."""
-        return self.load_ahead * self.traffic.batches
+        return 0 if self.traffic.is_still else self.load_ahead * self.traffic.batches
 
     @property
     def load_ahead(self) -> int:
@@ -37,6 +37,9 @@ class Zigzag(BlockOrder):
 
     def tasks(self) -> Iterator[Task]:
         batches, issue = self.traffic.batches, Issuer(self)
+        if self.traffic.is_still:
+            yield from issue.computes()
+            return
         # any further, a fetch of KV would overtake its own store
         kv_ahead = min(self.traffic.buffers, self.traffic.layers * batches) - 1
         hidden_ahead = min(self.traffic.buffers, batches) - 1

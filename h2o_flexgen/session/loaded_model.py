@@ -79,7 +79,7 @@ class LoadedModel:
 
     def _take(self, plan: Plan) -> None:
         folded = plan.at(self.site)
-        folded.refuse_graphs_where_data_move()
+        folded.refuse_graphs(self.site)
         self.others = self._open_others(folded.pipeline)
         self.requested, self.plan = plan, folded
 

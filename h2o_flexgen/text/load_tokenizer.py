@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,6 +17,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.gguf_tokenizer import library_tokenizer
 from h2o_flexgen.text.gguf_vocabulary import KIND, PIECES, RULE, GgufVocabulary, has_tokens
+from h2o_flexgen.text.token_pieces import TokenPieces, joins_tokens
 from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, ByteTokenizer, Message, NoTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -110,6 +112,17 @@ class HfTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Keeps spaces as they are in the tokens: "cleaning up" would change text that is already shown."""
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def piece(self, token: int) -> str | None:
+        return None if self._pieces is None else self._pieces.of(token)
+
+    @cached_property
+    def _pieces(self) -> TokenPieces | None:
+        """None where the text of tokens is not that of one after the other."""
+        if not joins_tokens(getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)):
+            return None
+        before = self.encode_more("a")[-1:]
+        return TokenPieces(self.decode, self._tokenizer.convert_ids_to_tokens, before[0]) if self.decode(before) else None
 
     @property
     def has_chat_template(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from h2o_flexgen.text.token_pieces import UNFINISHED
 from h2o_flexgen.text.tokenizer import Tokenizer
 
-UNFINISHED = "\ufffd"  # shown by decoders for a character that is not complete
 UNFINISHED_AT_MOST = 3  # so many at the end can still become one character, which has at most four bytes
 CONTEXT_TOKENS = 6  # prompt tokens decoded before the first new one, as some decoders drop a leading space
 WINDOW_TOKENS = 16  # decoded again with each new token, before the window moves on
@@ -27,7 +27,8 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Adds a token and returns the text that has become certain."""
         self._window.append(token)
-        self._text = self._tokenizer.decode(self._window)
+        own = self._tokenizer.piece(token) if self._shown == len(self._text) > 0 else None
+        self._text = self._tokenizer.decode(self._window) if own is None else self._text + own
         held = _unfinished(self._text)  # all of them: some decoders show no characters before a missing byte
         is_garbage = len(self._window) > WINDOW_TOKENS_AT_MOST
         piece = self._text[self._shown : _length_shown(self._text) if is_garbage else len(self._text) - held]
@@ -97,6 +98,8 @@ class StopChecker:
     def add(self, piece: str, may_stop: bool = True) -> str:
         """Adds a piece and returns the text that surely stands before any stop string, or ends with it. A stop string that ends
         in a piece without `may_stop` is ignored."""
+        if not self._stops:
+            return piece
         text = self._held + piece
         found = self._first(text) if may_stop else None
         if found is not None:
@@ -109,8 +112,12 @@ class StopChecker:
 
     def _first(self, text: str) -> tuple[int, str] | None:
         """The first stop string that ends in the new piece, and its place; earlier text was searched already."""
-        places = ((text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
-        return min(((place, stop) for place, stop in places if place >= 0), default=None)
+        found: tuple[int, str] | None = None
+        for stop in self._stops:
+            place = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if place >= 0 and (found is None or (place, stop) < found):
+                found = place, stop
+        return found
 
     def rest(self) -> str:
         held, self._held = self._held, ""
@@ -118,11 +125,13 @@ class StopChecker:
 
     def _begun(self, text: str) -> int:
         """The length of the longest end of the text with which a stop string begins."""
-        longest = max(map(len, self._stops), default=0) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        start = len(text)
+        for stop in self._stops:
+            place = text.find(stop[0], max(0, len(text) - len(stop) + 1), start)
+            while place >= 0 and not stop.startswith(text[place:]):
+                place = text.find(stop[0], place + 1, start)
+            start = place if place >= 0 else start
+        return len(text) - start
 
 
 class RowText:

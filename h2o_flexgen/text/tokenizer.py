@@ -34,6 +34,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes tokens, without special ones."""
 
+    def piece(self, token: int) -> str | None:
+        """The text that a token adds behind some text that ends in a whole character; None if that depends on other tokens."""
+
     @property
     def has_chat_template(self) -> bool: ...
 
@@ -63,6 +66,10 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self._bytes_of, ids)).decode("utf-8", errors="replace")
+
+    def piece(self, token: int) -> str | None:
+        own = self._bytes_of(token)
+        return own.decode() if own.isascii() else None
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         raise ValueError("bytes have no chat template")
@@ -96,6 +103,9 @@ class NoTokenizer:
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def piece(self, token: int) -> str | None:
         return ""
 
     def render_chat(self, messages: Sequence[Message]) -> str:

@@ -32,6 +32,7 @@ class Checker:
         self.waited: Counter[tuple[str, str, str]] = Counter()  # the host for a stream, by task, operation and place
         self._streams: defaultdict[str, Clock] = defaultdict(Clock)
         self._threads: defaultdict[str, Clock] = defaultdict(Clock)
+        self._told: dict[tuple[str, str], int] = {}  # how much of a thread's clock a stream has learned
         self._own = threading.local()
         self._starts: list[int] = []  # of page-locked ranges, ascending
         self._ranges: list[tuple[int, Block]] = []  # the end of each, and its accesses
@@ -68,7 +69,10 @@ class Checker:
     @property
     def host(self) -> Clock:
         """The clock of the calling thread."""
-        return self._threads[_this_thread()]
+        found: Clock | None = getattr(self._own, "clock", None)
+        if found is None:
+            found = self._own.clock = self._threads[_this_thread()]
+        return found
 
     @property
     def issued(self) -> Clock:
@@ -77,8 +81,11 @@ class Checker:
 
     def launch(self, doing: str) -> tuple[Moment, Clock]:
         """The moment of what is issued now: behind all that the calling thread knows, and all issued to the stream before."""
-        actor, clock = f"stream {self.stream}", self.issued
-        clock.join(self.host)
+        stream, host = self.stream, self.host
+        actor, clock, told = f"stream {stream}", self._streams[stream], (stream, _this_thread())
+        if self._told.get(told) != host.changes:
+            clock.join(host)
+            self._told[told] = host.changes
         clock.tick(actor)
         return Moment(actor, clock[actor], doing, self.task), clock
 

@@ -61,10 +61,10 @@ class ClockedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if facts(func).name in MAY_MOVE:
+        kwargs, known = kwargs or {}, facts(func)
+        if known.name in MAY_MOVE:
             return func.decompose(*args, **kwargs)
-        return dispatched(func, args, kwargs, tensors_in(*args, *kwargs.values()))
+        return dispatched(func, known, args, kwargs, tensors_in(*args, *kwargs.values()))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -78,18 +78,23 @@ class ClockedTensor(torch.Tensor):
 class Watched(TorchDispatchMode):
     """A mode of a thread in which all that torch does is seen: also what makes tensors, and the processor's own work."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and saying so at every call takes a tenth of the time of these tests."""
+        return False
+
     def __torch_dispatch__(
         self, func: Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, known = kwargs or {}, facts(func)
         given = tensors_in(*args, *kwargs.values())
-        if any(isinstance(one, ClockedTensor) for one in given) or _is_for_us(args, kwargs):
-            if facts(func).name not in MAY_MOVE:
-                return dispatched(func, args, kwargs, given)
+        if ClockedTensor in map(type, given) or _is_for_us(args, kwargs):
+            if known.name not in MAY_MOVE:
+                return dispatched(func, known, args, kwargs, given)
             with self:  # its moves are seen here again
                 return func.decompose(*args, **kwargs)
         outcome = func(*args, **kwargs)
-        _note_work_of_the_processor(func, args, kwargs, given, outcome)
+        _note_work_of_the_processor(known, args, kwargs, given, outcome)
         return outcome
 
 
@@ -144,8 +149,8 @@ def facts(func: Function) -> Facts:
     return Facts(schema.name, [at for at, _ in changed], [name for _, name in changed], may_view)
 
 
-def _changed(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    _, places, names, _ = facts(func)
+def _changed(known: Facts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    _, places, names, _ = known
     if not places:
         return []
     return tensors_in(*(args[at] for at in places if at < len(args)), *(kwargs[name] for name in names if name in kwargs))
@@ -153,7 +158,7 @@ def _changed(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _is_for_us(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the outcome is to be on the device."""
-    return any(map(_is_ours, (kwargs.get("device"), *(one for one in args if isinstance(one, torch.device)))))
+    return _is_ours(kwargs.get("device")) or any(isinstance(one, torch.device) and _is_ours(one) for one in args)
 
 
 def _is_ours(device: object) -> bool:
@@ -168,23 +173,28 @@ def _inner(given: Any) -> Any:
     return given
 
 
-def dispatched(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
+def dispatched(func: Function, known: Facts, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
     checker = current()
     with checker.lock:
-        return _Call(func, args, kwargs, given, checker).outcome()
+        return _Call(func, known, args, kwargs, given, checker).outcome()
 
 
 class _Call:
     """One call of a function of torch with tensors of the device, or for some."""
 
     def __init__(
-        self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], checker: Checker
+        self,
+        func: Function,
+        known: Facts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        checker: Checker,
     ) -> None:
-        self.func, self.args, self.kwargs, self.given, self.checker = func, args, kwargs, given, checker
-        self.facts = facts(func)
-        self.name = self.facts.name
+        self.func, self.facts, self.args, self.kwargs, self.given, self.checker = func, known, args, kwargs, given, checker
+        self.name = known.name
         self.ours = [one for one in given if isinstance(one, ClockedTensor)]
-        self.changed = _changed(func, args, kwargs)
+        self.changed = _changed(known, args, kwargs)
         self.wanted = kwargs.get("device")  # where the outcome is to be
         self.leaves = self.wanted is not None and not _is_ours(self.wanted)
 
@@ -269,17 +279,17 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _note_work_of_the_processor(
-    func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], outcome: object
+    known: Facts, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], outcome: object
 ) -> None:
     """Tells of accesses to page-locked memory by the calling thread. Views touch nothing."""
     checker = current()
     touched = [(one, block) for one in given if (block := checker.locked(one)) is not None]
     if not touched:
         return
-    changed, storages = _changed(func, args, kwargs), {_storage(one) for one in given}
-    if not changed and facts(func).may_view and all(_storage(one) in storages for one in tensors_in(outcome)):
+    changed, storages = _changed(known, args, kwargs), {_storage(one) for one in given}
+    if not changed and known.may_view and all(_storage(one) in storages for one in tensors_in(outcome)):
         return
     with checker.lock:
-        now = checker.act(f"{facts(func).short} of the processor")
+        now = checker.act(f"{known.short} of the processor")
         for one, block in touched:
             checker.access(block, one, any(one is each for each in changed), *now)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.formats.kernel_table import TORCH
+from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
@@ -26,6 +28,11 @@ def replayed(case: Case, checkpoints: Checkpoints, offload: Path, **options: obj
         assert llm.stats is not None
         assert not any(run.graphs_given_up for run in llm.stats.blocks)
         return sum(run.replayed for run in llm.stats.blocks)
+
+
+def is_without_graphs(device: str, kind: str) -> bool:
+    """On a CPU kernels in C are recorded. Norms of OPT are torch's."""
+    return device == "cpu" and (processor("cpu").build == TORCH or kind == "opt")
 
 
 @pytest.mark.parametrize("place", range(len(POLICIES)))
@@ -47,7 +54,7 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
         compute=product,
         kv_codec=("plain", "group4")[place % 2],
     )
-    assert (replayed(case, checkpoints, offload) > 0) == (any_device != "cpu")
+    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device, case.kind)
 
 
 def test_every_layer_but_the_head_is_replayed_from_the_third_step_on(
@@ -84,9 +91,8 @@ def test_nothing_is_captured_where_kv_or_activations_move(
         case.open(checkpoints, offload, graphs="on")
 
 
-def test_off_is_off_and_a_plan_for_a_cpu_has_none(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
-    assert replayed(Case("opt", RESIDENT, (5, 9), STEPS, device="pretended"), checkpoints, offload, graphs="off") == 0
-    assert replayed(Case("opt", RESIDENT, (5, 9), STEPS), checkpoints, offload, graphs="on") == 0
+def test_off_is_off(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+    assert replayed(Case("opt", RESIDENT, (5, 9), STEPS, device=any_device), checkpoints, offload, graphs="off") == 0
     with pytest.raises(ValueError, match="graphs 'onn' is unknown; known: auto, on, off"):
         Plan(graphs="onn")
 
@@ -98,7 +104,7 @@ def test_rows_that_leave_take_new_graphs(any_device: str, checkpoints: Checkpoin
     with case.open(checkpoints, offload) as llm:
         completions = llm.generate(case.prompts, [SamplingParams(max_tokens=limit) for limit in limits])
         assert llm.stats is not None
-        assert (llm.stats.last_block.replayed > 0) == (any_device != "cpu")
+        assert llm.stats.last_block.replayed > 0 or is_without_graphs(any_device, case.kind)
     assert [list(each.token_ids) for each in completions] == [row[:limit] for row, limit in zip(expected, limits)]
 
 

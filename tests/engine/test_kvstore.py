@@ -56,6 +56,7 @@ class Rows:
         alive = list(range(self.batch.size))
         alive[place] = alive[-1]
         self.places_before = alive[:-1]
+        self.held_before = (self.changed(0)[1],)
         self.generation += 1
         rows, lengths = self.batch.rows, self.batch.lengths
         self.batch = Batch(

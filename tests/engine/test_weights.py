@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
+from h2o_flexgen.core import buffer_layout
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, VIEW_ALIGNMENT
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import DISK, Site
 from h2o_flexgen.core.workload import Block, Workload
@@ -20,6 +22,7 @@ from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import PackedMatrix
+from h2o_flexgen.memory.disk import DiskFiles, FilePiece
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
@@ -73,7 +76,14 @@ def opened_store(
 
 
 def run_and_compare(
-    store: WeightStore, schedule: Schedule, checkpoints: Checkpoints, kind: str, stored: str, dtype: str, format: str = PLAIN
+    store: WeightStore,
+    schedule: Schedule,
+    checkpoints: Checkpoints,
+    kind: str,
+    stored: str,
+    dtype: str,
+    format: str = PLAIN,
+    aligned_to: int = VIEW_ALIGNMENT,
 ) -> Counter[Op]:
     """Does the transfers in order of issue and looks at every COMPUTE's weights."""
     model, expected = checkpoints.model(kind, stored, dtype, format=format)
@@ -88,7 +98,7 @@ def run_and_compare(
             assert views.keys() == expected[task.layer].keys()
             for name, view in views.items():
                 assert torch.equal(view.cpu(), expected[task.layer][name]), f"{name} at {task}"
-                assert view.dtype == DTYPES[dtype] and view.data_ptr() % 64 == 0
+                assert view.dtype == DTYPES[dtype] and view.data_ptr() % aligned_to == 0
     return moved
 
 
@@ -172,6 +182,34 @@ def test_slices_move_every_byte_of_a_layer_once_per_step(
         stored = sum(tensor.stored_nbytes for layer in spec.layers for _, tensor in layer.tensors)
     assert moved[Op.READ_W] == 3 * stored
     assert moved[Op.LOAD_W] == (0 if any_device == "cpu" else 3 * 2 * stored)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize(("dtype", "is_straight"), [("bfloat16", True), ("float16", False), ("float32", False)])
+def test_values_of_16_bits_are_read_straight_to_where_they_lie_in_a_page(
+    dtype: str, is_straight: bool, batches: int, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in slices. What is converted, and what shares its pages with others, goes through a buffer."""
+    straight, through_buffer = set[int](), set[int]()
+    read_to_buffer, read_chunk = DiskFiles._read_to_buffer, DiskFiles._read_chunk
+
+    def watched(self: DiskFiles, piece: FilePiece) -> None:
+        (through_buffer if piece.pages is None else straight).add(piece.nbytes)
+        read_chunk(self, piece)
+
+    def to_buffer(self: DiskFiles, wanted: FilePiece) -> memoryview:
+        assert wanted.pages is None
+        return read_to_buffer(self, wanted)
+
+    monkeypatch.setattr(buffer_layout, "PAGE_ALIGNED_FROM", SMALL := 1024)
+    monkeypatch.setattr(DiskFiles, "_read_chunk", watched)
+    monkeypatch.setattr(DiskFiles, "_read_to_buffer", to_buffer)
+    opened = opened_store("qwen2", ALL_ON_DISK, "cpu", checkpoints, offload, "bfloat16", dtype, batches=batches)
+    with opened as (store, made, _):
+        offsets = [segment.stored.offset for one in store._stored.values() for segment in one.segments]
+        run_and_compare(store, made, checkpoints, "qwen2", "bfloat16", dtype, aligned_to=2)
+    assert any(offset % ALIGNMENT for offset in offsets)
+    assert bool(straight) == is_straight and (max(through_buffer) < SMALL) == is_straight
 
 
 def test_only_what_lies_on_disk_has_files(checkpoints: Checkpoints, offload: Path) -> None:

@@ -17,6 +17,8 @@ class PretendedDevice(Device):
 
     accelerator = True
     captures = True
+    chains = False
+    steps_before_capture = 2
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return repeated(work)

@@ -55,7 +55,7 @@ from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, 
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.sampling.logits import History
+from h2o_flexgen.sampling.history import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.table import SCHEDULES
@@ -591,7 +591,9 @@ def test_picking_tokens_allocates_no_more_than_is_estimated_and_half_of_it_at_le
     sample = partial(Sampler(3).sample, logits)
     asked = ([SamplingParams(**options)] * rows for options in PICKED.values())
     calls = [partial(sample, params, range(rows), 1, histories) for params in asked]
-    most = logits.nbytes + max(peak_allocated(call, [logits]) for call in calls)
+    assert logits.nbytes + max(peak_allocated(call, [logits]) for call in calls) <= estimate
+    with used(TORCH):  # which makes more temporaries than C
+        most = logits.nbytes + max(peak_allocated(call, [logits]) for call in calls)
     assert 0.5 * estimate < most <= estimate
 
 

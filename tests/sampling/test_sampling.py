@@ -24,9 +24,11 @@ from transformers.generation.logits_process import (
 
 from h2o_flexgen.core.allowed_values import Bounds, Several
 from h2o_flexgen.core.workload import MOST_TOKENS
-from h2o_flexgen.sampling.logits import History, adjusted
+from h2o_flexgen.kernels.pick_tokens import uniform
+from h2o_flexgen.sampling.history import History
+from h2o_flexgen.sampling.logits import score_changes
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
-from h2o_flexgen.sampling.sampler import Sampler, resolve_seed, uniform
+from h2o_flexgen.sampling.sampler import Sampler, resolve_seed
 from tests.helpers.adjusted_by_hand import adjusted_by_hand
 
 DRAWS = 4000
@@ -386,11 +388,10 @@ def test_rows_that_ask_for_nothing_see_nothing_of_those_that_do() -> None:
     assert torch.equal(logits, some_logits(3, 24))
 
 
-def test_a_batch_in_which_nobody_asks_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = some_logits(2, 24)
+def test_a_batch_in_which_no_row_asks_for_changes_has_none() -> None:
     done = SamplingParams(min_tokens=3)  # which are there
-    assert adjusted(logits, [SamplingParams(temperature=1.0, top_k=3), done], [History([1] * 5, 2)] * 2) is logits
-    assert adjusted(logits, [SamplingParams(), done], [History([1] * 4, 2)] * 2) is not logits
+    assert score_changes([SamplingParams(temperature=1.0, top_k=3), done], [History([1] * 5, 2)] * 2, 24) is None
+    assert score_changes([SamplingParams(), done], [History([1] * 4, 2)] * 2, 24) is not None
 
 
 def test_log_probabilities_are_of_the_logits_before_anything_is_done_to_them() -> None:

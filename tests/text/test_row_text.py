@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from tokenizers import decoders
 
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.row_text import Detokenizer, StopChecker, decode_new
+from h2o_flexgen.text.token_pieces import joins_tokens
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
-from tests.helpers.real_tokenizers import TEXTS, ids_after
+from tests.helpers.real_tokenizers import TEXTS, VOCABS, ids_after
 
 
 def run_row(
@@ -178,3 +180,51 @@ def test_a_stop_string_ends_behind_what_may_not_stop_wherever_it_begins() -> Non
                 given += checker.add(letter, may_stop=place >= spared)
         given += checker.rest()
         assert given == text[:wanted], (text, stops, spared)
+
+
+# -- texts of single tokens ------------------------------------------------------------------------------------------------
+
+
+def test_text_grows_as_if_all_of_the_window_were_decoded(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(1)
+    for name, tokenizer in tokenizers.items():
+        vocab = VOCABS[name]
+        for _ in range(60):
+            prompt = draw.choices(range(vocab), k=draw.randrange(0, 9))
+            ids = draw.choices(range(min(vocab, 400)), k=draw.randrange(1, 90))
+            growing = Detokenizer(tokenizer, prompt)
+            pieces = [growing.add(token) for token in ids]
+            with monkeypatch.context() as patch:
+                patch.setattr(type(tokenizer), "piece", lambda self, token: None)
+                decoding = Detokenizer(tokenizer, prompt)
+                assert pieces == [decoding.add(token) for token in ids] and growing.rest() == decoding.rest()
+
+
+def test_little_is_decoded_of_plain_text() -> None:
+    tokenizer = CountingTokenizer(300)
+    row, _ = run_row(tokenizer, "plain words " * 100)
+    assert tokenizer.decoded < row.num_generated
+
+
+@pytest.mark.parametrize(
+    ("decoder", "joins"),
+    [
+        (decoders.ByteLevel(), True),
+        (decoders.Metaspace(), True),
+        (
+            decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            ),
+            True,
+        ),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]), False),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 0, 1)]), False),
+        (decoders.WordPiece(), False),
+        (decoders.CTC(), False),
+        (None, False),
+    ],
+)
+def test_texts_of_tokens_are_joined_only_if_the_decoder_does_so(decoder: object, joins: bool) -> None:
+    assert joins_tokens(decoder) == joins

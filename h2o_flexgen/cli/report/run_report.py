@@ -228,9 +228,10 @@ class RunOutcome:
 def _graphs(stats: Stats) -> dict[str, object]:
     """What became of graphs, if anything did."""
     given_up = next((run.graphs_given_up for run in stats.blocks if run.graphs_given_up), None)
-    if not stats.replayed and given_up is None:
+    if not stats.replayed and given_up is None and not stats.unrecorded:
         return {}
-    return {"graphs": {"replayed_visits": stats.replayed, "given_up": given_up}}
+    unrecorded = {"unrecorded": dict(stats.unrecorded)} if stats.unrecorded else {}
+    return {"graphs": {"replayed_visits": stats.replayed, "given_up": given_up, **unrecorded}}
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:

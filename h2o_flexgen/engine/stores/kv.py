@@ -184,7 +184,7 @@ class KVStore:
         cache = self._cache(task, region, scores)
         unit.changed, unit.cache = rows.changed(self._level), cache
         if unit.generation != rows.generation:
-            cache.keep_rows(rows.places_before, unit.held)
+            cache.keep_rows(rows.places_before, rows.held_before[self._level])
         if unit.generation != rows.generation or rows.changes_all:
             unit.changed, unit.cache = (0, unit.changed[1]), None  # all is to be stored
         unit.rows, unit.held, unit.generation = rows.size, unit.changed[1], rows.generation

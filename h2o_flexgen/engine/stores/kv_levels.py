@@ -33,6 +33,10 @@ class KVLevels:
         self._stores: Sequence[KVStore] = stores
         self._of_layer = {layer: [stores[level] for level, _ in heads] for layer, heads in self._heads.items()}
 
+    def buffer(self, visit: Visit) -> int:
+        """The buffer through which the KV of a visit comes; the same number for all steps if it is not moved."""
+        return self._schedule.buffer(visit) if self._schedule.traffic.moves_kv(visit.layer, visit.batch) else 0
+
     def prepare(self, planned: BlockPlan) -> None:
         """Prepares the next block of a conversation."""
         self._schedule = planned.schedule

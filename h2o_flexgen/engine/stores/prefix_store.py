@@ -148,6 +148,10 @@ class PrefixStore:
                 self._region[first - by : first - by + len(piece)] = piece
             kept.start, end = end, end + kept.shared.room
 
+    def places(self, groups: Collection[int]) -> tuple[int, ...]:
+        """The places of these groups' prefixes. A prefix keeps its place unless others need room."""
+        return tuple(self._kept[group].start for group in sorted(groups))
+
     # -- their data ------------------------------------------------------------------------------------------------------
 
     def caches(self, layer: int, groups: Collection[int]) -> Mapping[int, LayerCache]:

@@ -9,7 +9,7 @@ tokens; for logits, one part after the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import PRODUCT
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, SteadyMatrix
+from h2o_flexgen.kernels.operations import in_one_order
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
@@ -118,9 +119,8 @@ class WeightStore:
     def _piece(self, tensor: TensorSpec, segment: Segment, out: Tensor, start: int) -> FilePiece | None:
         """The bytes of a tensor from `start` on that belong to the segment, and their place in its file. Plain values may have
         another type there."""
-        stored = segment.stored
-        if tensor.format == PLAIN:
-            dtype, own = DTYPES[stored.dtype], self._type_of(tensor)
+        stored, own = segment.stored, self._type_of(tensor)
+        if tensor.format == PLAIN and (dtype := DTYPES[stored.dtype]) != own:
             before = start // own.itemsize * dtype.itemsize
             return FilePiece(stored.file, stored.offset + before, out.view(own), dtype)
         first, behind = max(start, segment.start), min(start + len(out), segment.start + stored.nbytes)
@@ -154,9 +154,18 @@ class WeightStore:
 
     @cached_property
     def _places_in_page(self) -> Mapping[str, int]:
-        """The place in a page of its file at which a tensor begins, for tensors that keep this place and lie in one segment."""
-        kept = {name: one.segments for name, one in self._stored.items() if keeps_its_place(self._spec.tensors[name])}
-        return {name: own[0].stored.offset % ALIGNMENT for name, own in kept.items() if len(own) == 1}
+        """The place in a page of its file at which a tensor begins, for tensors that keep this place."""
+        if self._memories.device.accelerator:
+            return {}
+        found = ((self._spec.tensors[name], one.segments) for name, one in self._stored.items())
+        return {tensor.name: own[0].stored.offset % ALIGNMENT for tensor, own in found if self._can_keep_its_place(tensor, own)}
+
+    def _can_keep_its_place(self, tensor: TensorSpec, segments: Sequence[Segment]) -> bool:
+        """Whether it lies in the file in one piece, with the bytes and at an address with which it can be computed."""
+        if len(segments) > 1 or not keeps_its_place(tensor):
+            return False
+        stored, dtype = segments[0].stored, self._type_of(tensor)
+        return tensor.format != PLAIN or (DTYPES[stored.dtype] == dtype and stored.offset % dtype.itemsize == 0)
 
     @cached_property
     def _moved_layouts(self) -> list[Layout]:
@@ -167,7 +176,8 @@ class WeightStore:
 
     def _slice(self, place: SlicePlace, tier: str) -> list[Range]:
         tensors = self._of(self._spec.layers[place.layer], tier)
-        return slices({tensor.name: tensor.nbytes for tensor in tensors}, self._schedule.slices)[place.part]
+        sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+        return slices(sizes, self._schedule.slices, self._places_in_page)[place.part]
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -189,9 +199,8 @@ class WeightStore:
         tensor, out = self._spec.tensors[cut.name], target.range(cut)
         found = (self._piece(tensor, segment, out, cut.start) for segment in self._stored[cut.name].segments)
         pieces = [piece for piece in found if piece is not None]
-        is_whole = cut.stop - cut.start == tensor.nbytes
-        if is_whole and not self._memories.device.accelerator and cut.name in self._places_in_page:
-            pieces = [piece.alone_in(target.pages(cut.name)) for piece in pieces]
+        if cut.name in self._places_in_page:
+            pieces = [piece.alone_in(target.pages(cut)) for piece in pieces]
         return [chunk for piece in pieces for chunk in piece.cut()]
 
     def load(self, task: Task) -> int:
@@ -243,7 +252,8 @@ class WeightStore:
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which a layer's weights come; the same number for all visits of a layer that is not moved."""
-        return self._schedule.weight_buffer(visit) if self._moved_layouts[visit.layer].nbytes else 0
+        moves = self._schedule.traffic.moves_weights(visit.layer)
+        return self._schedule.weight_buffer(visit) if moves else 0
 
     def forget_decoded(self) -> None:
         """Makes the next visit decode its matrices, whatever was decoded before: a captured graph must decode them itself."""
@@ -273,9 +283,20 @@ class WeightStore:
         pack.decode_rows(table.name, tokens.flatten(), found)
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
+    def for_logits(self, visit: Visit, hidden: Tensor) -> Iterator[Weights]:
+        """The weights of a layer that makes logits of hidden states (positions, width): once where a kernel in C reads the
+        matrix as it is stored, otherwise part by part."""
+        layer = self._spec.layers[visit.layer]
+        local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
+        if local is None or matrix is None or not in_one_order(self._spec.product, matrix.format, hidden, len(hidden)):
+            yield from self.logit_parts(visit)
+            return
+        whole = self._pack_of(matrix, visit.layer, self._schedule.weight_buffer(visit))
+        yield {**self.views(visit), local: whole.matrix(matrix.name, None, self._spec.product)}
+
     def logit_parts(self, visit: Visit) -> Iterator[Weights]:
-        """The weights of a layer that makes logits, once for each part of a packed matrix, each valid until the next. Parts
-        with a buffer of their own are decoded once for all batches of a pass; the others take turns in the last buffer."""
+        """The same once for each part of a packed matrix, each valid until the next. Parts with a buffer of their own are
+        decoded once for all batches of a pass; the others take turns in the last buffer."""
         layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None or not layer.logit_parts:

@@ -1,0 +1,258 @@
+"""Recordings: the calls of kernels that a piece of work makes, noted once and then run again and again without the interpreter.
+
+While a recording is made, `native.run` notes calls instead of making them, and nothing is computed. Of what the work asks of
+torch, views and empty memory cost nothing later. Copies, sums and the like become calls of kernels. Any other is refused by
+its name: that work cannot be recorded. A recorded call reads and writes the addresses that it was noted with. So what changes
+from step to step must lie in tensors that stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from h2o_flexgen.kernels.copies import add_values, copy_values, zero_bytes
+from h2o_flexgen.kernels.evict import take_slots
+from h2o_flexgen.kernels.native import KINDS, RECORDER, entry_of, run
+from h2o_flexgen.kernels.raw_memory import address_of
+from h2o_flexgen.kernels.working_room import WorkingRoom
+
+aten = torch.ops.aten
+EMPTY: tuple[Any, ...] = (
+    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+)
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+CONSTANTS = (aten.arange.default, aten.arange.start)  # made once
+Work: TypeAlias = Callable[[], object]
+
+
+class CannotBeRecorded(RuntimeError):
+    """Raised where work asks torch for an operation that no kernel does."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (("kernel", ctypes.c_void_p), ("given", ctypes.c_void_p), ("threads", ctypes.c_int))
+
+
+class _Calls(ctypes.Structure):
+    _fields_ = (("calls", ctypes.c_void_p), ("count", ctypes.c_long))
+
+
+class _Moment(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p),)
+
+
+class NotedCall(tuple[str, ctypes.Structure, int]):
+    """A call of a kernel: its name, what it is given, and its threads."""
+
+
+Step: TypeAlias = "NotedCall | Work"
+
+
+class Program:
+    """Recorded steps. Calls of kernels that follow each other are one call of the library."""
+
+    def __init__(self, steps: Sequence[Step], kept: Sequence[object] = ()) -> None:
+        """`kept`: what must stay as long as the program."""
+        self.steps = steps
+        self._kept = kept
+        self._pieces = [*_pieces(steps)]
+
+    def __call__(self) -> None:
+        for piece in self._pieces:
+            piece()
+
+    @classmethod
+    def timed(cls, programs: Sequence[Program], moments: Tensor) -> Program:
+        """Programs one after the other; `moments` (programs + 1,), int64, gets when each begins and the last one ends, in
+        nanoseconds."""
+        steps: list[Step] = [_note_of(moments[0])]
+        for number, program in enumerate(programs, start=1):
+            steps += *program.steps, _note_of(moments[number])
+        return cls(steps, [programs, moments])
+
+
+def _note_of(moment: Tensor) -> NotedCall:
+    return NotedCall(("note_time", _Moment(address_of(moment, writes=True)), 1))
+
+
+def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
+    for is_noted, each in groupby(steps, lambda step: isinstance(step, NotedCall)):
+        if not is_noted:
+            yield from each  # type: ignore[misc]
+            continue
+        noted = [_Call(entry_of(name), ctypes.addressof(given), threads) for name, given, threads in each]  # type: ignore[misc]
+        calls = (_Call * len(noted))(*noted)
+        yield partial(_run, _Calls(ctypes.addressof(calls), len(calls)), calls)
+
+
+def _run(program: _Calls, calls: object) -> None:
+    """`calls`: what the program points to."""
+    run("run_program", program, 1)
+
+
+class CallRecording(TorchDispatchMode):
+    """What a piece of work asks of kernels. The tensors that it makes lie in a room that programs share."""
+
+    def __init__(self, room: WorkingRoom) -> None:
+        super().__init__()
+        self._room = room
+        self._steps: list[Step] = []
+        self._kept: list[object] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; otherwise torch would load its compiler, a hundred MB, to be told so."""
+        return False
+
+    @classmethod
+    def of(cls, work: Work, room: WorkingRoom) -> Program:
+        """Records work without doing it."""
+        recording = cls(room)
+        with recording, recording._listening():
+            work()
+        return Program(recording._steps, [room, *recording._kept])
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        token = RECORDER.set(self)
+        try:
+            yield
+        finally:
+            RECORDER.reset(token)
+
+    # -- what the work may ask of a recording ------------------------------------------------------------------------------
+
+    def note(self, name: str, given: ctypes.Structure, threads: int) -> None:
+        """Notes a call of a kernel."""
+        self._steps.append(NotedCall((name, given, threads)))
+
+    def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None:
+        """Notes work of torch between calls of kernels, work(out, *given): large products, which it does faster."""
+        seen = [None if each is None else _seen(each) for each in (out, *given)]
+        self._steps.append(partial(work, *seen))
+
+    def lasting(self, values: Tensor) -> Tensor:
+        """Values that no other program overwrites: a copy outside of the room."""
+        with _unheard():
+            there = torch.empty(values.shape, dtype=values.dtype)
+        copy_values(values, there)
+        self._kept.append(there)
+        return there
+
+    # -- what it asks of torch ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if _is_composed(func):
+            with self:
+                return func.decompose(*args, **given)
+        if _is_view(func):
+            return func(*args, **given)
+        if func in CONSTANTS:
+            self._kept.append(made := func(*args, **given))
+            return made
+        if func in EMPTY or func in ZEROS:
+            return self._made(func(*args, **{**given, "device": "meta"}), func in ZEROS)
+        if (taken_over := TAKEN_OVER.get(func)) is not None and (made := taken_over(self, *args, **given)) is not None:
+            return made
+        raise CannotBeRecorded(f"torch does {func} here, and no kernel")
+
+    def cloned(self, source: Tensor, memory_format: Any = torch.preserve_format) -> Tensor:
+        made = self._made(torch.empty_like(source, device="meta", memory_format=memory_format))
+        copy_values(source, made)
+        return made
+
+    def converted(self, source: Tensor, dtype: torch.dtype, **others: Any) -> Tensor | None:
+        if not {source.dtype, dtype}.issubset(KINDS):
+            return None
+        made = self._made(torch.empty_like(source, device="meta", dtype=dtype))
+        copy_values(source, made)
+        return made
+
+    def copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor | None:
+        if source.dtype != target.dtype and not {source.dtype, target.dtype}.issubset(KINDS):
+            return None
+        copy_values(source.expand(target.shape), target)
+        return target
+
+    def added(self, target: Tensor, source: object, alpha: float = 1) -> Tensor | None:
+        """None where no kernel does it."""
+        if alpha != 1 or not isinstance(source, Tensor) or not _are_alike(target, source):
+            return None
+        add_values(target, source)
+        return target
+
+    def rows(self, source: Tensor, numbers: Tensor) -> Tensor | None:
+        """Rows with these numbers."""
+        if source.dim() != 2 or source.stride(1) != 1 or numbers.dtype != torch.long or not numbers.is_contiguous():
+            return None
+        made = self._made(torch.empty(*numbers.shape, source.shape[1], dtype=source.dtype, device="meta"))
+        take_slots(source[None, None], numbers.view(1, 1, -1), made.view(1, 1, -1, source.shape[1]))
+        return made
+
+    def _made(self, like: Tensor, zeroed: bool = False) -> Tensor:
+        """A tensor in the room, with the shape, strides and type of another one."""
+        values = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 0
+        data = self._room.take(values * like.itemsize)
+        if zeroed:
+            zero_bytes(data)
+        return data.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _seen(values: Tensor) -> Tensor:
+    """The same memory, without keeping it from others: in a program each value is used before its place is."""
+    with _unheard():
+        nbytes = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride()))
+        there = (ctypes.c_uint8 * (nbytes * values.itemsize)).from_address(address_of(values))
+        return torch.frombuffer(there, dtype=values.dtype).as_strided(values.shape, values.stride())
+
+
+def kept(values: Tensor) -> Tensor:
+    """Values that are needed when the work is over: in a recording, those of the present replay."""
+    recorder = RECORDER.get()
+    return values if recorder is None else recorder.lasting(values)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
+
+
+# Operations of torch that kernels do instead, with the same bits.
+TAKEN_OVER: Mapping[Any, Callable[..., Tensor | None]] = {
+    aten.clone.default: CallRecording.cloned,
+    aten._to_copy.default: CallRecording.converted,
+    aten.copy_.default: CallRecording.copied,
+    aten.add_.Tensor: CallRecording.added,
+    aten.embedding.default: lambda recording, table, numbers, *others: recording.rows(table, numbers),
+    aten.index.Tensor: lambda recording, table, numbers: recording.rows(table, *numbers) if len(numbers) == 1 else None,
+    aten.index_select.default: lambda recording, table, axis, numbers: None if axis else recording.rows(table, numbers),
+}
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What is done in here is done now, and not noted."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+@cache
+def _is_composed(func: Any) -> bool:
+    """Whether it is no operation of its own, but made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)

@@ -1,0 +1,58 @@
+"""Working memory that recorded programs share. Tensors get parts of it and give them back when nothing refers to them any more.
+
+Programs run one after the other, and none needs what another has left in it. So it is as large as the largest of them wants.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import insort
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.raw_memory import address_of
+
+PART = 64  # bytes: a line of the cache, at which all parts begin
+CHUNK = 1 << 20  # bytes that are allocated at least
+
+
+class WorkingRoom:
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._free: list[tuple[int, int]] = []  # address and bytes of each gap, by address
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def take(self, nbytes: int) -> Tensor:
+        """Memory of this many bytes. It is free again when the tensor and all its views are gone."""
+        whole = max(1, -(-nbytes // PART)) * PART
+        address = self._address_of(whole)
+        part = (ctypes.c_uint8 * max(1, nbytes)).from_address(address)
+        finalize(part, self._give_back, address, whole).atexit = False
+        return torch.frombuffer(part, dtype=torch.uint8)[:nbytes]
+
+    def _address_of(self, nbytes: int) -> int:
+        for place, (address, gap) in enumerate(self._free):
+            if gap >= nbytes:
+                self._free[place : place + 1] = [(address + nbytes, gap - nbytes)] if gap > nbytes else []
+                return address
+        chunk = torch.empty(max(CHUNK, nbytes) + PART, dtype=torch.uint8)
+        self._chunks.append(chunk)
+        begin = address_of(chunk)
+        first = -(-begin // PART) * PART
+        self._give_back(first, (begin + chunk.nbytes - first) // PART * PART)
+        return self._address_of(nbytes)
+
+    def _give_back(self, address: int, nbytes: int) -> None:
+        insort(self._free, (address, nbytes))
+        joined: list[tuple[int, int]] = []
+        for begin, gap in self._free:
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = joined[-1][0], joined[-1][1] + gap
+            else:
+                joined.append((begin, gap))
+        self._free = joined
