@@ -147,6 +147,8 @@ class CallRecorder(Protocol):
 
     def lasting(self, values: Tensor) -> Tensor: ...
 
+    def enter(self, place: str) -> None: ...
+
 
 RECORDER: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)  # of what this thread does
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ EMPTY: tuple[Any, ...] = (
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 CONSTANTS = (aten.arange.default, aten.arange.start)  # made once
 Work: TypeAlias = Callable[[], object]
+BETWEEN_LAYERS = b"no layer"
 
 
 class CannotBeRecorded(RuntimeError):
@@ -40,7 +41,11 @@ class CannotBeRecorded(RuntimeError):
 
 
 class _Call(ctypes.Structure):
-    _fields_ = (("kernel", ctypes.c_void_p), ("given", ctypes.c_void_p), ("threads", ctypes.c_int))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("kernel", "given")),
+        ("threads", ctypes.c_int),
+        *((name, ctypes.c_char_p) for name in ("name", "place")),
+    )
 
 
 class _Calls(ctypes.Structure):
@@ -51,8 +56,16 @@ class _Moment(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p),)
 
 
-class NotedCall(tuple[str, ctypes.Structure, int]):
-    """A call of a kernel: its name, what it is given, and its threads."""
+class NotedCall(NamedTuple):
+    """A call of a kernel."""
+
+    name: str
+    given: ctypes.Structure
+    threads: int
+    place: bytes  # of the model, which a crash is reported with
+
+    def in_c(self) -> _Call:
+        return _Call(entry_of(self.name), ctypes.addressof(self.given), self.threads, self.name.encode(), self.place)
 
 
 Step: TypeAlias = "NotedCall | Work"
@@ -82,7 +95,7 @@ class Program:
 
 
 def _note_of(moment: Tensor) -> NotedCall:
-    return NotedCall(("note_time", _Moment(address_of(moment, writes=True)), 1))
+    return NotedCall("note_time", _Moment(address_of(moment, writes=True)), 1, BETWEEN_LAYERS)
 
 
 def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
@@ -90,7 +103,7 @@ def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
         if not is_noted:
             yield from each  # type: ignore[misc]
             continue
-        noted = [_Call(entry_of(name), ctypes.addressof(given), threads) for name, given, threads in each]  # type: ignore[misc]
+        noted = [step.in_c() for step in each if isinstance(step, NotedCall)]
         calls = (_Call * len(noted))(*noted)
         yield partial(_run, _Calls(ctypes.addressof(calls), len(calls)), calls)
 
@@ -108,6 +121,7 @@ class CallRecording(TorchDispatchMode):
         self._room = room
         self._steps: list[Step] = []
         self._kept: list[object] = []
+        self._place = BETWEEN_LAYERS
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -134,7 +148,7 @@ class CallRecording(TorchDispatchMode):
 
     def note(self, name: str, given: ctypes.Structure, threads: int) -> None:
         """Notes a call of a kernel."""
-        self._steps.append(NotedCall((name, given, threads)))
+        self._steps.append(NotedCall(name, given, threads, self._place))
 
     def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None:
         """Notes work of torch between calls of kernels, work(out, *given): large products, which it does faster."""
@@ -148,6 +162,10 @@ class CallRecording(TorchDispatchMode):
         copy_values(values, there)
         self._kept.append(there)
         return there
+
+    def enter(self, place: str) -> None:
+        """Says which layer the work that follows is for."""
+        self._place = place.encode()
 
     # -- what it asks of torch ---------------------------------------------------------------------------------------------
 
@@ -221,6 +239,12 @@ def kept(values: Tensor) -> Tensor:
     """Values that are needed when the work is over: in a recording, those of the present replay."""
     recorder = RECORDER.get()
     return values if recorder is None else recorder.lasting(values)
+
+
+def enter(place: str) -> None:
+    """Says which layer the work that follows is for. A crash of a recorded program is reported with it."""
+    if (recorder := RECORDER.get()) is not None:
+        recorder.enter(place)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
