@@ -25,10 +25,10 @@ from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.params import SEED, SamplingParams
 from h2o_flexgen.server.desks import SECONDS, Desks, Lengths, Turns
 from h2o_flexgen.text.dialogue import choose_style
-from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.prompts import Prompt, read_chat, read_prompts
 from h2o_flexgen.text.row_text import pieces_of
 from h2o_flexgen.text.tokenizer import Tokenizer as EngineTokenizer
+from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 try:
     from helm.clients.client import CachingClient
@@ -327,6 +327,6 @@ class Tokenizer(CachingTokenizer):  # type: ignore[misc]  # unknown where HELM i
 
 def decode_all(tokenizer: EngineTokenizer, ids: Sequence[int]) -> str:
     """Decodes tokens, special ones included: HELM puts a model's start token before texts in this way."""
-    if isinstance(tokenizer, HfTokenizer):
-        return str(tokenizer.of_transformers.decode(list(ids), clean_up_tokenization_spaces=False))
+    if isinstance(tokenizer, WordTokenizer):
+        return tokenizer.decode(ids, with_special=True)
     return tokenizer.decode(ids)

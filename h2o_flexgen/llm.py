@@ -49,9 +49,9 @@ from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.text.dialogue import choose_style
-from h2o_flexgen.text.load_tokenizer import HfTokenizer
 from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts
 from h2o_flexgen.text.tokenizer import Tokenizer
+from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +172,7 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | Tokenizer:
         """The tokenizer of transformers, if the model has one."""
-        return self.tokenizer.of_transformers if isinstance(self.tokenizer, HfTokenizer) else self.tokenizer
+        return self.tokenizer.of_transformers if isinstance(self.tokenizer, WordTokenizer) else self.tokenizer
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

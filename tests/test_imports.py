@@ -91,6 +91,7 @@ LAZY = {
     f"{ROOT}.kernels.functions -> import_module",  # those for GPUs import an optional package
     f"{ROOT}.models -> import_module",  # flags name architectures without torch; functions of one are imported with its model
     f"{ROOT}.cli.batch_work -> {ROOT}.cli.ray.ray_job",  # imports an optional package
+    f"{ROOT}.session.options -> {ROOT}.checkpoints.probe_file",  # flags are answered without numpy
     f"{ROOT}.evaluation.tasks.agreement -> {ROOT}.evaluation.tasks.full_cache",  # flags name tasks without torch
 }
 
@@ -278,13 +279,21 @@ def test_doors_open_without_torch() -> None:
     assert imported_with_torch([f"{ROOT}.{door}" for door in doors]) == []
 
 
+def test_flags_are_answered_without_numpy() -> None:
+    assert imported_with("numpy", [f"{ROOT}.{door}" for door in ("run", "chat", "serve", "plan")]) == []
+
+
 def test_what_plans_and_the_package_itself_are_imported_without_torch() -> None:
     assert imported_with_torch([ROOT, *map(module_name, files_in(*WITHOUT_TORCH))]) == []
 
 
 def imported_with_torch(modules: Sequence[str]) -> list[str]:
-    """The modules behind whose import torch is there, of those that a process imports one after the other."""
-    of_each = "    importlib.import_module(name)\n    if 'torch' in sys.modules: print(name)"
+    return imported_with("torch", modules)
+
+
+def imported_with(package: str, modules: Sequence[str]) -> list[str]:
+    """The modules behind whose import the package is there, of those that a process imports one after the other."""
+    of_each = f"    importlib.import_module(name)\n    if {package!r} in sys.modules: print(name)"
     code = f"import sys, importlib\nfor name in sys.argv[1:]:\n{of_each}"
     command = [sys.executable, "-c", code, *modules]
     run = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=False)

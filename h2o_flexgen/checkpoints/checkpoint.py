@@ -14,7 +14,7 @@ import torch
 
 from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
-from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_gguf
+from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.checkpoints.named_tensors import each_expert, matrices_of_each, stored_in
 from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
@@ -196,13 +196,17 @@ def folder_checkpoint(
 
 
 def open_checkpoint(
-    place: Path, cache_dir: Path | None = None, progress: Progress | None = None, names: TensorNames = USUAL_NAMES
+    place: Path,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    names: TensorNames = USUAL_NAMES,
+    read: Callable[[Path], Gguf] = read_gguf,
 ) -> Checkpoint:
     """Opens safetensors and GGUF files directly, and .bin files through a converted copy in `cache_dir`, which is made once.
-    `names` are those of the model's architecture; a GGUF file is not read without them."""
+    `names` are those of the model's architecture; a GGUF file is not read without them. `read` reads its header."""
     if is_gguf(place):
         assert names.gguf is not None, names
-        return Checkpoint(place, *stored_in(GgufModel(read_gguf(place), names.gguf, names.model_type)))
+        return Checkpoint(place, *stored_in(GgufModel(read(place), names.gguf, names.model_type)))
     if not place.is_dir():
         raise ValueError(f"model folder {place} does not exist")
     quantisation = folder_quantisation(place)

@@ -124,13 +124,11 @@ def _weighing(said: GgufModel) -> dict[str, bool]:
 def _window(said: GgufModel) -> dict[str, Any]:
     """The window of all layers, unless the architecture has keys of its own for that."""
     window = said.whole(WINDOW, 0)
-    if not window:
-        return {"sliding_window": None}
-    return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    return {"sliding_window": window or None, "max_window_layers": 0}
 
 
 def _rope(said: GgufModel, head_dim: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope_theta": said.number("rope.freq_base", 10000.0)}
+    found: dict[str, Any] = {"rope_theta": said.number("rope.freq_base", 10000.0), "rope_type": "default"}
     if said.architecture.rotates_parts:
         found["partial_rotary_factor"] = said.whole(ROTATED, head_dim) / max(head_dim, 1)
     divisors = said.tensors.get(ROPE_DIVISORS)
@@ -142,11 +140,11 @@ def _rope(said: GgufModel, head_dim: int) -> dict[str, Any]:
         _refuse_other_mix(said, kind)
         if divisors is not None:
             raise said.refusal(f"{SCALING}.factor", f"and {ROPE_DIVISORS} too; positions that are scaled twice are not read")
-        return {**found, "rope_scaling": {"rope_type": kind, "factor": factor, **(_yarn(said) if kind == YARN else {})}}
+        found |= {"rope_type": kind, "factor": factor, **(_yarn(said) if kind == YARN else {})}
     if divisors is None:
-        return found
+        return {"rope_parameters": found}
     count = min(head_dim, MOST_HEAD_DIM) // 2  # wider heads are refused later, and this many are read at once
-    return {**found, "rope_divisors": _divisors(divisors, count)}
+    return {"rope_parameters": found, "rope_divisors": _divisors(divisors, count)}
 
 
 def _refuse_other_mix(said: GgufModel, kind: str) -> None:

@@ -55,7 +55,7 @@ def run(request: BatchRequest) -> FinishedJob | None:
     """Runs a job to its end. One that is only to be looked at has none."""
     with ExitStack() as stack:
         stack.enter_context(closing(request.checked.index))
-        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.plan.first_plan))
         request.refuse_other_seed()
         prepared = PreparedBatch(request, llm)
         prepared.refuse_other()

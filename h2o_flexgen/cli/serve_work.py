@@ -66,7 +66,7 @@ def work(request: ServeRequest) -> None:
         keys = Keys() if request.listen.key_file is None else Keys.read(request.listen.key_file, KEYS)
         opened = stack.enter_context(bound(ServerAddress(request.listen.host, request.listen.port)))
         folder = None if request.keep is None else stack.enter_context(data_folder(request.keep.folder, DATA_DIR))
-        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.plan.first_plan))
         server = Preparing(request, llm).server()
         readers = stack.enter_context(ThreadPoolExecutor(1, "reading"))
         service, hosts = server.service(readers), Hosts(request.listen.host if is_loopback(place_of(opened)) else None)

@@ -98,7 +98,7 @@ class LayerSpec:
     # tensors and the expert that each belongs to; empty where the layer has the router: its choice then comes too late
     experts: tuple[tuple[str, int], ...] = ()
     part: str = ""  # what it is of its block, for people, where its functions do not say so
-    reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
+    reads_back: bool = False  # what an accelerator does for it depends on values that it computes: no graph can have it
     overwrites: bool = False  # what it makes takes the place of the hidden states that it is handed, where it may
 
     @property

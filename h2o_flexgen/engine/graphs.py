@@ -31,6 +31,7 @@ Afterwards = Callable[[Visit], None]  # what Python does once a visit is compute
 # Computes a layer on the rows of a part, and adds to the list what is to be done after this and after each replay.
 Compute = Callable[[RowsPart, "Tensor | None", list[Afterwards]], Tensor]
 Replay = Callable[[], None]
+WORTH_STEPS = 3  # that rows stay together: to capture a layer takes about twice as long as to compute it
 Where = Callable[[Collection[int]], tuple[int, ...]]  # the places of prefixes
 
 
@@ -58,6 +59,10 @@ class Kind(NamedTuple):
         slots = [level.slots for level in rows.parts[0].levels]
         evicts, stores = tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots)
         return cls(rows.generation, rows.size, evicts, stores, now.prefixes, where(rows.prefixes) if now.prefixes else ())
+
+    def is_like(self, other: Kind) -> bool:
+        """Whether other rows have the same work, if none shares a prefix."""
+        return (self.evicts, self.stores_singly) == (other.evicts, other.stores_singly) and not (self.shared or other.shared)
 
 
 class Graph(NamedTuple):
@@ -87,11 +92,25 @@ class _Batch:
     chains: dict[int, Chain] = field(default_factory=dict)  # by their first layer
     past: dict[int, Past] = field(default_factory=dict)  # layers of this step that a chain has computed
     refused: dict[int, str] = field(default_factory=dict)  # layer -> why it is computed without a graph
+    ready: set[int] = field(default_factory=set)  # layers that may be captured before they were computed without a graph
 
     @classmethod
-    def of(cls, kind: Kind, part: RowsPart) -> _Batch:
+    def of(cls, kind: Kind, part: RowsPart, before: _Batch | None) -> _Batch:
+        """`before`: the batch with the rows that it had before."""
         levels = tuple(replace(now, table=now.table.clone()) for now in part.levels)
-        return cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
+        batch = cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
+        if before is not None and before.kind.is_like(kind):
+            batch._make_ready(before)
+        return batch
+
+    def _make_ready(self, before: _Batch) -> None:
+        """Makes the tensors that stay, as they were made for other rows of this batch, so that layers are captured at once."""
+        for own, known in zip(self.part.levels, before.part.levels, strict=True):
+            own.make_as_in(known)
+        shapes = {shape: torch.Size((self.kind.rows, *shape[1:])) for shape in before.hidden}
+        self.hidden = {own: before.hidden[shape].new_empty(own) for shape, own in shapes.items()}
+        self.ends = {layer: self.hidden[shapes[end.shape]] for layer, end in before.ends.items()}
+        self.eager, self.ready = Counter(before.eager), set(before.ends)
 
     def follow(self, part: RowsPart) -> None:
         """Takes the tokens and numbers of another step."""
@@ -153,7 +172,8 @@ class StepGraphs:
         if hidden is not None:
             hidden = batch.put(hidden)
         is_known = place in batch.graphs or layer in batch.refused
-        if not is_known and batch.eager[layer] >= self._device.steps_before_capture:
+        is_worth_it = batch.eager[layer] >= self._device.steps_before_capture and rows.steps_together >= WORTH_STEPS
+        if is_worth_it and not is_known:
             self._capture(batch, place, hidden, compute)
         if place not in batch.graphs:
             afterwards = list[Afterwards]()
@@ -168,7 +188,7 @@ class StepGraphs:
         if known is None or known.kind != kind:
             if known is not None and known.graphs:
                 self._device.settle()  # before graphs go, none of them may be under way
-            self._batches[number] = _Batch.of(kind, rows.parts[0])
+            self._batches[number] = _Batch.of(kind, rows.parts[0], None if self._device.accelerator else known)
         return self._batches[number]
 
     def _capture(self, batch: _Batch, place: GraphPlace, hidden: Tensor | None, compute: Compute) -> None:
@@ -180,10 +200,13 @@ class StepGraphs:
         try:
             batch.graphs[place] = Graph(self._device.capture(work), afterwards)
         except RuntimeError as error:
-            if self._is_asked:
+            if self._is_asked and place.layer not in batch.ready:
                 raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error
             reason = str(error).partition("\n")[0]
-            if isinstance(error, CannotBeRecorded):
+            if place.layer in batch.ready:  # something was not made ready: the layer is computed once, which makes it
+                batch.ready.discard(place.layer)
+                batch.eager[place.layer] = 0
+            elif isinstance(error, CannotBeRecorded):
                 self.refused[place.layer] = batch.refused[place.layer] = reason
             else:
                 self.given_up = reason

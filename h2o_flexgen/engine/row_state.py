@@ -88,17 +88,18 @@ class RowState:
         self.seen.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        is_forced = self.num_generated <= len(self.forced)
+        count = self.num_generated
+        is_forced = count <= len(self.forced)
         if token in self._ends and not is_forced:
             self.stop_reason = token if token in self._stop_ids else None
             return self._finish("stop", self._piece_of_end(token))
-        may_stop = not is_forced and self.num_generated > self.params.min_tokens
-        piece = None if self._text is None else self._text.add(token, may_stop)
-        if self._text is not None and self._text.stopped_by is not None:
-            self.finish_reason, self.stop_reason = "stop", self._text.stopped_by
-        elif self.num_generated == self.max_tokens:
-            return self._finish("length", piece)
-        return piece
+        piece = None
+        if self._text is not None:
+            piece = self._text.add(token, may_stop=not is_forced and count > self.params.min_tokens)
+            if self._text.stopped_by is not None:
+                self.finish_reason, self.stop_reason = "stop", self._text.stopped_by
+                return piece
+        return self._finish("length", piece) if count == self.max_tokens else piece
 
     def _piece_of_end(self, token: int) -> str:
         shown = self._text if self.params.include_stop_str_in_output else None
@@ -112,11 +113,13 @@ class RowState:
     @property
     def known(self) -> tuple[int, StepLogprobs | None] | None:
         """The next token, if the row had generated it before it started again."""
-        return self._known[self.num_generated] if self.num_generated < len(self._known) else None
+        return self._known[self.num_generated] if self._known and self.num_generated < len(self._known) else None
 
     @property
     def given(self) -> int | None:
         """The next token, if it is known and not to be picked."""
+        if not (self._known or self.forced):
+            return None
         if self.known is not None:
             return self.known[0]
         return self.forced[self.num_generated] if self.num_generated < len(self.forced) else None

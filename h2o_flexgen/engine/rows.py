@@ -79,7 +79,8 @@ class BatchRows:
         self._rows = list(rows)
         self._policies = policies
         self._gen_len = gen_len
-        self._capacities = [policy.occupancy(batch, gen_len).capacity for policy in policies]
+        self._occupancies = [policy.occupancy(batch, gen_len) for policy in policies]
+        self._capacities = [own.capacity for own in self._occupancies]
         self._device = device
         self._upload, self._read_back = upload, read_back
         self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
@@ -98,6 +99,11 @@ class BatchRows:
     @property
     def alive(self) -> Sequence[RowState]:
         return self._rows
+
+    @property
+    def steps_together(self) -> int:
+        """Steps until the first of the living rows has all its tokens; it may end sooner."""
+        return min((row.max_tokens - row.num_generated for row in self._rows), default=0)
 
     # -- what is computed next -------------------------------------------------------------------------------------------
 
@@ -182,13 +188,11 @@ class BatchRows:
         for batch in self._batch.parts(tokens):
             rows = slice(start, start + batch.size)
             tokens_of_part = padded(self._rows[rows], batch.lengths, batch.readings)
-            parts.append(RowsPart(rows, self._levels(batch, 0), self._uploaded(tokens_of_part), at_once=tokens))
+            slots = [policy.occupancy(batch, self._gen_len).at(0) for policy in self._policies]
+            levels = self._steps_of(slots, echoes_within=batch.echoes_within)
+            parts.append(RowsPart(rows, levels, self._uploaded(tokens_of_part), at_once=tokens))
             start += batch.size
         return tuple(parts)
-
-    def _levels(self, batch: Batch, step: int) -> tuple[KVStep, ...]:
-        slots = [policy.occupancy(batch, self._gen_len).at(step) for policy in self._policies]
-        return self._steps_of(slots, echoes_within=batch.echoes_within if slots[0].is_prefill else None)
 
     def _steps_of(
         self,
@@ -211,7 +215,7 @@ class BatchRows:
         for row in self._rows:
             if row.max_tokens == 0:
                 row.stop("length")
-        return [place for place, row in enumerate(self._rows) if not row.finished]
+        return [place for place, row in enumerate(self._rows) if row.finish_reason is None]
 
     def at(self, places: Sequence[int], values: Tensor) -> Tensor:
         """The values of some rows."""
@@ -227,9 +231,9 @@ class BatchRows:
     ) -> int:
         """Picks a token for every growing row without a given one, drops finished rows, and returns the number of tokens. A row
         that starts again is given the tokens it had, and listeners do not get them again."""
-        growing = [place for place, row in enumerate(self._rows) if not row.finished]
-        rows = [self._rows[place] for place in growing]
-        params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
+        growing = self.growing()
+        rows = self._rows if len(growing) == len(self._rows) else [self._rows[place] for place in growing]
+        params, indices, histories = zip(*[(row.params, row.index, row.history) for row in rows])
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
         try:
             picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
@@ -253,7 +257,7 @@ class BatchRows:
 
     def _drop(self, step: int, growing: Sequence[int]) -> None:
         """Moves living rows up, and prepares what is computed next for them. `growing`: the places of the newest tokens."""
-        self._move_up([place for place, row in enumerate(self._rows) if not row.finished])
+        self._move_up([place for place, row in enumerate(self._rows) if row.finish_reason is None])
         if self._rows and self.places_before != list(growing):
             of_place = {place: number for number, place in enumerate(growing)}
             self._newest = self.at([of_place[place] for place in self.places_before], self._newest)
@@ -262,23 +266,29 @@ class BatchRows:
             self.last_step = step
 
     def _next_parts(self, step: int) -> tuple[RowsPart, ...]:
-        return (RowsPart(slice(None), self._levels(self._batch, step), self._newest[:, None]),) if self._rows else ()
+        if not self._rows:
+            return ()
+        levels = self._steps_of(own.at(step) for own in self._occupancies)
+        return (RowsPart(slice(None), levels, self._newest[:, None]),)
 
     def _move_up(self, alive: list[int]) -> None:
         """Fills the gaps among the first rows with living rows from the end."""
         count = len(alive)
+        if count == len(self._rows):
+            self.places_before = alive
+            return
         from_behind = [place for place in reversed(alive) if place >= count]
         in_front = set(alive)
         kept = [place if place in in_front else from_behind.pop(0) for place in range(count)]
-        if count < len(self._rows):
-            self.generation += 1
-            self.held_before = tuple(self.changed(level)[1] for level in range(len(self._policies)))
-            self._rows = [self._rows[place] for place in kept]
-            self._keep(kept)
+        self.generation += 1
+        self.held_before = tuple(self.changed(level)[1] for level in range(len(self._policies)))
+        self._rows = [self._rows[place] for place in kept]
+        self._keep(kept)
         self.places_before = kept
 
     def _keep(self, places: Sequence[int]) -> None:
         self._batch = self._batch.only(places)
+        self._occupancies = [policy.occupancy(self._batch, self._gen_len) for policy in self._policies] if places else []
 
 
 def padded(rows: Sequence[RowState], lengths: Sequence[int], readings: int = 1) -> Tensor:

@@ -71,6 +71,7 @@ class SeatedRows(BatchRows):
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
+        self._shared: dict[int, SharedPrefix | None] = {}  # what each row shares
         self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
         super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back)
         if not self._rows:
@@ -87,13 +88,13 @@ class SeatedRows(BatchRows):
 
     def _join(self) -> list[RowsPart]:
         """Gives new rows their seats, and returns the prefixes that have to be computed for them."""
-        seated, seats = [self._waiting.need(row).prefix for row in self._rows], self._batch.seats
+        seated, seats = [self._shared[row.row] for row in self._rows], self._batch.seats
         newcomers, parts = self._waiting.take(self._place, seated), list[RowsPart]()
         room = 0 if seats is None else seats.prefixes.of_batch
         for row in newcomers:
             source = self._waiting.choose(row, self._prefixes, room - sum(part.tokens.numel() for part in parts))
             need = self._waiting.need(row)
-            self._slots[row.row] = [policy.alone(need) for policy in self._policies]
+            self._slots[row.row], self._shared[row.row] = [policy.alone(need) for policy in self._policies], need.prefix
             if need.prefix is not None and self._prefixes.use(need.prefix, row.prompt_ids[: need.prefix.tokens], source):
                 parts.append(self._computing(need.prefix, source, row))
         self._rows += sorted(newcomers, key=lambda row: -self._waiting.need(row).read)  # neighbours have few pads
@@ -111,7 +112,7 @@ class SeatedRows(BatchRows):
 
     def _decoding(self) -> tuple[KVStep, ...]:
         each, steps = [self._slots[row.row] for row in self._rows], [row.num_generated for row in self._rows]
-        prefixes = () if self._copies else [self._waiting.need(row).prefix for row in self._rows]
+        prefixes = () if self._copies else [self._shared[row.row] for row in self._rows]
         return self._steps_of((Occupancy.apart([*zip(slots, steps)]) for slots in zip(*each)), prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
@@ -140,7 +141,7 @@ class SeatedRows(BatchRows):
                 yield hidden[: source.tokens]
 
     def prefix_of(self, row: RowState) -> SharedOf | None:
-        shared = self._waiting.need(row).prefix
+        shared = self._shared[row.row]
         return None if shared is None else SharedOf(self._prefixes[shared.group], shared.tokens)
 
     @property
@@ -154,7 +155,7 @@ class SeatedRows(BatchRows):
             self._prefixes.leave(self._copied.pop())
         for row in self._rows:
             if row.finished:
-                if (prefix := self._waiting.need(row).prefix) is not None:
+                if (prefix := self._shared.pop(row.row)) is not None:
                     self._prefixes.leave(prefix.group)
                 self._waiting.end(row)
                 del self._slots[row.row]

@@ -20,7 +20,7 @@ from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.chat_template import render, render_unfinished
-from h2o_flexgen.text.load_tokenizer import HfTokenizer
+from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 try:
     from lm_eval import utils
@@ -77,7 +77,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
             raise ValueError("no model is given; add pretrained=NAME or pretrained=FOLDER to the model_args")
         self.llm = LLM(str(pretrained), **_engine_options(options, batch_size, max_batch_size))  # type: ignore[arg-type]
         self._closer = weakref.finalize(self, self.llm.close)  # the harness never closes its models
-        if not isinstance(self.llm.tokenizer, HfTokenizer):
+        if not isinstance(self.llm.tokenizer, WordTokenizer):
             raise ValueError(
                 f"{pretrained} has no tokenizer that reads words; put its files beside the model, or add tokenizer=FOLDER "
                 "to the model_args"

@@ -16,6 +16,7 @@ FLOAT_BYTES = 4
 DTYPES = ("bfloat16", "float32", "float16")  # types of values that kernels read, as C numbers them
 TWIN_VALUES = 1 << 20  # values that twins encode or decode at once: torch's temporaries stay small
 DEVICE_TWIN_VALUES = 1 << 24  # on a device, where each part costs a dozen launches
+ROOM_CHUNK = 1 << 20  # bytes of the room of recorded programs that are allocated at least
 SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
 
 

@@ -23,11 +23,14 @@ FLOAT32, HALVES = "float32", ("bfloat16", "float16")
 PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
-ROTATE, APPEND, EVICT = "rotate", "append", "evict"
+ROTATE, APPEND, EVICT, NOTE = "rotate", "append", "evict", "note"
 TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
-RMS_NORM, HALVES_APART = "rms norm", "halves apart"
+TAKE_ROWS, PUT_ROWS = "take rows", "put rows"
+RMS_NORM, LAYER_NORM, LENGTHS, HALVES_APART = "rms norm", "layer norm", "lengths", "halves apart"
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
-ADD_WEIGHTED = "add weighted"
+GATED_QUICK_GELU, GATED_RELU, CLAMPED_SILU = "gated quick gelu", "gated relu", "clamped silu"
+ROUTE, GATHER_CHOSEN = "route", "gather chosen"
+ADD_SCALED, ADD_WEIGHTED = "add scaled", "add weighted"
 PICK_TOKENS, LIKELIEST = "pick tokens", "likeliest"
 SUM, MAX = "sum", "max"  # how the attention that a key gets from several queries becomes one number: MAX is the highest share
 
@@ -206,17 +209,25 @@ def _of_slots() -> Iterator[Kernel]:
         yield Kernel(op, PLAIN, function, CUDA, (TRITON,))
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, () if op in (EVICT, TAKE_SLOTS) else DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
+    yield Kernel(NOTE, PLAIN, "note", CPU, LIBRARIES)
+    yield Kernel(NOTE, PLAIN, "note_twin")
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
 
 
 def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
-    gating = (GATED_SILU, "gated_silu"), (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu")
-    others = (RMS_NORM, "rms_norm"), (HALVES_APART, "halves_apart"), (ADD_WEIGHTED, "add_weighted")
+    gelus = (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu"), (GATED_QUICK_GELU, "gated_quick_gelu")
+    gating = (GATED_SILU, "gated_silu"), (CLAMPED_SILU, "clamped_silu"), (GATED_RELU, "gated_relu"), *gelus
+    of_rows = (RMS_NORM, "rms_norm"), (LAYER_NORM, "layer_norm"), (LENGTHS, "lengths"), (HALVES_APART, "halves_apart")
+    of_experts = (ROUTE, "route"), (GATHER_CHOSEN, "gather_chosen")
+    sums = (ADD_SCALED, "add_scaled"), (ADD_WEIGHTED, "add_weighted")
     picking = (PICK_TOKENS, "pick_tokens"), (LIKELIEST, "likeliest")
-    for op, function in (*gating, *others, *picking):
+    for op, function in (*gating, *of_rows, *of_experts, *sums, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, PLAIN, f"{function}_twin")
+    for op, function in ((TAKE_ROWS, "take_rows"), (PUT_ROWS, "put_rows")):
+        yield Kernel(op, PLAIN, function, CPU, LIBRARIES)
         yield Kernel(op, PLAIN, f"{function}_twin")
 
 

@@ -1,5 +1,5 @@
 /* The newest token of each row in the cache: query and key are rotated, key and value go behind what the row holds, and its position
-   is noted with a score of 0. */
+   is noted with a score of 0 and what it is worth. */
 
 #include "rotation.h"
 #include "slots.h"
@@ -12,9 +12,9 @@ typedef struct {
     char *out;                 /* (rows, query heads, dim): the rotated query */
     const int64_t *slot;       /* (rows): that of the newest token */
     const int64_t *position;   /* (rows) */
-    int32_t *positions;        /* (rows, heads, slots), or NULL */
-    float *scores;             /* alike */
-    long noted_row, noted_head; /* strides of both, in numbers */
+    slot_notes notes;          /* positions may be NULL, too */
+    const float *worth;        /* (rows, heads): what the newest token is worth, where that is noted */
+    long worth_row, worth_head; /* strides in numbers */
     long rows, heads, query_heads, dim, half;
     long nbytes; /* of a key, and of a value */
 } appending;
@@ -28,16 +28,18 @@ static ALWAYS_INLINE void append_row(const appending *a, long row, int kind)
                   a->half, kind);
     for (long head = 0; head < a->heads; head++) {
         char *key = (char *)slot_at(&a->keys, row, head, slot);
-        const long noted = row * a->noted_row + head * a->noted_head + slot;
+        const long noted = row * a->notes.row + head * a->notes.head + slot;
         if (a->cos)
             turn_head(slot_at(&a->k, row, head, 0), cos, sin, key, a->dim, a->half, kind);
         else
             memcpy(key, slot_at(&a->k, row, head, 0), a->nbytes);
         memcpy((char *)slot_at(&a->values, row, head, slot), slot_at(&a->v, row, head, 0), a->nbytes);
-        if (a->positions)
-            a->positions[noted] = (int32_t)a->position[row];
-        if (a->scores)
-            a->scores[noted] = 0.0f;
+        if (a->notes.positions)
+            a->notes.positions[noted] = (int32_t)a->position[row];
+        if (a->notes.scores)
+            a->notes.scores[noted] = 0.0f;
+        if (a->notes.worth)
+            a->notes.worth[noted] = a->worth[row * a->worth_row + head * a->worth_head];
     }
 }
 

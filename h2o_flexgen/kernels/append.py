@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.evict import Newest, Notes
+from h2o_flexgen.kernels.evict import Newest, Notes, NotesInC
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.thread_counts import threads_for
@@ -80,28 +80,20 @@ def append(
     half = 0 if cos is None else cos.shape[-1]
     if cos is not None:
         assert q.dtype == k.dtype == cos.dtype and cos.shape == (rows, 1, 1, half) and k.shape[3] == dim >= 2 * half
+    assert notes is None or notes.worth is None or (worth is not None and worth.dtype == torch.float32)
     out = q if cos is None else torch.empty(q.shape, dtype=q.dtype)
     given = _Appending(
         *(ValuePlaces.of(x, writes=True) for x in (keys, values)),
         *(ValuePlaces.of(x.transpose(1, 2), KINDS[q.dtype]) for x in (q, k, v)),
         *(None if x is None else pointer(x) for x in (cos, sin, out if turn is not None else None)),
         *(pointer(x) for x in (newest.slots, newest.positions)),
-        *_places_of(notes),
+        NotesInC.of(notes),
+        None if worth is None else address_of(worth),
+        *((0, 0) if worth is None else worth.stride()),
         *(rows, keys.shape[1], query_heads, dim, half, k.shape[3] * k.itemsize),
     )
     run("append", given, threads_for(q.numel() + 2 * k.numel()))
-    _note_worth(newest, notes, worth)
     return out
-
-
-def _places_of(notes: Notes | None) -> tuple[int | None, int | None, int, int]:
-    """The addresses of positions and scores, and the strides of both."""
-    if notes is None:
-        return None, None, 0, 0
-    positions, scores = notes.positions, notes.scores
-    assert positions.stride(2) == 1 and (scores is None or scores.stride() == positions.stride())
-    own = None if scores is None else address_of(scores, writes=True)
-    return address_of(positions, writes=True), own, positions.stride(0), positions.stride(1)
 
 
 def append_twin(
@@ -124,20 +116,18 @@ def append_twin(
         if notes.scores is not None:
             nothing = notes.scores.new_zeros(())  # a number of Python would come from the host, and wait for the device
             notes.scores[newest.rows, :, newest.slots] = nothing
-    _note_worth(newest, notes, worth)
+        if notes.worth is not None:
+            assert worth is not None
+            notes.worth[newest.rows, :, newest.slots] = worth
     return q
-
-
-def _note_worth(newest: Newest, notes: Notes | None, worth: Tensor | None) -> None:
-    if notes is not None and notes.worth is not None:
-        assert worth is not None
-        notes.worth[newest.rows, :, newest.slots] = worth
 
 
 class _Appending(ctypes.Structure):
     _fields_ = (
         *((name, ValuePlaces) for name in ("keys", "values", "q", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "out", "slot", "position", "positions", "scores")),
-        *((name, ctypes.c_long) for name in ("noted_row", "noted_head")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "out", "slot", "position")),
+        ("notes", NotesInC),
+        ("worth", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("worth_row", "worth_head")),
         *((name, ctypes.c_long) for name in ("rows", "heads", "query_heads", "dim", "half", "nbytes")),
     )

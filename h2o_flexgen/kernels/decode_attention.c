@@ -190,16 +190,17 @@ static ALWAYS_INLINE void sum_values(const float *shares, const slots *values, l
 }
 
 typedef struct {
-    const float *q;      /* (rows, kv_heads, group, dim) */
+    const char *q;       /* (rows, kv_heads, group, dim) */
     slots keys, values;
     more_keys more;      /* for each of (rows, kv_heads, group) */
     const int64_t *held; /* (rows), the new token included */
-    float *out;          /* shaped as q */
+    char *out;           /* shaped as q, and of its type */
+    float *wide_q, *wide_out; /* where both are float32: room, unless they are anyway */
     float *got;          /* (rows, kv_heads, capacity); 0 behind what is held */
     float *shares;       /* (rows, kv_heads, group, capacity) */
     long rows, kv_heads, group, dim, capacity;
     float scale;
-    int narrow;     /* queries have 16 bits */
+    int kind;       /* the type of queries */
     int is_highest; /* slots get the highest share of their group's queries, not the sum of all */
     float cap;      /* of scores; 0: there is none */
 } attention;
@@ -227,7 +228,7 @@ static const fixed_action summing[2][4] = {FIXED_ACTIONS(sum, 4), FIXED_ACTIONS(
    instruction for their products in the narrowest ones. */
 static ALWAYS_INLINE int is_fixed(const attention *a, long group, int kind)
 {
-    return LANES > 4 && a->narrow && (kind == GROUP4 || kind == GROUP8) && (group > 1 || LANES == 8);
+    return LANES > 4 && a->kind != FLOAT && (kind == GROUP4 || kind == GROUP8) && (group > 1 || LANES == 8);
 }
 
 static ALWAYS_INLINE void in_fixed_point(fixed_actions actions, const attention *a, const slots *from, long row, long head)
@@ -235,10 +236,26 @@ static ALWAYS_INLINE void in_fixed_point(fixed_actions actions, const attention 
     for (long first = 0; first < a->group; first += MOST_QUERIES) {
         const long left = a->group - first, queries = left < MOST_QUERIES ? left : MOST_QUERIES;
         const long at = (row * a->kv_heads + head) * a->group + first;
-        const queries_of_head here = {from, row, head, a->held[row], a->q + at * a->dim, a->out + at * a->dim,
+        const queries_of_head here = {from, row, head, a->held[row], a->wide_q + at * a->dim, a->wide_out + at * a->dim,
                                       a->shares + at * a->capacity, queries, a->dim, a->capacity, a->scale};
         actions[from->kind == GROUP8][queries > 4 ? 3 : queries > 2 ? 2 : queries > 1](&here);
     }
+}
+
+/* Values of 16 bits as float32, and back. */
+
+static ALWAYS_INLINE void widen_queries(const char *from, float *to, long count, int kind)
+{
+#define WIDEN(AT, COUNT) store_some((char *)(to + (AT)), load_some(from + 2 * (AT), COUNT, kind), COUNT, FLOAT)
+    EACH_REGISTER(at, count, WIDEN);
+#undef WIDEN
+}
+
+static ALWAYS_INLINE void narrow_outcome(const float *from, char *to, long count, int kind)
+{
+#define NARROW(AT, COUNT) store_some(to + 2 * (AT), load_some((const char *)(from + (AT)), COUNT, FLOAT), COUNT, kind)
+    EACH_REGISTER(at, count, NARROW);
+#undef NARROW
 }
 
 static ALWAYS_INLINE void attend(const attention *a, long row, long head, long group, long dim, int key_kind, int value_kind)
@@ -246,9 +263,12 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
     const long registers = (dim + LANES - 1) / LANES, unit = row * a->kv_heads + head;
     floats q[group * registers], out[group * registers];
     float more[group];
+    float *wide_q = a->wide_q + unit * group * dim, *wide_out = a->wide_out + unit * group * dim;
+    if (a->kind != FLOAT)
+        widen_queries(a->q + 2 * unit * group * dim, wide_q, group * dim, a->kind);
     memset(q, 0, sizeof q);
     for (long g = 0; g < group; g++)
-        memcpy(q + g * registers, a->q + (unit * group + g) * dim, dim * sizeof(float));
+        memcpy(q + g * registers, wide_q + g * dim, dim * sizeof(float));
     float *shares = a->shares + unit * group * a->capacity, *got = a->got + unit * a->capacity;
     const long held = a->held[row];
     if (is_fixed(a, group, key_kind))
@@ -265,10 +285,12 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
     } else {
         sum_values(shares, &a->values, row, head, out, held, a->capacity, group, dim, registers, value_kind);
         for (long g = 0; g < group; g++)
-            memcpy(a->out + (unit * group + g) * dim, out + g * registers, dim * sizeof(float));
+            memcpy(wide_out + g * dim, out + g * registers, dim * sizeof(float));
     }
     for (long g = 0; g < group; g++)
-        add_more(a->more, unit * group + g, more[g], a->out + (unit * group + g) * dim, dim);
+        add_more(a->more, unit * group + g, more[g], wide_out + g * dim, dim);
+    if (a->kind != FLOAT)
+        narrow_outcome(wide_out, a->out + 2 * unit * group * dim, group * dim, a->kind);
 }
 
 /* The same body for usual sizes, which the compiler then knows. A part is a KV head of a row. */

@@ -8,6 +8,7 @@ it may work in fixed point of 16 bits, with a factor for each group of values: q
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,23 +43,24 @@ def decode_attention(
     rows, kv_heads, group, dim = q.shape
     assert more is None or more.values is None or more.values.shape == (rows, 1, kv_heads * group, dim)
     slots = keys.data.shape[2]
-    floats, shares = q.float().contiguous(), torch.empty(rows, kv_heads, group, slots, dtype=torch.float32)
-    out, got = torch.empty_like(floats), torch.empty(rows, kv_heads, slots, dtype=torch.float32)
-    places = (pointer(held), pointer(out), pointer(got), pointer(shares))
+    q, is_wide, wide = q.contiguous(), q.dtype == torch.float32, partial(torch.empty, dtype=torch.float32)
+    out, got, shares = torch.empty_like(q), wide(rows, kv_heads, slots), wide(rows, kv_heads, group, slots)
+    as_wide = (q, out) if is_wide else (wide(q.shape), wide(q.shape))
+    places = map(pointer, (held, out, *as_wide, got, shares))
     sizes = (rows, kv_heads, group, dim, slots)
     given = _Attention(
-        pointer(floats),
+        pointer(q),
         *(ValuePlaces.of(kept.data, kind_of(kept)) for kept in (keys, values)),
         MoreKeys.of(more),
         *places,
         *sizes,
         dim**-0.5,
-        q.itemsize == 2,
+        KINDS[q.dtype],
         gathers == MAX,
         cap or 0.0,
     )
     run("decode_attention", given, torch.get_num_threads())
-    return out.to(q.dtype), got if gathers else None
+    return out, got if gathers else None
 
 
 def kind_of(kept: KVSlots) -> int:
@@ -110,10 +112,10 @@ class _Attention(ctypes.Structure):
         ("keys", ValuePlaces),
         ("values", ValuePlaces),
         ("more", MoreKeys),
-        *((name, ctypes.c_void_p) for name in ("held", "out", "got", "shares")),
+        *((name, ctypes.c_void_p) for name in ("held", "out", "wide_q", "wide_out", "got", "shares")),
         *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity")),
         ("scale", ctypes.c_float),
-        ("narrow", ctypes.c_int),
+        ("kind", ctypes.c_int),
         ("is_highest", ctypes.c_int),
         ("cap", ctypes.c_float),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.native import ValuePlaces, pointer, run
-from h2o_flexgen.kernels.raw_memory import numpy_of
+from h2o_flexgen.kernels.raw_memory import address_of, numpy_of
+from h2o_flexgen.kernels.thread_counts import threads_for
 
 # -- newest ----------------------------------------------------------------------------------------------------------------
 # The arguments about slots for kernels of a decode step: where each row's newest token goes, what a policy has noted of the
@@ -45,69 +45,50 @@ class Leaving(NamedTuple):
     after: Tensor  # slots that a row holds in the end
 
 
-# -- lowest slot -----------------------------------------------------------------------------------------------------------
-# The slot of each head that ranks lowest among those that may go; among equals, the oldest token's. C and torch have the
-# same outcome.
-
-LAST = torch.iinfo(torch.int32).max
-
-
-def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    rows = len(positions)
-    assert positions.dtype == torch.int32 and (ranks is None or (ranks.dtype, ranks.shape) == (torch.float32, positions.shape))
-    assert held.shape == (rows,) and start.shape == end.shape == (rows, 1, 1)
-    assert held.dtype == start.dtype == end.dtype == torch.int64
-    out = torch.empty(positions.shape[:2], dtype=torch.int64)
-    places = (positions, ranks, held, start, end, out)
-    given = _Ranking(*(None if place is None else pointer(place) for place in places), *positions.shape)
-    run("lowest_slot", given, torch.get_num_threads())
-    return out
-
-
-def lowest_slot_twin(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    behind = torch.arange(positions.shape[2], device=positions.device) >= held[:, None, None]
-    stays = (positions < start) | (positions >= end) | behind
-    free = (positions.double() if ranks is None else ranks).masked_fill(stays, torch.inf)
-    lowest = (free == free.amin(-1, keepdim=True)) & ~stays
-    oldest = positions.masked_fill(~lowest, LAST).argmin(-1)
-    return torch.where(lowest.any(-1), oldest, held[:, None] - 1)
-
-
-class _Ranking(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("positions", "ranks", "held", "start", "end", "out")),
-        *((name, ctypes.c_long) for name in ("rows", "heads", "slots")),
-    )
-
-
 # -- evict -----------------------------------------------------------------------------------------------------------------
 # The end of a decode step for caches that evict: what the newest query gave goes into the scores, and the newest token
 # takes over the slot of the one that goes, with all that is noted of it. So the slots in use stay one range. All have the
 # same outcome, bit for bit. But where a score is NaN, C looks at the others, and torch lets the newest go.
 
 WORD = (1 << 32) - 1
+LAST = torch.iinfo(torch.int32).max
 LEAST_SCORE = 1e-4  # is added where a worth weighs scores: of tokens that get no attention, the most worthy stay
-LowestSlot = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor], Tensor]
 
 
 def evict(
     image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
 ) -> Tensor:
-    """The slot to evict is found in C."""
-    note(notes, newest, got, decay, gathers)
-    return _evicted(lowest_slot, image, notes, newest, leaving)
+    (rows, heads, slots), bounds = notes.positions.shape, (leaving.start, leaving.end, leaving.after)
+    assert image.shape[1:4] == notes.positions.shape and newest.slots.shape == (rows,)
+    assert all(bound.shape == (rows, 1, 1) and bound.dtype == torch.int64 for bound in bounds)
+    target, is_weighed = torch.empty(rows, heads, dtype=torch.int64), notes.scores is not None and notes.worth is not None
+    room = torch.empty(rows, heads, slots) if notes.by_chance or is_weighed else None
+    given = _Evicting(
+        *(ValuePlaces.of(half, writes=True) for half in image),
+        NotesInC.of(notes),
+        *(None if each is None else pointer(each) for each in (got, room, newest.slots, *bounds, target)),
+        *(rows, heads, slots, image.shape[-1] * image.itemsize),
+        *(decay, LEAST_SCORE, gathers == MAX, notes.by_chance),
+    )
+    run("evict", given, threads_for(notes.positions.numel()))
+    return target
+
+
+def note(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers: str = SUM) -> None:
+    if notes.scores is None or got is None:
+        return
+    nowhere, sizes = ValuePlaces(), notes.positions.shape
+    places = pointer(got), None, pointer(newest.slots), None, None, None, None
+    given = _Evicting(nowhere, nowhere, NotesInC.of(notes), *places, *sizes, 0, decay, 0.0, gathers == MAX, False)
+    run("evict", given, threads_for(notes.positions.numel()))
 
 
 def evict_twin(
     image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
 ) -> Tensor:
-    note(notes, newest, got, decay, gathers)
-    return _evicted(lowest_slot_twin, image, notes, newest, leaving)
-
-
-def _evicted(lowest_slot: LowestSlot, image: Tensor, notes: Notes, newest: Newest, leaving: Leaving) -> Tensor:
+    note_twin(notes, newest, got, decay, gathers)
     ranks = chances(notes.positions) if notes.by_chance else weighed(notes.scores, notes.worth)
-    lowest = lowest_slot(notes.positions, ranks, newest.held, leaving.start, leaving.end)
+    lowest = _lowest_slot(notes.positions, ranks, newest.held, leaving.start, leaving.end)
     own = newest.slots[:, None]
     target = torch.where(leaving.after[..., 0] > own, own.expand_as(lowest), lowest)
     for noted in (notes.positions, notes.scores, notes.worth):
@@ -118,9 +99,7 @@ def _evicted(lowest_slot: LowestSlot, image: Tensor, notes: Notes, newest: Newes
     return target
 
 
-def note(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers: str = SUM) -> None:
-    """Adds what slots got (rows, heads, slots), fp32, to scores that fade by `decay`, or raises scores to it. A token's look
-    at itself says nothing of whether others need it, so the newest is not raised."""
+def note_twin(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers: str = SUM) -> None:
     if notes.scores is None or got is None:
         return
     if decay != 1.0:
@@ -130,6 +109,16 @@ def note(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers
         torch.maximum(notes.scores, got.scatter(-1, own, 0.0), out=notes.scores)
     else:
         notes.scores.add_(got)
+
+
+def _lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """The slot of each head that ranks lowest among those that may go; among equals, the oldest token's."""
+    behind = torch.arange(positions.shape[2], device=positions.device) >= held[:, None, None]
+    stays = (positions < start) | (positions >= end) | behind
+    free = (positions.double() if ranks is None else ranks).masked_fill(stays, torch.inf)
+    lowest = (free == free.amin(-1, keepdim=True)) & ~stays
+    oldest = positions.masked_fill(~lowest, LAST).argmin(-1)
+    return torch.where(lowest.any(-1), oldest, held[:, None] - 1)
 
 
 def weighed(scores: Tensor | None, worth: Tensor | None) -> Tensor | None:
@@ -146,6 +135,34 @@ def chances(positions: Tensor) -> Tensor:
     x = ((x ^ (x >> 15)) * 2246822519) & WORD
     x = ((x ^ (x >> 13)) * 3266489917) & WORD
     return ((x ^ (x >> 16)) >> 8).float()
+
+
+class NotesInC(ctypes.Structure):
+    """The addresses of what is noted of slots, (rows, heads, slots), and the strides of all of it, in numbers."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("positions", "scores", "worth")),
+        *((name, ctypes.c_long) for name in ("row", "head")),
+    )
+
+    @classmethod
+    def of(cls, notes: Notes | None) -> NotesInC:
+        if notes is None:
+            return cls()
+        noted, strides = (notes.positions, notes.scores, notes.worth), notes.positions.stride()
+        assert strides[2] == 1 and all(each is None or each.stride() == strides for each in noted)
+        return cls(*(None if each is None else address_of(each, writes=True) for each in noted), *strides[:2])
+
+
+class _Evicting(ctypes.Structure):
+    _fields_ = (
+        *((name, ValuePlaces) for name in ("keys", "values")),
+        ("notes", NotesInC),
+        *((name, ctypes.c_void_p) for name in ("got", "room", "newest", "start", "end", "after", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "slots", "nbytes")),
+        *((name, ctypes.c_float) for name in ("decay", "least")),
+        *((name, ctypes.c_int) for name in ("is_highest", "by_chance")),
+    )
 
 
 # -- take slots ------------------------------------------------------------------------------------------------------------

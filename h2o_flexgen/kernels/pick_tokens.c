@@ -24,7 +24,9 @@ typedef struct {
     const draw *draws;    /* (rows); NULL: the likeliest token of every row */
     const int64_t *begins; /* (rows + 1): where the changes of a row begin and end; NULL: no score is changed */
     const int64_t *ids;    /* (changes): the token of each; none twice in a row */
-    const float *changes;  /* (4, changes): added, divided by if above 0 and else multiplied with, and two that are taken off */
+    const float *added;     /* (changes) */
+    const float *times;     /* (changes): how often the row has generated the token; NaN: it has not seen it at all */
+    const float *penalties; /* (rows, 3): for having been seen, for each time, and for any time */
     const uint8_t *only;   /* (rows): whether tokens without a change are forbidden */
     int64_t *found;        /* (2, rows): tokens, and whether the highest score is finite */
     float *best;           /* (rows): the highest score; NaN if any is */
@@ -43,6 +45,8 @@ typedef struct {
     uint64_t order; /* likelier tokens first, and equal ones by their number, which is in the lower half */
     double weight;
 } candidate;
+
+_Static_assert(sizeof(candidate) == 16, "Python makes space for it"); /* CANDIDATE_BYTES */
 
 typedef double doubles __attribute__((vector_size(4 * LANES)));
 typedef int64_t longs __attribute__((vector_size(4 * LANES)));
@@ -126,15 +130,22 @@ static ALWAYS_INLINE doubles exp_of_distances(doubles from)
     return (doubles)(((longs)value + ((longs)shifted << 52)) & is_there);
 }
 
-/* The weights of a block of scores: 0 where they are below the least weight. */
-static ALWAYS_INLINE void weigh(const float *values, float best, const draw *d, double *out)
+/* The weights of a block of scores, 0 where they are below the least weight, and their sum. */
+static ALWAYS_INLINE double weigh(const float *values, float best, const draw *d, double *out)
 {
+    const double colder = 1.0 / d->temperature;
+    doubles sums = {0};
     for (long at = 0; at < BLOCK; at += LANES / 2) {
         const doubles some = __builtin_convertvector(LOAD(narrow_floats, values + at), doubles);
-        const doubles weights = exp_of_distances((some - (double)best) / d->temperature);
+        const doubles weights = exp_of_distances((some - (double)best) * colder);
         const doubles kept = (doubles)((longs)weights & (weights >= d->least));
         memcpy(out + at, &kept, sizeof kept);
+        sums += kept;
     }
+    double sum = 0.0;
+    for (int lane = 0; lane < LANES / 2; lane++)
+        sum += sums[lane];
+    return sum;
 }
 
 /* The scores of a block, filled up with those of tokens that weigh nothing. */
@@ -156,11 +167,7 @@ static double weigh_block(scores from, long first, float best, const draw *d, do
 {
     float values[BLOCK];
     block_at(from, first, values);
-    weigh(values, best, d, weights);
-    double sum = 0.0;
-    for (int at = 0; at < BLOCK; at++)
-        sum += weights[at];
-    return sum;
+    return weigh(values, best, d, weights);
 }
 
 static double weigh_all(scores from, float best, const draw *d, double *of_blocks)
@@ -303,12 +310,10 @@ static long weighed(candidate *of, long count, float best, const draw *d, double
         const long some = count - first < BLOCK ? count - first : BLOCK;
         for (long at = 0; at < BLOCK; at++)
             values[at] = at < some ? score_of(of[first + at]) : -INFINITY;
-        weigh(values, best, d, weights);
+        *sum += weigh(values, best, d, weights);
         for (long at = 0; at < some; at++)
-            if (weights[at] > 0.0) {
-                *sum += weights[at];
+            if (weights[at] > 0.0)
                 of[kept++] = (candidate){of[first + at].order, weights[at]};
-            }
     }
     return kept;
 }
@@ -363,26 +368,29 @@ static void copy_floats(scores from, float *out)
     }
 }
 
-/* The score of a token with all its changes, each of which rounds. */
-static ALWAYS_INLINE float changed(float score, const float *change, long changes)
+/* The score of a token with all its changes, each of which rounds. For having been seen, positive scores are divided by the penalty
+   and others are multiplied. */
+static ALWAYS_INLINE float changed(float score, float times, const float *penalties)
 {
-    floats now = rounded(all(score + change[0]));
-    const float factor = change[changes];
-    now = rounded(now[0] < 0.0f ? now * factor : now / factor);
-    return rounded(now - change[2 * changes])[0] - change[3 * changes];
+    if (times >= 0.0f)
+        score = score < 0.0f ? score * penalties[0] : score / penalties[0];
+    if (times > 0.0f) {
+        const floats taken = rounded(all(times * penalties[1]));
+        score = rounded(all(score - taken[0]))[0] - penalties[2];
+    }
+    return score;
 }
 
 static scores changed_scores(const picking *p, scores from, long row, float *out)
 {
-    const long begin = p->begins[row], end = p->begins[row + 1], changes = p->begins[p->rows];
     if (p->only[row])
         for (long at = 0; at < from.count; at++)
             out[at] = -INFINITY;
     else
         copy_floats(from, out);
-    for (long at = begin; at < end; at++) {
+    for (long at = p->begins[row]; at < p->begins[row + 1]; at++) {
         const float score = load_value(from.values + p->ids[at] * itemsize_of(from.kind), from.kind);
-        out[p->ids[at]] = changed(score, p->changes + at, changes);
+        out[p->ids[at]] = changed(score + p->added[at], p->times[at], p->penalties + 3 * row);
     }
     return (scores){(const char *)out, from.count, FLOAT};
 }

@@ -52,7 +52,10 @@ class ScoreChanges(NamedTuple):
 
     begins: Sequence[int]  # (rows + 1,): where the changes of a row begin and end
     ids: np.ndarray  # (changes,) int64: the token of each; none twice in a row
-    values: np.ndarray  # (4, changes) float32: added; divided by if above 0, else multiplied with; and two that are taken off
+    added: np.ndarray  # (changes,) float32
+    times: np.ndarray  # (changes,) float32: how often the row has generated the token; NaN: it has not seen it at all
+    penalties: np.ndarray  # (rows, 3) float32: divides positive scores of seen tokens and multiplies others; taken off for each
+    # time that a token was generated; taken off if it was
     only: Sequence[bool]  # (rows,): whether tokens without a change are forbidden
 
 
@@ -71,7 +74,7 @@ def pick_tokens(
     (rows, vocab), threads = logits.shape, _threads(logits, at_once)
     found, best = torch.empty(2, rows, dtype=torch.int64), torch.empty(rows)
     packed = None if draws is None else torch.frombuffer(_in_c(draws), dtype=torch.uint8)
-    changed = [None] * 4 if changes is None else _tensors(changes)
+    changed = [None] * 6 if changes is None else _tensors(changes)
     space_bytes = 0 if draws is changes is None else vocab * (CANDIDATE_BYTES + torch.float32.itemsize)
     space = torch.empty(threads, space_bytes, dtype=torch.uint8)
     places = (logits, packed, *changed, found, best, space)
@@ -96,14 +99,14 @@ def _in_c(draws: Sequence[Draw]) -> bytearray:
 
 def _tensors(changes: ScoreChanges) -> tuple[Tensor, ...]:
     begins, only = torch.tensor(changes.begins), torch.tensor(changes.only, dtype=torch.uint8)
-    return begins, torch.from_numpy(changes.ids), torch.from_numpy(changes.values), only
+    return begins, *map(torch.from_numpy, (changes.ids, changes.added, changes.times, changes.penalties)), only
 
 
 class _Picking(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("logits", "draws", "begins", "ids", "changes", "only", "found", "best", "space")
+            for name in ("logits", "draws", "begins", "ids", "added", "times", "penalties", "only", "found", "best", "space")
         ),
         *((name, ctypes.c_long) for name in ("rows", "vocab", "space_bytes")),
         ("kind", ctypes.c_int),
@@ -137,9 +140,11 @@ def _changed(logits: Tensor, changes: ScoreChanges, upload: Upload) -> Tensor:
     scores = logits.to(torch.float32, copy=True)
     counts = torch.tensor(changes.begins).diff()
     rows = upload(torch.repeat_interleave(counts), logits.device)
-    ids, values = (upload(torch.from_numpy(each), logits.device) for each in (changes.ids, changes.values))
-    before = scores[rows, ids] + values[0]
-    after = torch.where(before < 0, before * values[1], before / values[1]) - values[2] - values[3]
+    ids, added, times, of_rows = (upload(torch.from_numpy(each), logits.device) for each in changes[1:5])
+    repetition, frequency, presence = of_rows[rows].unbind(1)
+    before = scores[rows, ids] + added
+    after = torch.where(times >= 0, torch.where(before < 0, before * repetition, before / repetition), before)
+    after = torch.where(times > 0, after - frequency * times - presence, after)
     if any(changes.only):
         scores[upload(torch.tensor(changes.only), logits.device)] = -math.inf
     scores[rows, ids] = after

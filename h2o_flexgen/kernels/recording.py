@@ -1,7 +1,7 @@
 """Recordings: the calls of kernels that a piece of work makes, noted once and then run again and again without the interpreter.
 
 While a recording is made, `native.run` notes calls instead of making them, and nothing is computed. Of what the work asks of
-torch, views and empty memory cost nothing later. Copies, sums and the like become calls of kernels. Any other is refused by
+torch, views and empty memory cost nothing later. Copies and zeros become calls of kernels. Any other operation is refused by
 its name: that work cannot be recorded. A recorded call reads and writes the addresses that it was noted with. So what changes
 from step to step must lie in tensors that stay.
 """
@@ -13,25 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.kernels.copies import add_values, copy_values, zero_bytes
-from h2o_flexgen.kernels.evict import take_slots
+from h2o_flexgen.kernels.copies import copy_values, zero_bytes
 from h2o_flexgen.kernels.native import KINDS, RECORDER, entry_of, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.working_room import WorkingRoom
 
 aten = torch.ops.aten
-EMPTY: tuple[Any, ...] = (
-    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
-    *(aten.new_empty.default, aten.new_empty_strided.default),
-)
-ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-CONSTANTS = (aten.arange.default, aten.arange.start)  # made once
 Work: TypeAlias = Callable[[], object]
 BETWEEN_LAYERS = b"no layer"
 
@@ -68,6 +62,8 @@ class NotedCall(NamedTuple):
         return _Call(entry_of(self.name), ctypes.addressof(self.given), self.threads, self.name.encode(), self.place)
 
 
+# What a recording does instead of an operation of torch, which it gets with its arguments; None where it cannot.
+TakenOver: TypeAlias = "Callable[[CallRecording, Any, Sequence[Any], Mapping[str, Any]], Any]"
 Step: TypeAlias = "NotedCall | Work"
 
 
@@ -170,20 +166,36 @@ class CallRecording(TorchDispatchMode):
     # -- what it asks of torch ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if _is_composed(func):
-            with self:
-                return func.decompose(*args, **given)
-        if _is_view(func):
-            return func(*args, **given)
-        if func in CONSTANTS:
-            self._kept.append(made := func(*args, **given))
-            return made
-        if func in EMPTY or func in ZEROS:
-            return self._made(func(*args, **{**given, "device": "meta"}), func in ZEROS)
-        if (taken_over := TAKEN_OVER.get(func)) is not None and (made := taken_over(self, *args, **given)) is not None:
+        given = kwargs or {}
+        if (taken_over := _taken_over(func)) is not None and (made := taken_over(self, func, args, given)) is not None:
             return made
         raise CannotBeRecorded(f"torch does {func} here, and no kernel")
+
+    def composed(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """What is no operation of its own, but made of others."""
+        with self:
+            return func.decompose(*args, **given)
+
+    def viewed(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        return func(*args, **given)
+
+    def constant(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        self._kept.append(made := func(*args, **given))
+        return made
+
+    def empty(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
+        return self._made(func(*args, **{**given, "device": "meta"}))
+
+    def contiguous(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
+        (shape, *_), dtype = args, given.get("dtype") or torch.get_default_dtype()
+        if given.get("memory_format") not in (None, torch.contiguous_format):
+            return self.empty(func, args, given)
+        return self._room.take(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def zeros(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
+        made = self.empty(func, args, given)
+        zero_bytes(made)
+        return made
 
     def cloned(self, source: Tensor, memory_format: Any = torch.preserve_format) -> Tensor:
         made = self._made(torch.empty_like(source, device="meta", memory_format=memory_format))
@@ -203,28 +215,10 @@ class CallRecording(TorchDispatchMode):
         copy_values(source.expand(target.shape), target)
         return target
 
-    def added(self, target: Tensor, source: object, alpha: float = 1) -> Tensor | None:
-        """None where no kernel does it."""
-        if alpha != 1 or not isinstance(source, Tensor) or not _are_alike(target, source):
-            return None
-        add_values(target, source)
-        return target
-
-    def rows(self, source: Tensor, numbers: Tensor) -> Tensor | None:
-        """Rows with these numbers."""
-        if source.dim() != 2 or source.stride(1) != 1 or numbers.dtype != torch.long or not numbers.is_contiguous():
-            return None
-        made = self._made(torch.empty(*numbers.shape, source.shape[1], dtype=source.dtype, device="meta"))
-        take_slots(source[None, None], numbers.view(1, 1, -1), made.view(1, 1, -1, source.shape[1]))
-        return made
-
-    def _made(self, like: Tensor, zeroed: bool = False) -> Tensor:
+    def _made(self, like: Tensor) -> Tensor:
         """A tensor in the room, with the shape, strides and type of another one."""
         values = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 0
-        data = self._room.take(values * like.itemsize)
-        if zeroed:
-            zero_bytes(data)
-        return data.view(like.dtype).as_strided(like.shape, like.stride())
+        return self._room.take(values * like.itemsize).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _seen(values: Tensor) -> Tensor:
@@ -247,20 +241,35 @@ def enter(place: str) -> None:
         recorder.enter(place)
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
-
-
 # Operations of torch that kernels do instead, with the same bits.
-TAKEN_OVER: Mapping[Any, Callable[..., Tensor | None]] = {
+BY_KERNELS: Mapping[Any, Callable[..., Tensor | None]] = {
     aten.clone.default: CallRecording.cloned,
     aten._to_copy.default: CallRecording.converted,
     aten.copy_.default: CallRecording.copied,
-    aten.add_.Tensor: CallRecording.added,
-    aten.embedding.default: lambda recording, table, numbers, *others: recording.rows(table, numbers),
-    aten.index.Tensor: lambda recording, table, numbers: recording.rows(table, *numbers) if len(numbers) == 1 else None,
-    aten.index_select.default: lambda recording, table, axis, numbers: None if axis else recording.rows(table, numbers),
 }
+MADE: Mapping[Any, TakenOver] = {
+    aten.empty.memory_format: CallRecording.contiguous,
+    **dict.fromkeys((aten.empty_like.default, aten.empty_strided.default), CallRecording.empty),
+    **dict.fromkeys((aten.new_empty.default, aten.new_empty_strided.default), CallRecording.empty),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), CallRecording.zeros),
+    **dict.fromkeys((aten.arange.default, aten.arange.start), CallRecording.constant),
+    aten._unsafe_view.default: CallRecording.viewed,
+}
+FROM_PYTHON = (aten.lift.default, aten.lift_fresh.default)  # a tensor of numbers of Python, which may be others in another step
+
+
+@cache
+def _taken_over(func: Any) -> TakenOver | None:
+    """What becomes of an operation. A view is one that says of all its outcomes that they are parts of what it was given."""
+    if func in MADE:
+        return MADE[func]
+    if (by_kernels := BY_KERNELS.get(func)) is not None:
+        return lambda recording, _, args, given: by_kernels(recording, *args, **given)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return CallRecording.composed
+    returns = func._schema.returns
+    is_view = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return CallRecording.viewed if is_view and func not in FROM_PYTHON else None
 
 
 @contextmanager
@@ -268,15 +277,3 @@ def _unheard() -> Iterator[None]:
     """What is done in here is done now, and not noted."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
-
-
-@cache
-def _is_composed(func: Any) -> bool:
-    """Whether it is no operation of its own, but made of others."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)

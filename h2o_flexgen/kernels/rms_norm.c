@@ -1,5 +1,6 @@
-/* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. A row's
-   squares are summed up lane by lane in the order of its values, and what becomes of it depends on nothing else. */
+/* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. Or the
+   weight says what is added to one, and only the outcome is rounded. A row's squares are summed up lane by lane in the order of its
+   values, and what becomes of it depends on nothing else. */
 
 #include "team.h"
 #include "vectors.h"
@@ -10,13 +11,13 @@ typedef struct {
     char *out;              /* (rows, width) */
     long rows, width;
     float eps;
-    int kind;
+    int kind, from_one; /* the second: a weight is above one by what is said */
 } norm;
 
-static ALWAYS_INLINE void scale(const char *x, const char *weight, char *out, floats factor, long count, int kind)
+static ALWAYS_INLINE void scale(const char *x, const char *weight, char *out, floats factor, long count, int kind, int from_one)
 {
-    const floats normed = rounded_to(load_some(x, count, kind) * factor, kind);
-    store_some(out, normed * load_some(weight, count, kind), count, kind);
+    const floats wide = load_some(x, count, kind) * factor, said = load_some(weight, count, kind);
+    store_some(out, from_one ? wide * (said + 1.0f) : rounded_to(wide, kind) * said, count, kind);
 }
 
 static ALWAYS_INLINE float mean_square(const char *x, long width, int kind)
@@ -43,7 +44,7 @@ static ALWAYS_INLINE void norm_row(const norm *n, long row, int kind)
     const char *x = n->x + row * width * size;
     char *out = n->out + row * width * size;
     const floats factor = all(1.0f / sqrtf(mean_square(x, width, kind) + n->eps));
-#define SCALE(AT, COUNT) scale(x + (AT)*size, n->weight + (AT)*size, out + (AT)*size, factor, COUNT, kind)
+#define SCALE(AT, COUNT) scale(x + (AT)*size, n->weight + (AT)*size, out + (AT)*size, factor, COUNT, kind, n->from_one)
     EACH_REGISTER(at, width, SCALE);
 #undef SCALE
 }

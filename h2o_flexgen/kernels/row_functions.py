@@ -1,15 +1,17 @@
-"""Functions of rows of values: norms, activations and their gates, halves apart, weighted sums. In C and in torch."""
+"""Functions of rows of values: norms and lengths, activations and their gates, halves apart, sums. In C and in torch."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.native import KINDS, pointer, run
+from h2o_flexgen.kernels.counted_rows import CountedRows
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.thread_counts import threads_for
 
@@ -18,27 +20,89 @@ from h2o_flexgen.kernels.thread_counts import threads_for
 # and torch sum squares in different orders. With C what becomes of a row depends on nothing but the row.
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
     x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     width = x.shape[-1]
     assert weight.dtype == x.dtype and weight.shape == (width,)
-    given = _Norm(pointer(x), pointer(weight), pointer(out), x.numel() // max(1, width), width, eps, KINDS[x.dtype])
+    sizes = x.numel() // max(1, width), width
+    given = _RmsNorm(pointer(x), pointer(weight), pointer(out), *sizes, eps, KINDS[x.dtype], from_one)
     run("rms_norm", given, threads_for(x.numel()))
     return out
 
 
-def rms_norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_twin(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype).mul_(weight)
+    return normed.mul_(weight.float() + 1.0).to(x.dtype) if from_one else normed.to(x.dtype).mul_(weight)
 
 
-class _Norm(ctypes.Structure):
+class _RmsNorm(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
         *((name, ctypes.c_long) for name in ("rows", "width")),
         ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("kind", "from_one")),
+    )
+
+
+# -- layer norm ------------------------------------------------------------------------------------------------------------
+# Layer norm, in fp32 up to the outcome. C and torch sum in different orders. With C what becomes of a row depends on nothing
+# but the row.
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    width, out = x.shape[-1], torch.empty(x.shape, dtype=x.dtype)
+    rows = in_rows(x)
+    assert all(each is None or (each.dtype == x.dtype and each.shape == (width,)) for each in (weight, bias))
+    added = (None if each is None else pointer(each) for each in (weight, bias))
+    given = _LayerNorm(
+        address_of(rows), *added, pointer(out), len(rows), width, rows.stride(0) * x.itemsize, eps, KINDS[x.dtype]
+    )
+    run("layer_norm", given, threads_for(x.numel()))
+    return out
+
+
+def layer_norm_twin(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Values (..., width) as (rows, width), where the values of a row lie side by side; copied only where they do not."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+class _LayerNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "width", "x_row")),
+        ("eps", ctypes.c_float),
         ("kind", ctypes.c_int),
+    )
+
+
+# -- lengths ---------------------------------------------------------------------------------------------------------------
+# The lengths of the vectors of heads, in fp32. C and torch sum squares in different orders. With C a length depends on nothing
+# but its vector.
+
+
+def lengths(x: Tensor) -> Tensor:
+    (rows, tokens, heads, dim), x = x.shape, x if x.stride(3) == 1 else x.contiguous()
+    out = torch.empty(rows, tokens, heads, dtype=torch.float32)
+    given = _Vectors(ValuePlaces.of(x.transpose(1, 2), KINDS[x.dtype]), pointer(out), rows, tokens, heads, dim)
+    run("lengths", given, threads_for(x.numel()))
+    return out
+
+
+def lengths_twin(x: Tensor) -> Tensor:
+    return x.float().square().sum(dim=-1).sqrt()
+
+
+class _Vectors(ctypes.Structure):
+    _fields_ = (
+        ("x", ValuePlaces),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "dim")),
     )
 
 
@@ -47,11 +111,12 @@ class _Norm(ctypes.Structure):
 # last bits of float32; both round the activation to the type of the values first. With C what becomes of a value depends on
 # nothing but the value: torch gives the last values of a tensor, and of a thread's part, other last bits.
 
-SILU, GELU_TANH, GELU = range(3)  # as in C
+SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED_SILU = range(6)  # as in C
 
 
-def gated_silu(gate: Tensor, up: Tensor | None) -> Tensor:
-    return _gated(gate, up, SILU)
+def gated_silu(gate: Tensor, up: Tensor | None, counted: CountedRows | None = None) -> Tensor:
+    """`counted`: how many of the rows (rows, width) there are, where memory says it"""
+    return _gated(gate, up, SILU, counted)
 
 
 def gated_silu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -74,14 +139,45 @@ def gated_gelu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(functional.gelu(gate), up)
 
 
+def gated_quick_gelu(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, QUICK_GELU)
+
+
+def gated_quick_gelu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    wide = gate.float()
+    return _times(torch.sigmoid(1.702 * wide).mul_(wide).to(gate.dtype), up)
+
+
+def gated_relu(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, RELU)
+
+
+def gated_relu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _times(torch.relu_(gate), up)
+
+
+def clamped_silu(gate: Tensor, up: Tensor, limit: float, alpha: float, counted: CountedRows | None = None) -> Tensor:
+    """silu of alpha * gate, where a gate counts as no higher than the limit, times (up + 1) / alpha, where up is within it"""
+    return _gated(gate, up, CLAMPED_SILU, counted, limit, alpha)
+
+
+def clamped_silu_twin(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    gate.clamp_(max=limit).mul_(alpha)
+    return gated_silu_twin(gate, up.clamp_(-limit, limit).add_(1.0).div_(alpha))
+
+
 def _times(activated: Tensor, up: Tensor | None) -> Tensor:
     return activated if up is None else activated.mul_(up)
 
 
-def _gated(gate: Tensor, up: Tensor | None, curve: int) -> Tensor:
+def _gated(
+    gate: Tensor, up: Tensor | None, curve: int, counted: CountedRows | None = None, limit: float = 0.0, alpha: float = 1.0
+) -> Tensor:
     assert up is None or (gate.shape == up.shape and gate.dtype == up.dtype)
     places = pointer(gate, writes=True), None if up is None else pointer(up)
-    given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve)
+    given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve, limit, alpha)
+    if counted is not None:
+        counted.place_all(given, _Gating.count.offset, unit=gate.shape[-1])
     run("gated", given, threads_for(gate.numel()))
     return gate
 
@@ -91,6 +187,7 @@ class _Gating(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("gate", "up")),
         ("count", ctypes.c_long),
         *((name, ctypes.c_int) for name in ("kind", "curve")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
 
 
@@ -119,17 +216,62 @@ class _Pairs(ctypes.Structure):
     )
 
 
+# -- add scaled ------------------------------------------------------------------------------------------------------------
+# Values that are limited, scaled, and added to others, in place. What comes of each step is rounded to the type of the values,
+# so C and torch give the same bits.
+
+
+def add_scaled(x: Tensor, added: Tensor | None, scale: float, limit: float) -> Tensor:
+    rows, others = _rows_in_place(x), None if added is None else in_rows(added)
+    assert others is None or (others.shape == rows.shape and others.dtype == x.dtype)
+    given = _ScaledSums(
+        address_of(rows, writes=True),
+        None if others is None else address_of(others),
+        *(*rows.shape, rows.stride(0) * x.itemsize, 0 if others is None else others.stride(0) * x.itemsize),
+        *(scale, limit, KINDS[x.dtype]),
+    )
+    run("add_scaled", given, threads_for(x.numel()))
+    return x
+
+
+def _rows_in_place(x: Tensor) -> Tensor:
+    rows = x.view(-1, x.shape[-1])
+    assert rows.stride(1) == 1 or rows.shape[1] == 1
+    return rows
+
+
+def add_scaled_twin(x: Tensor, added: Tensor | None, scale: float, limit: float) -> Tensor:
+    if limit != inf:
+        x.clamp_(-limit, limit)
+    if scale != 1.0:
+        x.mul_(scale)
+    return x if added is None else x.add_(added)
+
+
+class _ScaledSums(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "added")),
+        *((name, ctypes.c_long) for name in ("rows", "width", "x_row", "added_row")),
+        *((name, ctypes.c_float) for name in ("scale", "limit")),
+        ("kind", ctypes.c_int),
+    )
+
+
 # -- add weighted ----------------------------------------------------------------------------------------------------------
 # Adds rows, each times its weight, to rows of sums, in their order: the outcome does not depend on how many come at once. C
 # and torch give the same bits.
 
 
-def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:
+def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int] | CountedRows) -> None:
     """sums (sums, width), float32; rows (count, width); weights (count,), float32; to (count,), int64: the sum of each row. Of
     the `counts`, which follow each other, no two rows have the same sum."""
-    assert sums.stride(1) == 1 and rows.shape == (sum(counts), sums.shape[1])
+    assert sums.stride(1) == 1 and rows.shape[1] == sums.shape[1]
     places = (pointer(rows), pointer(weights), pointer(to), address_of(sums, writes=True))
     given = _Additions(*places, *rows.shape, sums.stride(0) * sums.itemsize, KINDS[rows.dtype])
+    if isinstance(counts, CountedRows):
+        counts.place_all(given, _Additions.count.offset)
+    else:
+        assert len(rows) == sum(counts)
     run("add_weighted", given, threads_for(rows.numel()))
 
 

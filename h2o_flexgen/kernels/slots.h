@@ -16,6 +16,13 @@ static ALWAYS_INLINE const char *slot_at(const slots *from, long row, long head,
     return from->data + row * from->row + head * from->head + slot * from->slot;
 }
 
+/* What a policy notes of each slot: (rows, heads, slots), the numbers of a head side by side. */
+typedef struct {
+    int32_t *positions; /* of tokens in their text */
+    float *scores, *worth; /* NULL: there are none */
+    long row, head; /* strides in numbers */
+} slot_notes;
+
 /* One more key for each query, which stands for keys that are attended elsewhere: the logarithm of the sum of their exponentials is
    its score, -INFINITY where a query has none, and their outcome is its value. */
 typedef struct {

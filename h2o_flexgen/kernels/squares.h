@@ -64,3 +64,29 @@ static ALWAYS_INLINE void turn(words *square)
     }
 #endif
 }
+
+/* Lane j of sums[q] is the sum of the four words in quarter q of register j. */
+static ALWAYS_INLINE void sum_quarters(const words *square, words *sums)
+{
+    words pairs[LANES / 2], fours[LANES / 4];
+#pragma GCC unroll 8
+    for (int at = 0; at < LANES / 2; at++)
+        pairs[at] = LOW(square[2 * at], square[2 * at + 1]) + HIGH(square[2 * at], square[2 * at + 1]);
+#pragma GCC unroll 4
+    for (int at = 0; at < LANES / 4; at++)
+        fours[at] = LOW_PAIR(pairs[2 * at], pairs[2 * at + 1]) + HIGH_PAIR(pairs[2 * at], pairs[2 * at + 1]);
+#if LANES == 4
+    sums[0] = fours[0];
+#elif LANES == 8
+    sums[0] = (words)_mm256_permute2x128_si256((__m256i)fours[0], (__m256i)fours[1], 0x20);
+    sums[1] = (words)_mm256_permute2x128_si256((__m256i)fours[0], (__m256i)fours[1], 0x31);
+#else
+    const __m512i a = (__m512i)fours[0], b = (__m512i)fours[1], c = (__m512i)fours[2], d = (__m512i)fours[3];
+    const __m512i even = _mm512_shuffle_i32x4(a, b, 0x88), odd = _mm512_shuffle_i32x4(a, b, 0xdd);
+    const __m512i even_behind = _mm512_shuffle_i32x4(c, d, 0x88), odd_behind = _mm512_shuffle_i32x4(c, d, 0xdd);
+    sums[0] = (words)_mm512_shuffle_i32x4(even, even_behind, 0x88);
+    sums[1] = (words)_mm512_shuffle_i32x4(odd, odd_behind, 0x88);
+    sums[2] = (words)_mm512_shuffle_i32x4(even, even_behind, 0xdd);
+    sums[3] = (words)_mm512_shuffle_i32x4(odd, odd_behind, 0xdd);
+#endif
+}

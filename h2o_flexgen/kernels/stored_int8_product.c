@@ -5,7 +5,8 @@
    whatever lies beside its row.
 
    Some groups of some tiles of outputs are prepared at a time: turned round, so that neighbours are the same inputs of neighbouring
-   outputs, which registers of dot products want. They stay in the cache for all rows. */
+   outputs, which registers of dot products want. They stay in the cache for all rows. For a single row codes stay as they lie, and
+   its dot products are turned, which are fewer. */
 
 #include "asked_products.h"
 #include "int8_dots.h"
@@ -60,20 +61,39 @@ static ALWAYS_INLINE long bytes_of(block_kind kind)
 
 /* -- preparing ---------------------------------------------------------------------------------------------------------------- */
 
-/* Asks for the bytes that the outputs of the next tiles have at this place: there are more outputs in turn than a processor notices
-   as streams. */
-static ALWAYS_INLINE void fetch_next(const stored_row *row, long first, int form)
+/* Bytes from an output to that of the next tiles. */
+static ALWAYS_INLINE long next_tiles(const stored_matrix *matrix)
+{
+    return TILES * TILE * matrix->code_row;
+}
+
+/* Asks for the bytes so far behind: there are more outputs in turn than a processor notices as streams. */
+static ALWAYS_INLINE void fetch_behind(const stored_row *row, long first, int form, long behind)
 {
     const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes + first / 2;
     const long within = block_values(form) == STRETCH ? first % STRETCH / GROUP * LINE : 0;
-    __builtin_prefetch(block + within + TILES * TILE * row->matrix->code_row, 0, 2);
+    __builtin_prefetch(block + within + behind, 0, 2);
 }
+
+#if LANES == 16
+/* Two blocks of nibbles: low ones first, then high ones, of each. */
+static ALWAYS_INLINE words nibbles_of_two(const uint8_t *one, const uint8_t *other)
+{
+    const __m512i both = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(LOAD(__m128i, one)), 0xff00, LOAD(__m128i, other));
+    const __m512i shifts = _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4);
+    return (words)_mm512_and_si512(_mm512_srlv_epi64(both, shifts), _mm512_set1_epi8(15));
+}
+#endif
 
 /* The codes of an output that a register holds, from an input on. Of a group that is not whole there are 32 inputs, and zeros. */
 static ALWAYS_INLINE words register_of_codes(const stored_row *row, long first, int form, int whole)
 {
     const stored_codes nothing = {0};
 #if LANES == 16
+    if (whole && (form == Q4_0 || form == Q4_1)) {
+        const uint8_t *block = block_of_row(row, first, form) + (form == Q4_0 ? 2 : 4);
+        return nibbles_of_two(block, block + stored_block_bytes(form));
+    }
     const stored_codes one = stored_codes_of(row, first, form), other = whole ? stored_codes_of(row, first + PIECE, form) : nothing;
     return (words)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)one), (__m256i)other, 1);
 #else
@@ -85,13 +105,14 @@ static ALWAYS_INLINE words register_of_codes(const stored_row *row, long first, 
 /* The codes of a tile and a group, turned round. */
 static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int form, int whole, uint8_t *out)
 {
+    const long to_next = next_tiles(rows->matrix);
     for (int part = 0; part < PARTS; part++)
         for (int dword = 0; dword < X_DWORDS; dword += LANES) {
             words square[LANES];
 #pragma GCC unroll 16
             for (int at = 0; at < LANES; at++) {
                 if (!dword)
-                    fetch_next(rows + LANES * part + at, first, form);
+                    fetch_behind(rows + LANES * part + at, first, form, to_next);
                 square[at] = register_of_codes(rows + LANES * part + at, first + 4 * dword, form, whole);
             }
             turn(square);
@@ -173,13 +194,24 @@ static ALWAYS_INLINE void prepare_shares(const stored_row *rows, long first, int
         }
 }
 
-/* Some groups of a tile, from the beginning of a stretch on; behind the last output it is repeated. */
+/* Behind the last output it is repeated. */
+static ALWAYS_INLINE void rows_of_tile(const stored_matrix *matrix, int form, long tile, stored_row *rows)
+{
+    const long behind = matrix->outputs - tile * TILE, last = behind < TILE ? behind - 1 : TILE - 1;
+    for (long at = 0; at < TILE; at++) {
+        const long output = tile * TILE + (at < last ? at : last);
+        rows[at] = is_block(form) ? (stored_row){matrix->codes + output * matrix->code_row, NULL, NULL, matrix}
+                                  : stored_row_of(matrix, output);
+    }
+    __asm__("" : "+m"(*(stored_row(*)[TILE])rows)); /* or compilers run out of registers for their places */
+}
+
+/* Some groups of a tile, from the beginning of a stretch on. */
 static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int form, long tile, long group, long groups, uint8_t *out)
 {
     const block_kind kind = kind_of(matrix, form);
     stored_row rows[TILE];
-    for (long output = 0, last = matrix->outputs - 1; output < TILE; output++)
-        rows[output] = stored_row_of(matrix, tile * TILE + output < last ? tile * TILE + output : last);
+    rows_of_tile(matrix, form, tile, rows);
     for (long at = 0; at < groups; at++)
         if ((group + at + 1) * GROUP <= matrix->inputs)
             prepare_codes(rows, (group + at) * GROUP, form, 1, out + at * bytes_of(kind));
@@ -293,6 +325,103 @@ static const action *actions_of(block_kind kind)
     return kinds->actions; /* there is no such form */
 }
 
+/* -- one row ------------------------------------------------------------------------------------------------------------------ */
+
+/* The dot products of a register of codes, four by four. */
+static ALWAYS_INLINE integers dots_of(words codes, words x, int form)
+{
+#if WHOLE_DWORDS
+    return dots_added((integers){0}, codes, x);
+#else
+    if (largest_code(form) < 128)
+        return pairs_added(pair_dots(codes, x));
+    return pairs_added(pair_dots(codes & 0x0f0f0f0f, x)) + (pairs_added(pair_dots(codes >> 4 & 0x0f0f0f0f, x)) << 4);
+#endif
+}
+
+/* The dot products with a group of a tile, of each part. */
+static ALWAYS_INLINE void dots_of_tile(const stored_row *rows, long first, int form, int whole, const int8_t *x, int parts,
+                                       integers (*dots)[PARTS])
+{
+    const long to_next = next_tiles(rows->matrix);
+#pragma GCC unroll 4
+    for (int place = 0; place < PARTS; place++)
+#pragma GCC unroll 4
+        for (int dword = 0; dword < X_DWORDS; dword += LANES) {
+            const words with = LOAD(words, x + 4 * dword);
+            words square[LANES], sums[LANES / 4];
+#pragma GCC unroll 16
+            for (int at = 0; at < LANES; at++) {
+                const stored_row *row = rows + LANES * place + at;
+                if (!dword)
+                    fetch_behind(row, first, form, to_next);
+                square[at] = (words)dots_of(register_of_codes(row, first + 4 * dword, form, whole), with, form);
+            }
+            sum_quarters(square, sums);
+#pragma GCC unroll 4
+            for (int quarter = 0; quarter < LANES / 4; quarter++) {
+                const int sixteen = dword / 4 + quarter, part = sixteen * parts / 4, begins = sixteen % (4 / parts) == 0;
+                dots[part][place] = begins ? (integers)sums[quarter] : dots[part][place] + (integers)sums[quarter];
+            }
+        }
+}
+
+/* Adds a group of a tile to its sums. */
+static ALWAYS_INLINE void add_group(const product *p, const stored_row *rows, const uint8_t *shares, long group, int form,
+                                    block_kind kind, floats *sums)
+{
+    const long first = group * GROUP;
+    const int8_t *x = p->of.codes + first;
+    const int32_t *wholes = p->wholes + group * kind.parts;
+    integers dots[4][PARTS];
+    if (first + GROUP <= p->matrix.inputs)
+        dots_of_tile(rows, first, form, 1, x, kind.parts, dots);
+    else
+        dots_of_tile(rows, first, form, 0, x, kind.parts, dots);
+#pragma GCC unroll 4
+    for (int place = 0; place < PARTS; place++) {
+        floats values = {0};
+#pragma GCC unroll 4
+        for (int part = 0; part < kind.parts; part++) {
+            const integers dot = dots[part][place] - (kind.minima ? 0 : usual_zero(form) * wholes[part]);
+            floats value = rounded(__builtin_convertvector(dot, floats) * share_at(shares, kind, 0, part, place));
+            if (kind.minima)
+                value += rounded((float)wholes[part] * share_at(shares, kind, 1, part, place));
+            values = part ? values + value : value;
+        }
+        sums[place] += rounded(values * p->of.scales[group]);
+    }
+}
+
+/* The sums of a tile with the only row. */
+static ALWAYS_INLINE void multiply_tile(const product *p, int form, long tile, floats *sums)
+{
+    const block_kind kind = kind_of(&p->matrix, form);
+    uint8_t shares[GROUPS_OF_STRETCH * MOST_BYTES] __attribute__((aligned(LINE)));
+    stored_row rows[TILE];
+    rows_of_tile(&p->matrix, form, tile, rows);
+    memset(sums, 0, PARTS * sizeof *sums);
+    for (long group = 0; group < p->of.groups; group++) {
+        const long within = group % GROUPS_OF_STRETCH;
+        if (!within)
+            prepare_shares(rows, group * GROUP, form, kind, shares);
+        add_group(p, rows, shares + within * bytes_of(kind), group, form, kind, sums);
+    }
+}
+
+typedef void (*tile_action)(const product *p, long tile, floats *sums);
+
+#define MULTIPLY_TILE(FORM)                                                                                                      \
+    static void multiply_tile_##FORM(const product *p, long tile, floats *sums)                                                  \
+    {                                                                                                                            \
+        multiply_tile(p, FORM, tile, sums);                                                                                      \
+    }
+#define MULTIPLIES_TILE(FORM) multiply_tile_##FORM,
+
+EACH_FORM(MULTIPLY_TILE)
+
+static const tile_action tile_actions[] = {EACH_FORM(MULTIPLIES_TILE)};
+
 /* -- the order of the work ---------------------------------------------------------------------------------------------------- */
 
 static ALWAYS_INLINE void multiply_tiles(const product *p, int form, const action *actions, long first_tile, long first_row)
@@ -317,6 +446,14 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, int form, const actio
     finish(&p->of, first_row, rows, first_tile, sums);
 }
 
+static ALWAYS_INLINE void multiply_one_row(const product *p, int form, long first_tile)
+{
+    floats sums[1][REGISTERS];
+    for (int tile = 0; tile < TILES; tile++)
+        tile_actions[form](p, first_tile + tile, *sums + tile * PARTS);
+    finish(&p->of, 0, 1, first_tile, sums);
+}
+
 typedef struct {
     const product *products;
     const action *actions;
@@ -331,8 +468,13 @@ static void multiply_part(const void *given, long number, int member)
     const some_products *some = given;
     const long at = work_of_part(some->begins, some->count, number);
     const product *p = some->products + at;
+    const long first = (number - some->begins[at]) * TILES;
+    if (p->of.rows == 1) {
+        multiply_one_row(p, some->form, first);
+        return;
+    }
     for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-        multiply_tiles(p, some->form, some->actions, (number - some->begins[at]) * TILES, row);
+        multiply_tiles(p, some->form, some->actions, first, row);
 }
 
 /* Some products with matrices of one form. */
@@ -344,6 +486,6 @@ void stored_int8_product(const void *given, int threads)
     const some_products some = {products, actions_of(kind_of(&products->matrix, asked->told)), begins, asked->count, asked->told};
     begins[0] = 0;
     for (long at = 0; at < some.count; at++)
-        begins[at + 1] = begins[at] + parts_of_outputs(products[at].of.outputs);
+        begins[at + 1] = begins[at] + parts_of_product(&products[at].of);
     share_out(&some, begins[some.count], threads, multiply_part);
 }

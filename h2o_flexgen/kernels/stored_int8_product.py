@@ -14,6 +14,7 @@ from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import GROUP
 from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.formats.table import Stored
+from h2o_flexgen.kernels.chosen_rows import take_rows
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.int8_product import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.panels import call
@@ -34,16 +35,20 @@ def stored_int8_products(format: Stored, x: Factor, meetings: Sequence[Meeting],
     for first, rows, data, bias in meetings:
         order = order_of(format, data, *sizes)
         if order is None:
-            given = of_all = of_all or _told(x.made(parts), out)
+            given = of_all = of_all or _told(x.arranged(parts, x.counted), out)
         else:  # rows in an order of their own are made for this matrix alone
             own = slice(first, first + rows)
-            given = _told(parts(x.values.reshape(-1, sizes[1])[own, order]), out.view(-1, sizes[0])[own])
+            rows_in_order = take_rows(x.values.reshape(-1, sizes[1])[own], order, axis=1, first=0)
+            given = _told(parts(rows_in_order), out.view(-1, sizes[0])[own])
             kept.append(given)
             first = 0
         asked.append(
             _StoredInt8Product(given.factors(first, rows, bias), given.sums(first), MatrixInC.of(format, data, *sizes))
         )
-    call("stored_int8_product", (_StoredInt8Product * len(asked))(*asked), number_in_c(format))
+    told = (_StoredInt8Product * len(asked))(*asked)
+    if of_all is not None:
+        of_all.place(told, x, _StoredInt8Product.wholes.offset)
+    call("stored_int8_product", told, number_in_c(format))
 
 
 def _told(made: Int8Parts, out: Tensor) -> FactorRows:

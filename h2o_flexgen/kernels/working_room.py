@@ -12,10 +12,10 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import ROOM_CHUNK
 from h2o_flexgen.kernels.raw_memory import address_of
 
 PART = 64  # bytes: a line of the cache, at which all parts begin
-CHUNK = 1 << 20  # bytes that are allocated at least
 
 
 class WorkingRoom:
@@ -40,7 +40,7 @@ class WorkingRoom:
             if gap >= nbytes:
                 self._free[place : place + 1] = [(address + nbytes, gap - nbytes)] if gap > nbytes else []
                 return address
-        chunk = torch.empty(max(CHUNK, nbytes) + PART, dtype=torch.uint8)
+        chunk = torch.empty(max(ROOM_CHUNK, nbytes) + PART, dtype=torch.uint8)
         self._chunks.append(chunk)
         begin = address_of(chunk)
         first = -(-begin // PART) * PART

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.operations import steady_product
+from h2o_flexgen.kernels.operations import add_scaled, lengths, steady_product, take_rows
 from h2o_flexgen.policies.keydiff import KeyDiff
 from h2o_flexgen.policies.knorm import KNorm
 from h2o_flexgen.policies.lagkv import LagKV
@@ -74,6 +75,12 @@ class OneByOne(Judge):
 UNJUDGED = torch.finfo(torch.float32).min  # below all judged tokens, but above minus infinity, the rank of empty places
 
 
+@cache
+def unjudged(device: torch.device) -> Tensor:
+    """The worth of a token that is not judged yet: made once, as steps that are repeated read it where it lies."""
+    return torch.tensor(UNJUDGED, device=device)
+
+
 class JudgeOfRows(Judge):
     """Compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add
     tokens that are not judged yet: comparing would need all keys of all layers at every step. These tokens are evicted
@@ -86,7 +93,7 @@ class JudgeOfRows(Judge):
 
     def newest(self, new: Written) -> Tensor:
         rows, _, heads, _ = new.k.shape
-        return new.k.new_full((rows, heads), UNJUDGED, dtype=torch.float32)
+        return unjudged(new.k.device).expand(rows, heads)
 
     def of_all(self, new: Written, held: Held | None) -> Tensor:
         """Judges row by row, so that a row does not depend on others, and the working memory is that of one row."""
@@ -155,7 +162,7 @@ class ValueNorms(OneByOne):
     much attention it gets."""
 
     def of_new(self, new: Written) -> Tensor:
-        return new.v.float().square().sum(dim=-1).sqrt()
+        return lengths(new.v)
 
 
 class KeyNorms(OneByOne):
@@ -164,7 +171,7 @@ class KeyNorms(OneByOne):
     reads_new_key = True
 
     def of_new(self, new: Written) -> Tensor:
-        return -new.k.float().square().sum(dim=-1).sqrt()
+        return add_scaled(lengths(new.k), scale=-1.0)
 
 
 class Linear(OneByOne):
@@ -179,7 +186,7 @@ class Linear(OneByOne):
     def of_new(self, new: Written) -> Tensor:
         assert new.x is not None, "a layer hands over the input of its keys"
         worth = steady_product(Factor(new.x.float()), self._weight, self._bias)
-        return worth if self._heads is None else worth.index_select(-1, self._heads)
+        return worth if self._heads is None else take_rows(worth, self._heads, axis=2)
 
     def of_heads(self, heads: Tensor) -> Linear:
         return Linear(self._weight, self._bias, heads)

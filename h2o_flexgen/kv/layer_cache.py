@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.operations import put_rows, take_rows
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation, by_kv_head, picked
@@ -99,7 +100,7 @@ class LayerCache:
                         _put(by_kv_head(whole, kv_heads), heads, part)
             if own.worth is not None:
                 worth = own.worth.new_zeros(len(q), kv_heads) if worth is None else worth
-                worth.index_copy_(1, heads, own.worth)
+                put_rows(worth, heads, 1, own.worth)
         return AttentionInput(all_q, all_k, tokens.v, more, worth)
 
     def answer(self, now: Steps, asked: AttentionInput, rotation: Rotation | None) -> Tensor:
@@ -111,7 +112,7 @@ class LayerCache:
         out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
             own_more = more and more.each(partial(picked, heads=heads, kv_heads=kv_heads))
-            own_worth = None if worth is None else worth.index_select(1, heads)
+            own_worth = None if worth is None else take_rows(worth, heads, axis=1)
             own_q, own_k, own_v = (picked(each, heads, kv_heads) for each in (q, k, v))
             own = AttentionInput(own_q, own_k, own_v, own_more, own_worth)
             _put(out, heads, cache.answer(now[level], own, rotation))
@@ -128,4 +129,4 @@ def _replaces(cache: KVCache, slots: Tensor, visit: object) -> None:
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:
     """Writes the outcome of some KV heads to their places in `out` (rows, tokens, kv_heads, ...)."""
-    out.index_copy_(2, heads, made.view(*out.shape[:2], len(heads), *out.shape[3:]))
+    put_rows(out, heads, 2, made.view(*out.shape[:2], len(heads), *out.shape[3:]))

@@ -14,8 +14,8 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.evict import LAST, Notes, chances, note, weighed
-from h2o_flexgen.kernels.operations import evict
+from h2o_flexgen.kernels.evict import LAST, Notes, chances, weighed
+from h2o_flexgen.kernels.operations import evict, note
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.policy import AGE, CHANCE, KVPolicy
 

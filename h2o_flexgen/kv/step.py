@@ -81,6 +81,13 @@ class KVStep:
             for known, now in zip(turn, other.turn(*kind), strict=True):
                 known.copy_(now)
 
+    def make_as_in(self, other: KVStep) -> None:
+        """Makes now what the step of other rows has made when it was wanted."""
+        for name in vars(other).keys() - vars(self).keys():
+            getattr(self, name)
+        for kind in other._turns:
+            self.turn(*kind)
+
     @cached_property
     def _lines(self) -> _Rows:
         return _Rows(*self.table.unbind())

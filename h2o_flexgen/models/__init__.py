@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from h2o_flexgen.checkpoints.gguf_config import OWN_KEYS, config_in
-from h2o_flexgen.checkpoints.gguf_format import SUFFIX, is_gguf, read_gguf
+from h2o_flexgen.checkpoints.gguf_format import SUFFIX, Gguf, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.checkpoints.model_places import resolve_model
 from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, TensorNames
@@ -73,16 +74,19 @@ def gguf_architectures() -> Mapping[str, GgufArchitecture]:
     return {model_type: gguf for model_type, gguf in found.items() if gguf is not None}
 
 
-def load_config(name_or_path: str) -> Config:
-    """The config in a local folder or GGUF file, or by its name from the hub."""
+def load_config(name_or_path: str, read: Callable[[Path], Gguf] = read_gguf) -> Config:
+    """The config in a local folder or GGUF file, or by its name from the hub. `read` reads a GGUF file."""
     name = name_or_path if Path(name_or_path).is_dir() else hub_name(name_or_path) or name_or_path
     try:
         place = resolve_model(name, with_weights=False)
     except ValueError as error:
         hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
         raise ValueError(f"{error}{hint}") from error
-    values = config_in(read_gguf(place), gguf_architectures()) if is_gguf(place) else _read_folder(place)
-    return _config_of(values, name_or_path)
+    if is_gguf(place):
+        values = config_in(read(place), gguf_architectures())
+        _check(values, name_or_path)
+        return cast("Config", SimpleNamespace(**values))  # it says all that an architecture reads
+    return _config_of(_read_folder(place), name_or_path)
 
 
 def known_config(name: str, **changes: object) -> Config | None:
@@ -113,6 +117,17 @@ def _known_files() -> dict[str, Path]:
 
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
+    model_type = _check(values, name)
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return cast("Config", CONFIG_MAPPING[model_type].from_dict(dict(values)))
+    except Exception as error:  # whatever transformers objects to stands in a file of the user's
+        raise ValueError(f"the config of {name!r} is not valid: {one_line(error)[:LONGEST_OBJECTION]}") from error
+
+
+def _check(values: Mapping[str, Any], name: str) -> str:
+    """The model_type of a config that an architecture here can run."""
     if unsupported := what_is_unsupported(values):
         raise ValueError(f"the model {name!r} cannot be run: {unsupported} not supported; give another one")
     if beside := parts_beside_text(values):
@@ -123,12 +138,7 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
         )
     model_type = _known_type(values.get("model_type"))
     check_config(values, architecture(model_type).bounds, name)
-    from transformers import CONFIG_MAPPING
-
-    try:
-        return cast("Config", CONFIG_MAPPING[model_type].from_dict(dict(values)))
-    except Exception as error:  # whatever transformers objects to stands in a file of the user's
-        raise ValueError(f"the config of {name!r} is not valid: {one_line(error)[:LONGEST_OBJECTION]}") from error
+    return model_type
 
 
 def _read_folder(folder: Path) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import MOST_WIDTH, LayerSpec
+from h2o_flexgen.kernels.operations import add_scaled
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import SOFTCAP, Bounds, Config, Whole
@@ -82,11 +83,11 @@ class Gemma(Decoder):
         return torch.cat((hidden, self.attended_by(self._rotary_near, hidden, weights, given)), dim=-1)
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        return self.normed(tensor_ops.linear(out, weights, "self_attn.o_proj"), weights, BEHIND_ATTENTION).add_(hidden)
+        return add_scaled(self.normed(tensor_ops.linear(out, weights, "self_attn.o_proj"), weights, BEHIND_ATTENTION), hidden)
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         out = self.gated(self.normed(hidden, weights, BEFORE_MLP), weights, MLP)
-        return self.normed(out, weights, BEHIND_MLP).add_(hidden)
+        return add_scaled(self.normed(out, weights, BEHIND_MLP), hidden)
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ products are parted; in GGUF files they are two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,12 +22,12 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
     weights,
 )
-from h2o_flexgen.kernels.operations import halves_apart
+from h2o_flexgen.kernels.operations import Counts, clamped_silu_of_each, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import FACTOR, Bounds, Config, Number
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import SINKS, Traits, windows_by_kind
+from h2o_flexgen.models.llama import FULL, SINKS, SLIDING, Traits, windows_by_kind
 from h2o_flexgen.models.mixture import ExpertGroup, Mixture, MixtureOfExperts
 
 ROUTER = "mlp.router"
@@ -48,7 +48,8 @@ class GptOss(MixtureOfExperts):
             "num_local_experts": lambda said: said.experts,
             "intermediate_size": lambda said: said.expert_width,
             "experts_apart": lambda said: True,  # elsewhere it has gate and up in one matrix
-            "sliding_window": lambda said: said.whole(WINDOW),  # its config says itself which layers have it
+            "sliding_window": lambda said: said.whole(WINDOW),
+            "layer_types": lambda said: [FULL if block % 2 else SLIDING for block in range(said.blocks)],
         },
         heeds={GATING: (0, SOFTMAX_OF_CHOSEN), f"{WINDOW}_pattern": (2,)},
         has_experts=True,
@@ -103,11 +104,9 @@ class GptOss(MixtureOfExperts):
         (both,) = tensor_ops.linears_of_each(x, asked.counts, weights, [_both(number) for number in asked.experts])
         return halves_apart(both.flatten()).view(2, len(both), -1)
 
-    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
         """(up + 1) * gate * sigmoid(alpha * gate), by what silu makes of alpha * gate."""
-        gate.clamp_(max=self._limit).mul_(self._alpha)
-        up.clamp_(-self._limit, self._limit).add_(1.0).div_(self._alpha)
-        return super().gated_by_expert(gate, up, counts)
+        return clamped_silu_of_each(gate, up, counts, self._limit, self._alpha)
 
 
 def _both(number: int) -> str:

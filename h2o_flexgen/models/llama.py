@@ -17,7 +17,7 @@ from h2o_flexgen.checkpoints.stored_architecture import ATTENTION, OF_LLAMA, Ggu
 from h2o_flexgen.checkpoints.stored_architecture import MLP as MLP_IN_FILES
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.kernels.operations import halves_apart
+from h2o_flexgen.kernels.operations import add_scaled, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
 from h2o_flexgen.models.config_values import Config
@@ -126,15 +126,15 @@ class Decoder(InHalves):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
-        hidden = tensor_ops.embedding(tokens, weights, "embed_tokens")
-        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+        hidden, scale = tensor_ops.embedding(tokens, weights, "embed_tokens"), self._embedding_scale
+        return hidden if scale == 1.0 else add_scaled(hidden, scale=scale)
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         return self.attended_by(self._rotary, hidden, weights, given)
 
     def attended_by(self, rotary: Rotary, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
-        q = q if self._traits.query_scale == 1.0 else q.mul_(self._traits.query_scale)
+        q = q if self._traits.query_scale == 1.0 else add_scaled(q, scale=self._traits.query_scale)
         return given.attend(NewTokens(q, k, v, rotary, x, tensor_ops.plain(weights, SINKS)))
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -144,7 +144,7 @@ class Decoder(InHalves):
         if self._traits.whole_norm:
             q, k = self._normed(q, k, weights)
         if (most := self._traits.clip) is not None:
-            q, k, v = (each.clamp(-most, most) for each in (q, k, v))
+            q, k, v = (add_scaled(each, limit=most) for each in (q, k, v))
         q, k, v = (tensor_ops.split_heads(each, self.spec.head_dim) for each in (q, k, v))
         if self._interleaved:
             q, k = halves_apart(q), halves_apart(k)
@@ -160,9 +160,7 @@ class Decoder(InHalves):
 
     def added(self, out: Tensor, hidden: Tensor) -> Tensor:
         """The hidden states behind attention or mlp, of what it made, which is not used elsewhere."""
-        out = out if self._traits.residual_scale == 1.0 else out.mul_(self._traits.residual_scale)
-        out += hidden
-        return out
+        return add_scaled(out, hidden, self._traits.residual_scale)
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         return self.added(self.gated(self.normed(hidden, weights, "post_attention_layernorm"), weights, MLP), hidden)

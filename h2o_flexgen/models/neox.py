@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.kernels.operations import add_scaled
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
 from h2o_flexgen.models.config_values import Config
@@ -20,7 +20,7 @@ class NeoX(InHalves):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         _refuse_other_heads(config)
         self.spec = _spec(config, dtype, sep_layer, name)
-        self._activation = tensor_ops.activation(config.hidden_act)
+        self._activation = tensor_ops.gating(config.hidden_act)
         self._eps = config.layer_norm_eps
         self._parallel = bool(config.use_parallel_residual)
         rope = Rope.of(config)
@@ -38,10 +38,12 @@ class NeoX(InHalves):
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = tensor_ops.linear(out, weights, "attention.dense")
-        if self._parallel:
-            return torch.cat((hidden, out), dim=-1)
-        out += hidden
-        return out
+        if not self._parallel:
+            return add_scaled(out, hidden)
+        both = hidden.new_empty(*hidden.shape[:-1], 2, hidden.shape[-1])
+        for place, half in enumerate((hidden, out)):
+            both[..., place, :] = half
+        return both.flatten(-2)
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, *attended = hidden.chunk(2, dim=-1) if self._parallel else (hidden,)
@@ -49,7 +51,7 @@ class NeoX(InHalves):
         wide = self._activation(tensor_ops.linear(normed, weights, "mlp.dense_h_to_4h"))
         out = tensor_ops.linear(wide, weights, "mlp.dense_4h_to_h")
         for residual in (*attended, x):
-            out += residual
+            add_scaled(out, residual)
         return out
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:

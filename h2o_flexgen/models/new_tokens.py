@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.operations import take_rows
 
 
 class Rotation(Protocol):
@@ -44,7 +45,7 @@ class NewTokens:
         """Some KV heads, with the queries of their groups."""
         kv_heads, sinks = self.k.shape[2], self.sink_scores
         q, k, v = (picked(each, heads, kv_heads) for each in (self.q, self.k, self.v))
-        own_sinks = None if sinks is None else sinks.view(kv_heads, -1).index_select(0, heads).flatten()
+        own_sinks = None if sinks is None else take_rows(sinks.view(kv_heads, -1), heads).flatten()
         return replace(self, q=q, k=k, v=v, sink_scores=own_sinks)
 
 
@@ -60,4 +61,4 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 
 def picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
     """The groups of some KV heads of (rows, tokens, heads, ...)."""
-    return by_kv_head(x, kv_heads).index_select(2, heads).flatten(2, 3)
+    return take_rows(by_kv_head(x, kv_heads), heads, axis=2).flatten(2, 3)

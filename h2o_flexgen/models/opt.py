@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import MOST_WIDTH, LayerSpec, ModelSpec
+from h2o_flexgen.kernels.operations import add_scaled
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
 from h2o_flexgen.models.config_values import Bounds, Config, Whole
@@ -27,14 +28,13 @@ class OPT(InHalves):
         self.spec = _spec(config, dtype, sep_layer, name)
         self._norm_first = bool(config.do_layer_norm_before)
         self._norm_last = _has_last_norm(config)
-        self._activation = tensor_ops.activation(config.activation_function)
+        self._activation = tensor_ops.gating(config.activation_function)
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         hidden = tensor_ops.embedding(tokens, weights, "embed_tokens")
         if "project_in.weight" in weights:
             hidden = tensor_ops.linear(hidden, weights, "project_in")
-        hidden += tensor_ops.embedding(given.positions + POSITION_OFFSET, weights, "embed_positions")
-        return hidden
+        return add_scaled(hidden, tensor_ops.embedding(given.positions, weights, "embed_positions", first=POSITION_OFFSET))
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = tensor_ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
@@ -43,14 +43,13 @@ class OPT(InHalves):
         return given.attend(NewTokens(q, k, v, x=x))
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        out = tensor_ops.linear(out, weights, "self_attn.out_proj")
-        out += hidden
+        out = add_scaled(tensor_ops.linear(out, weights, "self_attn.out_proj"), hidden)
         return out if self._norm_first else tensor_ops.layer_norm(out, weights, "self_attn_layer_norm")
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = tensor_ops.layer_norm(hidden, weights, "final_layer_norm") if self._norm_first else hidden
-        out = tensor_ops.linear(self._activation(tensor_ops.linear(x, weights, "fc1")), weights, "fc2")
-        out += hidden
+        inner = self._activation(tensor_ops.linear(x, weights, "fc1"))
+        out = add_scaled(tensor_ops.linear(inner, weights, "fc2"), hidden)
         return out if self._norm_first else tensor_ops.layer_norm(out, weights, "final_layer_norm")
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:

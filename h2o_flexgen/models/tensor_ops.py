@@ -3,22 +3,34 @@ except the activations, which get only tensors that nothing else needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.matrix import Matrix, PackedMatrix, SteadyMatrix, linear_of_each
-from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_silu, gated_silu_of_each, plain_product
+from h2o_flexgen.kernels.matrix import Matrix, PackedMatrix, SteadyMatrix, counted_linear_of_each, linear_of_each
+from h2o_flexgen.kernels.operations import (
+    Counts,
+    gated_gelu,
+    gated_gelu_tanh,
+    gated_quick_gelu,
+    gated_relu,
+    gated_silu,
+    gated_silu_of_each,
+    plain_product,
+    take_rows,
+)
+from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.models.base import Weights
 
-Activation = Callable[[Tensor], Tensor]
-Gating = Callable[[Tensor, Tensor], Tensor]
+
+class Gating(Protocol):
+    def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...
 
 
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
@@ -34,9 +46,13 @@ def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
         yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
 
 
-def linears_of_each(x: Tensor, counts: Sequence[int], weights: Weights, *names: Sequence[str]) -> Iterator[Tensor]:
+def linears_of_each(x: Tensor, counts: Counts, weights: Weights, *names: Sequence[str]) -> Iterator[Tensor]:
     """The same of rows (rows, inputs) that have matrices of their own: so many, one behind the other, for each name of a
     product."""
+    if isinstance(counts, CountedRows):
+        counted = Factor(x, counts)
+        yield from (counted_linear_of_each(counted, [_linear(weights, name) for name in own]) for own in names)
+        return
     factor, firsts = Factor(x), tuple(accumulate(counts, initial=0))
     for own in names:
         meetings = ((first, rows, *_linear(weights, name)) for first, rows, name in zip(firsts, counts, own))
@@ -58,14 +74,15 @@ def _linear(weights: Weights, name: str) -> tuple[Matrix, Tensor | None]:
     return matrix, plain(weights, f"{name}.bias")
 
 
-def embedding(rows: Tensor, weights: Weights, name: str) -> Tensor:
+def embedding(rows: Tensor, weights: Weights, name: str, first: int = 0) -> Tensor:
+    """The rows of a table with these numbers, counted from `first` on."""
     table = plain(weights, f"{name}.weight")
     assert table is not None, name
-    return functional.embedding(rows, table)
+    return take_rows(table, rows, first=first)
 
 
 def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], plain(weights, f"{name}.weight"), plain(weights, f"{name}.bias"), eps)
+    return operations.layer_norm(x, plain(weights, f"{name}.weight"), plain(weights, f"{name}.bias"), eps)
 
 
 def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
@@ -78,8 +95,7 @@ def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Ten
     """The same where a weight says what is added to one. In 16 bits, one and a weight are not added before they are widened."""
     weight = plain(weights, f"{name}.weight")
     assert weight is not None, name
-    normed = operations.rms_norm(x.float(), weight.float() + 1.0, eps)
-    return normed.to(x.dtype)
+    return operations.rms_norm(x, weight, eps, from_one=True)
 
 
 def plain(weights: Weights, name: str) -> Tensor | None:
@@ -98,42 +114,27 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.float().neg().exp_().add_(1.0).reciprocal_()
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return sigmoid(1.702 * x.float()).mul_(x).to(x.dtype)
-
-
 SILU, GELU_TANH = ("silu", "swish"), ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-GATED = {
+GATINGS: Mapping[str, Gating] = {
+    "relu": gated_relu,
     **dict.fromkeys(SILU, gated_silu),
     **dict.fromkeys(GELU_TANH, gated_gelu_tanh),
     "gelu": gated_gelu,
+    "quick_gelu": gated_quick_gelu,
 }
-
-# may overwrite their argument
-ACTIVATIONS: Mapping[str, Activation] = {
-    "relu": torch.relu_,
-    **GATED,
-    "quick_gelu": _quick_gelu,
-}
-
-
-def activation(name: str) -> Activation:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is not supported; known are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
 
 
 def gating(name: str) -> Gating:
-    """The product of an activation of one factor with the other. May overwrite the first."""
-    return GATED.get(name) or partial(_gated, activation(name))
+    """An activation of one factor, and its product with the other where there is one. May overwrite the first."""
+    if name not in GATINGS:
+        raise ValueError(f"activation {name!r} is not supported; known are {', '.join(GATINGS)}")
+    return GATINGS[name]
 
 
-def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     """The same for rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
     if gating is gated_silu:
         return gated_silu_of_each(gate, up, counts)
+    if isinstance(counts, CountedRows):
+        raise CannotBeRecorded("only silu is a gate of rows that memory counts")
     return torch.cat([gating(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
-
-
-def _gated(active: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    return active(gate).mul_(up)

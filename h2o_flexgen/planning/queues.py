@@ -40,6 +40,8 @@ class Queues:
         """Rows that join a batch now, longest prompts first; `taken` is its number of rows with a seat, and `seated` has their
         prefixes. A row waits until some seats are free, or all, and until there is room for the prefix that it shares."""
         free = self._sizes[batch] - taken
+        if not free:
+            return []
         if taken and free * FREE_SHARE < self._sizes[batch] and free < len(self):
             return []
         held = _Held.of(seated, self._seats[batch].prefixes.of_batch)

@@ -13,7 +13,15 @@ from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
-from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads, twin_values
+from h2o_flexgen.formats.kernel_sizes import (
+    FLOAT_BYTES,
+    ROOM_CHUNK,
+    SCORED_BYTES,
+    PromptRoom,
+    mask_bytes,
+    prompt_threads,
+    twin_values,
+)
 from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -62,7 +70,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     }  # most batches are alike
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
     if plan.may_capture if site.accelerator else plan.may_record and site.processor.build != TORCH:
-        most += max(_graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
+        most += max(graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
         traffic = planned.schedule.traffic
         moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
         each = GRAPH_BYTES if site.accelerator else RECORDED_BYTES
@@ -105,7 +113,7 @@ def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], sit
     return attending + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
 
 
-def _graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
+def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
     """Bytes for the values that all graphs work on: those of a decode step in the layer that needs most."""
     spec, levels = kv.spec, LevelHeads.of(kv, number)
     decode = _decode_bytes(spec, plan, levels, site)
@@ -113,7 +121,7 @@ def _graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
         return decode
     rows, passing = kv.block.batches[number].size, max(layer.passing_width for layer in spec.layers) * spec.itemsize
     heads = (4 * spec.heads + 4 * spec.kv_heads) * spec.head_dim * FLOAT_BYTES
-    return decode + rows * (_normed_bytes(spec) + passing + heads)
+    return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + passing + heads)
 
 
 def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:

@@ -68,7 +68,7 @@ class StepSlots:
     @cached_property
     def begins(self) -> tuple[bool, ...]:
         """Whether each row's text begins in this step, even if after a copy."""
-        return tuple(self.is_prefill and (self.copies or not seen) for seen in self.seen)
+        return tuple(self.copies or not seen for seen in self.seen) if self.is_prefill else (False,) * len(self.seen)
 
     def behind(self, spared: int) -> StepSlots:
         """The same first step of one row where its first tokens were computed before, and are copied."""

@@ -7,8 +7,9 @@ The order is vLLM's: allowed_token_ids, min_tokens, logit_bias, repetition_penal
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from h2o_flexgen.sampling.history import History, TokenCounts
 from h2o_flexgen.sampling.params import SamplingParams
 
 NOTHING_SEEN = TokenCounts()
-NO_CHANGE = np.empty(0, dtype=np.int64), np.empty((4, 0), dtype=np.float32)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> list[StepLogprobs]:
@@ -60,50 +60,55 @@ def score_changes(params: Sequence[SamplingParams], histories: Sequence[History]
         if any(one.changes_scores or one.min_tokens for one in params):
             raise ValueError("penalties, logit_bias, allowed_token_ids and min_tokens need the tokens so far; none were given")
         return None
+    if not any(one.changes_scores or one.min_tokens for one in distinct(params)):
+        return None
     if not any(_asks(one, history) for one, history in zip(params, histories)):
         return None
     each = [_changes_of(one, row, vocab) if _asks(one, row) else NO_CHANGE for one, row in zip(params, histories)]
-    ids, values = np.concatenate([own for own, _ in each]), np.concatenate([own for _, own in each], axis=1)
-    only = [one.allowed_token_ids is not None for one in params]
-    return ScoreChanges([*accumulate((len(own) for own, _ in each), initial=0)], ids, values, only)
+    begins = [*accumulate((len(own.ids) for own in each), initial=0)]
+    added = np.zeros(begins[-1], dtype=np.float32)
+    for begin, own in zip(begins, each):
+        for place, amount in own.added.items():
+            added[begin + place] = amount
+    return ScoreChanges(
+        begins,
+        np.concatenate([own.ids for own in each]),
+        added,
+        np.concatenate([own.times for own in each]),
+        np.array([(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in params], dtype=np.float32),
+        [one.allowed_token_ids is not None for one in params],
+    )
+
+
+def distinct(params: Sequence[SamplingParams]) -> Collection[SamplingParams]:
+    """Those that are not the same object: of many rows there are few, and rows of large batches cost time one by one."""
+    return {id(one): one for one in params}.values()
 
 
 def _asks(params: SamplingParams, history: History) -> bool:
     return params.changes_scores or (params.min_tokens > 0 and history.num_generated < params.min_tokens)
 
 
-def _changes_of(params: SamplingParams, history: History, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a row of which the scores are changed, and how, (4, tokens)."""
+class _RowChanges(NamedTuple):
+    """The tokens of a row of which the scores are changed."""
+
+    ids: np.ndarray
+    times: np.ndarray  # how often each was generated; NaN: it was not seen at all
+    added: Mapping[int, float]  # to the scores, by the places of tokens among these
+
+
+NO_CHANGE = _RowChanges(NOTHING_SEEN.ids, NOTHING_SEEN.times, {})
+
+
+def _changes_of(params: SamplingParams, history: History, vocab: int) -> _RowChanges:
     added = dict(params.logit_bias or {})
     if history.num_generated < params.min_tokens:
         added |= {token: -math.inf for token in history.ends if 0 <= token < vocab}
     seen = history.counts if params.is_penalised else NOTHING_SEEN
-    if params.allowed_token_ids is not None:
-        ids, places, times = _of_allowed(params.allowed_token_ids, seen)
-    else:
-        others = [token for token in added if token not in seen.places]
-        ids = np.concatenate((seen.ids, np.array(others, dtype=np.int64))) if others else seen.ids
-        places = seen.places if not others else seen.places | {token: len(seen.ids) + at for at, token in enumerate(others)}
-        times = np.concatenate((seen.times, np.full(len(others), np.nan, np.float32)))
-    values = _penalties(params, times)
-    for token, amount in added.items():
-        if token in places:
-            values[0, places[token]] = amount
-    return ids, values
-
-
-def _of_allowed(allowed: Sequence[int], seen: TokenCounts) -> tuple[np.ndarray, Mapping[int, int], np.ndarray]:
-    places = {token: at for at, token in enumerate(dict.fromkeys(allowed))}
-    times = [seen.times[seen.places[token]] if token in seen.places else np.nan for token in places]
-    return np.array([*places], dtype=np.int64), places, np.array(times, dtype=np.float32)
-
-
-def _penalties(params: SamplingParams, times: np.ndarray) -> np.ndarray:
-    """What is done to the scores of tokens by the times that they were generated; NaN: they were not seen at all. Positive
-    scores are divided by the penalty for repetition and negative ones multiplied: both become less likely if it is above 1."""
-    values = np.zeros((4, len(times)), dtype=np.float32)
-    is_seen, is_generated = times >= 0, times > 0
-    values[1] = np.where(is_seen, np.float32(params.repetition_penalty), np.float32(1))
-    values[2, is_generated] = np.float32(params.frequency_penalty) * times[is_generated]
-    values[3, is_generated] = params.presence_penalty
-    return values
+    if not added and params.allowed_token_ids is None:
+        return _RowChanges(seen.ids, seen.times, {})
+    tokens = dict.fromkeys((*seen.places, *added) if params.allowed_token_ids is None else params.allowed_token_ids)
+    places = {token: place for place, token in enumerate(tokens)}
+    times = [seen.times[seen.places[token]] if token in seen.places else math.nan for token in tokens]
+    own = {places[token]: amount for token, amount in added.items() if token in places}
+    return _RowChanges(np.array([*tokens], dtype=np.int64), np.array(times, dtype=np.float32), own)

@@ -21,7 +21,7 @@ from h2o_flexgen.kernels.operations import pick_tokens
 from h2o_flexgen.kernels.pick_tokens import Draw, Upload, portions
 from h2o_flexgen.sampling.completion import StepLogprobs
 from h2o_flexgen.sampling.history import History
-from h2o_flexgen.sampling.logits import logprobs_of, score_changes
+from h2o_flexgen.sampling.logits import distinct, logprobs_of, score_changes
 from h2o_flexgen.sampling.params import SamplingParams
 
 
@@ -55,10 +55,10 @@ class Sampler:
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> Picked:
-        """Reads back once: what was picked, how many tokens a filter leaves, and log-probabilities."""
+        """Reads back what was picked, and log-probabilities where they are asked for."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         changes = score_changes(params, histories, logits.shape[-1])
-        draws = None if all(one.is_greedy for one in params) else self._draws(params, rows, steps, histories)
+        draws = None if all(one.is_greedy for one in distinct(params)) else self._draws(params, rows, steps, histories)
         found, best = pick_tokens(logits, draws, changes, upload, PICKED_VALUES)
         picked = found[0]
         tokens = _with_given(picked, given, upload)
@@ -129,6 +129,8 @@ def _logprobs(
     logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams], upload: Upload
 ) -> tuple[StepLogprobs | None, ...]:
     found: list[StepLogprobs | None] = [None] * len(params)
+    if all(one.logprobs is None for one in distinct(params)):
+        return tuple(found)
     asking = [place for place, one in enumerate(params) if one.logprobs is not None]
     for places in portions(asking, logits.shape[-1], PICKED_VALUES):
         counts, own = [params[place].logprobs or 0 for place in places], upload(torch.tensor(places), logits.device)

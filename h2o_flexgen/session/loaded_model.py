@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
+from h2o_flexgen.checkpoints.gguf_format import read_gguf
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.environment import cache_folder, folder_of_sockets
@@ -169,13 +171,14 @@ class LoadedModel:
         """Opens the model; damaged copies of its weights are made again."""
         asked = self.request.model
         while True:
+            read = cache(read_gguf)  # the header of a GGUF file is read once for all that follows from it
             try:
-                self.opened = OpenedModel.of(asked.source, asked.dummy_weights, asked.dtype, self.site, self.stages)
+                self.opened = OpenedModel.of(asked.source, asked.dummy_weights, asked.dtype, self.site, self.stages, read)
                 self._put_under_plan()
             except Damaged as damaged:
                 self._mending.discard(damaged)
             else:
-                self.tokenizer = self.opened.tokenizer(asked.tokenizer, self.spec.vocab)
+                self.tokenizer = self.opened.tokenizer(asked.tokenizer, self.spec.vocab, read)
                 return
 
     def _put_under_plan(self) -> None:

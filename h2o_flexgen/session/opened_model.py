@@ -4,6 +4,7 @@ under any plan."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from h2o_flexgen.checkpoints.derived import Damaged
 from h2o_flexgen.checkpoints.dummy import DummySource, random_format
+from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.model_places import resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quantisation_of
@@ -40,16 +42,25 @@ class OpenedModel:
     _specs: dict[tuple[bool, str, str, str, str, bool], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, name: str, dummy_weights: bool, dtype: str, site: Site, stages: Stages = SILENT) -> OpenedModel:
-        """Opens a folder, or a name on the hub. Its .bin files are converted, and `stages` reports that."""
+    def of(
+        cls,
+        name: str,
+        dummy_weights: bool,
+        dtype: str,
+        site: Site,
+        stages: Stages = SILENT,
+        read: Callable[[Path], Gguf] = read_gguf,
+    ) -> OpenedModel:
+        """Opens a folder or a GGUF file, which `read` reads, or a name on the hub. .bin files are converted, and `stages`
+        reports that."""
         if dummy_weights:
             folder, checkpoint, stored = None, None, None
             config = known_config(name) or load_config(name)
             _refuse_quantised(_quantisation(config))
         else:
             folder = resolve_model(name)
-            config = load_config(str(folder))
-            checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING), names=tensor_names(config))
+            config = load_config(str(folder), read)
+            checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING), names=tensor_names(config), read=read)
             stored = checkpoint.dtype if dtype == AUTO else None
         return cls(name, config, site.usual_dtype(stored) if dtype == AUTO else dtype, folder, checkpoint)
 
@@ -96,9 +107,10 @@ class OpenedModel:
         packing, renewing = stages.of(Stage.PACKING, Stage.LOADING), partial(stages, Stage.RENEWING)
         return PackedCheckpoint(self.checkpoint, spec, progress=packing, renewing=renewing)
 
-    def tokenizer(self, asked: str, vocab: int) -> Tokenizer:
+    def tokenizer(self, asked: str, vocab: int, read: Callable[[Path], Gguf]) -> Tokenizer:
         place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)
-        return load_tokenizer(self.folder, self.config, vocab, place)
+        said = read(self.folder).metadata if self.folder is not None and is_gguf(self.folder) else None
+        return load_tokenizer(self.folder, self.config, vocab, place, said)
 
 
 def _refuse_quantised(quantisation: Quantisation | None) -> None:

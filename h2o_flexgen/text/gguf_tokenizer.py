@@ -1,14 +1,17 @@
-"""Tokenizers made from the metadata of GGUF files, as a tokenizer of the library that reads those of model folders."""
+"""Tokenizers made from the metadata of GGUF files, by the library `tokenizers` alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from h2o_flexgen.checkpoints.gguf_format import read_metadata
 from h2o_flexgen.core.hints import one_line, shown
-from h2o_flexgen.text.gguf_vocabulary import BYTES, END, PADDING, PIECES, START, UNKNOWN, GgufVocabulary, TokenType
+from h2o_flexgen.text.gguf_vocabulary import BYTES, END, PADDING, PIECES, RULE, START, UNKNOWN, GgufVocabulary, TokenType
+from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,16 +22,59 @@ LONGEST_PIECE = 512  # characters; every place where a piece could be parted is 
 ROLES = {"bos_token": START, "eos_token": END, "unk_token": UNKNOWN, "pad_token": PADDING}  # as the library names them
 
 
-def library_tokenizer(vocabulary: GgufVocabulary, adds_start: bool | None = None) -> PreTrainedTokenizerBase:
-    """The vocabulary as a tokenizer of transformers. `adds_start` overrides what the file says about a start token."""
-    from transformers import PreTrainedTokenizerFast  # takes seconds to import
+class GgufTokenizer(WordTokenizer):
+    """The tokenizer of a GGUF file. transformers is imported only for its users."""
 
-    fast = tokenizer_of(vocabulary, adds_start)
-    roles = {role: vocabulary.token_of(name) for role, name in ROLES.items() if _has_role(vocabulary, name)}
-    template = {} if vocabulary.template is None else {"chat_template": vocabulary.template}
-    made = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **roles, **template)
-    made.name_or_path = str(vocabulary.path)  # not earlier: the library would ask the hub about it
-    return made
+    def __init__(self, vocabulary: GgufVocabulary) -> None:
+        self._path = vocabulary.path
+        self._tokenizer = tokenizer_of(vocabulary)
+        self._roles, self._template = roles_of(vocabulary), vocabulary.template
+        self.eos_ids, self.note = vocabulary.end_ids, _note(vocabulary)
+
+    @cached_property
+    def of_transformers(self) -> PreTrainedTokenizerBase:
+        return self._library_tokenizer(self._tokenizer)
+
+    def made_again(self, adds_start: bool) -> PreTrainedTokenizerBase:
+        return self._library_tokenizer(tokenizer_of(GgufVocabulary.of(read_metadata(self._path)), adds_start))
+
+    def _library_tokenizer(self, fast: Tokenizer) -> PreTrainedTokenizerBase:
+        from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
+        template = {} if self._template is None else {"chat_template": self._template}
+        made = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **self._roles, **template)
+        made.name_or_path = str(self._path)  # not earlier: the library would ask the hub about it
+        return made
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_more(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not with_special))
+
+    def name_of(self, token: int) -> object:
+        return self._tokenizer.id_to_token(token)
+
+    @property
+    def decoder(self) -> object:
+        return self._tokenizer.decoder
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._template
+
+    @property
+    def special_tokens(self) -> Mapping[str, object]:
+        return self._roles
+
+
+def _note(vocabulary: GgufVocabulary) -> str:
+    if vocabulary.kind == PIECES or vocabulary.rule_name:
+        return ""
+    return f"{vocabulary.path} does not say how texts are cut into words ({RULE}), so llama.cpp's default is taken"
 
 
 def tokenizer_of(vocabulary: GgufVocabulary, adds_start: bool | None = None) -> Tokenizer:
@@ -37,6 +83,7 @@ def tokenizer_of(vocabulary: GgufVocabulary, adds_start: bool | None = None) -> 
     made = _of_bytes(vocabulary) if vocabulary.kind == BYTES else _of_pieces(vocabulary)
     made.add_special_tokens(list(_added(vocabulary, TokenType.CONTROL, TokenType.UNKNOWN)))
     made.add_tokens(list(_added(vocabulary, TokenType.USER_DEFINED)))
+    made.add_special_tokens([text for text in roles_of(vocabulary).values() if not _is_added(made, text)])
     made.post_processor = _around_text(vocabulary, vocabulary.adds_start if adds_start is None else adds_start)
     return made
 
@@ -91,6 +138,16 @@ def _added(vocabulary: GgufVocabulary, *types: TokenType) -> Iterator[AddedToken
     """Tokens that are found in a text before anything else is done with it."""
     special = TokenType.USER_DEFINED not in types
     return (AddedToken(text, special=special, normalized=False) for _, text in vocabulary.of_types(*types))
+
+
+def _is_added(made: Tokenizer, text: str) -> bool:
+    return any(token.content == text for token in made.get_added_tokens_decoder().values())
+
+
+def roles_of(vocabulary: GgufVocabulary) -> dict[str, str]:
+    """The tokens with a meaning, by the names that the library has for them."""
+    named = {role: vocabulary.token_of(name) for role, name in ROLES.items() if _has_role(vocabulary, name)}
+    return {role: text for role, text in named.items() if text is not None}
 
 
 def _has_role(vocabulary: GgufVocabulary, name: str) -> bool:

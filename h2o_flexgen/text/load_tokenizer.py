@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_metadata
+from h2o_flexgen.checkpoints.gguf_format import Metadata, is_gguf, read_metadata
 from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.core.allowed_values import AUTO, EOS, eos_ids_of
 from h2o_flexgen.core.files import read_document
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.text.chat_template import render
-from h2o_flexgen.text.gguf_tokenizer import library_tokenizer
-from h2o_flexgen.text.gguf_vocabulary import KIND, PIECES, RULE, GgufVocabulary, has_tokens
-from h2o_flexgen.text.token_pieces import TokenPieces, joins_tokens
-from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, ByteTokenizer, Message, NoTokenizer, Tokenizer
+from h2o_flexgen.text.gguf_tokenizer import GgufTokenizer
+from h2o_flexgen.text.gguf_vocabulary import END, KIND, GgufVocabulary, has_tokens
+from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, ByteTokenizer, NoTokenizer, Tokenizer
+from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,36 +70,22 @@ def _growth_of(rule: Mapping[str, object]) -> float:
     return max(1.0, float(len(content.encode()) + stays))
 
 
-class HfTokenizer:
-    """The tokenizer of a model folder or of a GGUF file, as transformers has it. Code in a folder is never run, and nothing is
-    downloaded."""
+class FolderTokenizer(WordTokenizer):
+    """The tokenizer of a model folder, as transformers has it. Code in a folder is never run, and nothing is downloaded."""
 
-    reads_texts = True
-
-    def __init__(
-        self, place: Path, config: object = None, model: Path | None = None, vocabulary: GgufVocabulary | None = None
-    ) -> None:
-        """`vocabulary` is what a GGUF file has, and None for a folder. `model` is the model's place if `place` is another one;
-        its files say which tokens end texts."""
-        self._place = place
-        self._tokenizer = _of_folder(place) if vocabulary is None else library_tokenizer(vocabulary)
-        self.note = "" if vocabulary is None else _note(vocabulary)
-        if vocabulary is not None and model in (None, place):
-            self.eos_ids = vocabulary.end_ids
-        else:
-            self.eos_ids = _eos_ids(model or place, config, self._tokenizer.eos_token_id)
+    def __init__(self, folder: Path, config: object = None, model: Path | None = None) -> None:
+        """`model` is the model's place if the folder is another one; its files say which tokens end texts."""
+        self._folder = folder
+        self._tokenizer = _of_folder(folder)
+        self.note = ""
+        self.eos_ids = _eos_ids(model or folder, config, self._tokenizer.eos_token_id)
 
     @property
     def of_transformers(self) -> PreTrainedTokenizerBase:
-        """The tokenizer as the library's own class, for users of that library."""
         return self._tokenizer
 
     def made_again(self, adds_start: bool) -> PreTrainedTokenizerBase:
-        """Another of the library's class, which puts the start token before a text or does not, whatever its files say."""
-        vocabulary = _vocabulary(self._place)
-        if vocabulary is None:
-            return _of_folder(self._place, add_bos_token=adds_start)
-        return library_tokenizer(vocabulary, adds_start)
+        return _of_folder(self._folder, add_bos_token=adds_start)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False)["input_ids"])  # the engine checks the length
@@ -109,55 +93,54 @@ class HfTokenizer:
     def encode_more(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Keeps spaces as they are in the tokens: "cleaning up" would change text that is already shown."""
-        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
+        decode = self._tokenizer.decode
+        return cast(str, decode(list(ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False))
 
-    def piece(self, token: int) -> str | None:
-        return None if self._pieces is None else self._pieces.of(token)
-
-    @cached_property
-    def _pieces(self) -> TokenPieces | None:
-        """None where the text of tokens is not that of one after the other."""
-        if not joins_tokens(getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)):
-            return None
-        before = self.encode_more("a")[-1:]
-        return TokenPieces(self.decode, self._tokenizer.convert_ids_to_tokens, before[0]) if self.decode(before) else None
+    def name_of(self, token: int) -> object:
+        return self._tokenizer.convert_ids_to_tokens(token)
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
+    def decoder(self) -> object:
+        return getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Renders without the library, which does not bound a template's work."""
-        try:
-            return render(self._tokenizer.get_chat_template(), messages, self._tokenizer.special_tokens_map)
-        except Exception as error:  # whatever a template raises
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error
+    @property
+    def chat_template(self) -> str | None:
+        return self._tokenizer.get_chat_template() if getattr(self._tokenizer, "chat_template", None) else None
+
+    @property
+    def special_tokens(self) -> Mapping[str, object]:
+        return cast("Mapping[str, object]", self._tokenizer.special_tokens_map)
 
 
-def load_tokenizer(model: Path | None, config: object, vocab: int, asked: str | Path = AUTO) -> Tokenizer:
+def load_tokenizer(
+    model: Path | None, config: object, vocab: int, asked: str | Path = AUTO, said: Metadata | None = None
+) -> Tokenizer:
     """Loads the tokenizer `asked` for: AUTO, BYTES or that of another folder or GGUF file. `model` is the model's folder or
     GGUF file, or None for random weights, where no token ends a text. `config`, an object or a mapping, may name the model's
-    end of sequence."""
-    if asked == BYTES or (model is None and asked == AUTO):
-        return ByteTokenizer(vocab, frozenset() if model is None else _eos_ids(model, config, None))
+    end of sequence. `said` is what the model's GGUF file says, if that has been read already."""
     if isinstance(asked, Path):
-        return _other(asked, model, config)
-    assert model is not None
-    vocabulary = _vocabulary(model)
-    if vocabulary is None and not _has_files(model):
-        return NoTokenizer(model, _eos_ids(model, config, None), _lacks(model))
-    return HfTokenizer(model, config, vocabulary=vocabulary)
+        return _other(asked, model, config, said)
+    if model is None:
+        return ByteTokenizer(vocab)
+    if asked == BYTES:
+        return ByteTokenizer(vocab, _eos_ids(model, config, None, said))
+    vocabulary = _vocabulary(model, said)
+    if vocabulary is not None:
+        return GgufTokenizer(vocabulary)
+    if not _has_files(model):
+        return NoTokenizer(model, _eos_ids(model, config, None, said), _lacks(model))
+    return FolderTokenizer(model, config)
 
 
-def _other(place: Path, model: Path | None, config: object) -> HfTokenizer:
-    """The tokenizer of another folder or file than the model's."""
+def _other(place: Path, model: Path | None, config: object, said: Metadata | None) -> WordTokenizer:
+    """The tokenizer of another folder or file than the model's. The model's own files say which tokens end texts."""
     vocabulary = _vocabulary(place)
     if vocabulary is None and not _has_files(place):
         raise ValueError(f"{place} has no tokenizer ({_lacks(place)}); give a folder or a GGUF file that has, or {BYTES}")
-    other = HfTokenizer(place, config, model, vocabulary)
+    other = FolderTokenizer(place, config, model) if vocabulary is None else GgufTokenizer(vocabulary)
+    if vocabulary is not None and model is not None:
+        other.eos_ids = _eos_ids(model, config, vocabulary.ids.get(END), said)
     other.eos_ids = frozenset() if model is None else other.eos_ids
     other.note = f"those of the tokenizer in {place}"
     return other
@@ -182,22 +165,18 @@ def _of_folder(folder: Path, **changes: bool) -> PreTrainedTokenizerBase:
         raise ValueError(f"the tokenizer in {folder} cannot be read ({reason}); mend or remove its files") from error
 
 
-def _note(vocabulary: GgufVocabulary) -> str:
-    if vocabulary.kind == PIECES or vocabulary.rule_name:
-        return ""
-    return f"{vocabulary.path} does not say how texts are cut into words ({RULE}), so llama.cpp's default is taken"
+def _vocabulary(place: Path, said: Metadata | None = None) -> GgufVocabulary | None:
+    """The tokens of a GGUF file; None if it has none, or if it is a folder. `said`: what the file says, where that is known."""
+    if not is_gguf(place):
+        return None
+    metadata = said or read_metadata(place)
+    return GgufVocabulary.of(metadata) if has_tokens(metadata) else None
 
 
-def _vocabulary(place: Path) -> GgufVocabulary | None:
-    """The tokens of a GGUF file; None if it has none, or if it is a folder."""
-    metadata = read_metadata(place) if is_gguf(place) else None
-    return None if metadata is None or not has_tokens(metadata) else GgufVocabulary.of(metadata)
-
-
-def _eos_ids(model: Path, config: object, of_tokenizer: int | None) -> frozenset[int]:
+def _eos_ids(model: Path, config: object, of_tokenizer: int | None, said: Metadata | None = None) -> frozenset[int]:
     """The ids that a GGUF file names, or else the first of generation_config.json, the model's config, the tokenizer."""
     if is_gguf(model):
-        vocabulary = _vocabulary(model)
+        vocabulary = _vocabulary(model, said)
         return frozenset() if vocabulary is None else vocabulary.end_ids
     of_config = config.get(EOS) if isinstance(config, Mapping) else getattr(config, EOS, None)
     path = model / "generation_config.json"

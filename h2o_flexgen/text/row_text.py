@@ -28,10 +28,13 @@ class Detokenizer:
         """Adds a token and returns the text that has become certain."""
         self._window.append(token)
         own = self._tokenizer.piece(token) if self._shown == len(self._text) > 0 else None
-        self._text = self._tokenizer.decode(self._window) if own is None else self._text + own
-        held = _unfinished(self._text)  # all of them: some decoders show no characters before a missing byte
         is_garbage = len(self._window) > WINDOW_TOKENS_AT_MOST
-        piece = self._text[self._shown : _length_shown(self._text) if is_garbage else len(self._text) - held]
+        if own is not None:
+            piece, held, self._text = own, 0, self._text + own
+        else:
+            self._text = self._tokenizer.decode(self._window)
+            held = _unfinished(self._text)  # all of them: some decoders show no characters before a missing byte
+            piece = self._text[self._shown : _length_shown(self._text) if is_garbage else len(self._text) - held]
         self._shown += len(piece)
         if piece and not held:
             self._clean, self._last_clean = self._last_clean, len(self._window)

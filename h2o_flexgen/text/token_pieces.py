@@ -39,9 +39,10 @@ class TokenPieces:
 
     def of(self, token: int) -> str | None:
         """None if the text depends on the tokens beside it."""
-        if token not in self._known:
-            self._known[token] = self._decoded(token)
-        return self._known[token]
+        try:
+            return self._known[token]
+        except KeyError:
+            return self._known.setdefault(token, self._decoded(token))
 
     def _decoded(self, token: int) -> str | None:
         text = self._decode([self._before, token])[self._start :]

@@ -4,6 +4,8 @@ what would be computed otherwise than the file means is refused."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from transformers import PretrainedConfig, PreTrainedModel
 
+from h2o_flexgen.checkpoints import gguf_format
+from h2o_flexgen.checkpoints.model_places import demo_folder
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
@@ -28,6 +32,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import gguf_files
 from tests.helpers.contract import opened
 from tests.helpers.gguf_files import ARCHITECTURES, FORMS, save_gguf
+from tests.helpers.gguf_vocabularies import PREFIX, metadata_of_folder
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import KINDS
 
@@ -87,6 +92,38 @@ def test_every_relative_gives_the_tokens_and_logits_of_transformers(kind: str, t
     found_tokens, found_logprobs = generated(part, (50, 0, 50, 50, 100, 0), tmp_path / "offload")
     assert found_tokens == tokens
     np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+def saved_with_tokenizer(folder: Path) -> Path:
+    """A file with a vocabulary, as files of models have it."""
+    place = demo_folder("demo-llama")
+    assert place is not None
+    values = metadata_of_folder(place, "gpt-2")
+    save_gguf(
+        "llama-mha", folder / "tiny.gguf", num_hidden_layers=1, vocab_size=len(values[f"{PREFIX}tokens"]), metadata=values
+    )
+    return folder / "tiny.gguf"
+
+
+def test_a_file_is_run_without_transformers(tmp_path: Path) -> None:
+    """Its import takes longer than everything else before a first token."""
+    code = "import sys; from h2o_flexgen import run; status = run.main(sys.argv[1:])"
+    code += "; print([name for name in ('transformers', 'huggingface_hub', 'sympy', 'scipy') if name in sys.modules], status)"
+    flags = ("--model", str(saved_with_tokenizer(tmp_path)), "--prompt", "hello there", "--gen-len", "1")
+    ran = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[] 0", ran.stderr
+
+
+def test_the_header_of_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read, starts = saved_with_tokenizer(tmp_path), gguf_format._start, list[Path]()
+
+    def watched(header: gguf_format.HeaderBytes) -> tuple[int, int]:
+        starts.append(header.path)
+        return read(header)
+
+    monkeypatch.setattr(gguf_format, "_start", watched)
+    with LLM(file, offload_dir=tmp_path / "offload", device="cpu") as llm:
+        assert llm.tokenizer.reads_texts and starts == [file]
 
 
 def _experts(tensor: gguf.ReaderTensor) -> int:
@@ -439,4 +476,4 @@ def test_a_head_that_is_missing_is_the_table_of_tokens(tmp_path: Path) -> None:
         assert isinstance(model.config, PretrainedConfig)
         spec = create_model(load_config(str(tmp_path / "tiny.gguf")), "float32").spec
         assert ("lm_head.weight" in spec.tensors) is not tied
-        json.dumps(load_config(str(tmp_path / "tiny.gguf")).to_dict())
+        json.dumps(vars(load_config(str(tmp_path / "tiny.gguf"))))

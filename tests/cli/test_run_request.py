@@ -81,8 +81,8 @@ def test_products_of_8_bits_are_asked_for_whatever_the_weights(words: str, weigh
 
 def test_a_model_is_opened_with_exact_products_where_a_search_may_pack_its_weights() -> None:
     request = asked("--model", "m", "--compute", "int8", "--allow-4bit")
-    assert isinstance(request.plan, PlanRequirements) and request.first_plan == replace(request.plan.plan, compute="exact")
-    assert asked("--model", "m", "--compute", "int8").first_plan.compute == "int8"
+    assert isinstance(request.plan, PlanRequirements) and request.plan.first_plan == replace(request.plan.plan, compute="exact")
+    assert asked("--model", "m", "--compute", "int8").plan.first_plan.compute == "int8"
 
 
 @pytest.mark.parametrize("flag", ["--compress-weight", "--compress-cache"])
@@ -98,10 +98,10 @@ def test_a_switch_without_a_word_is_on() -> None:
 
 def test_without_a_model_the_one_of_the_package_continues_texts_and_its_defaults_can_be_overruled() -> None:
     request = asked("--gen-len", "3")
-    plan = request.first_plan
+    plan = request.plan.first_plan
     assert (request.model.name, request.model.dummy_weights, request.gen_len) == ("demo", False, 3)
     assert request.prompts == DEMO_PROMPTS and len(DEMO_PROMPTS) == plan.block_size
-    assert plan.kv_policy == "h2o" and asked("--kv-policy", "full").first_plan.kv_policy == "full"
+    assert plan.kv_policy == "h2o" and asked("--kv-policy", "full").plan.first_plan.kv_policy == "full"
     assert plan.weights.disk > 0 and plan.kv.disk > 0
 
 
@@ -149,7 +149,7 @@ def test_a_path_without_a_model_is_no_demo() -> None:
 
 def test_defaults_are_those_of_plan_and_sampling_params() -> None:
     request = asked("--model", "m")
-    assert request.first_plan == Plan() == asked("--model", "m", "--overlap", "1").first_plan
+    assert request.plan.first_plan == Plan() == asked("--model", "m", "--overlap", "1").plan.first_plan
     assert request.sampling == replace(SamplingParams(), stop=[], stop_token_ids=[]) and request.seed is None
     assert (request.gen_len, request.steps) == (SamplingParams.max_tokens,) * 2
 

@@ -364,7 +364,7 @@ class Checkpoints:
                 prompts,
                 case.gen_len,
                 by_token,
-                case.levels(model.spec),
+                case.levels(self.spec(case)),
                 case.prefill_tokens,
                 case.kv_codec,
                 beside=beside,

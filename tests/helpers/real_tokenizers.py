@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from h2o_flexgen.text import tokenizer
-from h2o_flexgen.text.load_tokenizer import HfTokenizer
+from h2o_flexgen.text.load_tokenizer import FolderTokenizer
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 SENTENCES = [
@@ -63,7 +63,7 @@ def saved_tokenizer(kind: str, folder: Path) -> tokenizer.Tokenizer:
     if kind == "bytes":
         return ByteTokenizer(VOCABS[kind])
     {"byte_level": save_byte_level, "byte_fallback": save_byte_fallback}[kind](folder)
-    return HfTokenizer(folder)
+    return FolderTokenizer(folder)
 
 
 def ids_after(of: tokenizer.Tokenizer, prompt: str, text: str) -> tuple[list[int], list[int]]:

@@ -29,7 +29,7 @@ KIND, MLPS = "llama-mha", 2
 class SideBySide(Llama):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         super().__init__(config, dtype, True, name)
-        self._activation = tensor_ops.activation(config.hidden_act)
+        self._activation = tensor_ops.gating(config.hidden_act)
         embed, *middle, head = self.spec.layers
 
         def parts(index: int) -> tuple[LayerSpec, LayerSpec]:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.kernel_table import MAX, SUM
-from h2o_flexgen.kernels.append import append_twin
-from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, chances, evict_twin
-from h2o_flexgen.kernels.operations import evict
+from h2o_flexgen.formats.kernel_table import MAX, SUM, TORCH
+from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, chances, evict_twin, note_twin
+from h2o_flexgen.kernels.operations import append, evict, note
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
@@ -101,14 +100,45 @@ def test_scores_and_slots_are_those_of_a_plain_loop(
         assert torch.equal(ours, wanted) and torch.equal(theirs, wanted)
 
 
-def test_what_the_newest_token_is_worth_is_noted_in_its_slot() -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"gathers": [SUM, MAX], "decay": [1.0, 0.9], "ranks": ["score", "score and worth", "age"]})
+def test_scores_are_noted_where_nothing_goes(variant: str, gathers: str, decay: float, ranks: str) -> None:
+    given = Given.drawn((3, 4, 37), ranks)
+    in_c, in_torch = given.copied(), given.copied()
+    with used(variant):
+        note(in_c.notes, given.newest, given.got, decay, gathers)
+    note_twin(in_torch.notes, given.newest, given.got, decay, gathers)
+    for ours, theirs, before in zip(in_c.tensors(), in_torch.tensors(), given.tensors()):
+        assert torch.equal(ours, theirs) and (torch.equal(ours, before) or ours is in_c.notes.scores)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_a_larger_cache_are_noted_as_well(variant: str) -> None:
+    """The notes and the image of some rows lie in those of all."""
+    whole = Given.drawn((5, 4, 20), "score and worth")
+    some = slice(1, 4)
+    notes = Notes(*(each[some] if isinstance(each, Tensor) else each for each in whole.notes))
+    newest = Newest(torch.arange(3), *(each[some] for each in whole.newest[1:]))
+    leaving, got = Leaving(*(each[some] for each in whole.leaving)), torch.rand(3, 4, 20)
+    alone = Given(whole.image[:, some], notes, newest, leaving, got)
+    copied, rest = alone.copied(), whole.image[:, 4].clone()
+    with used(variant):
+        assert torch.equal(evict(*alone, 0.9), evict_twin(*copied, 0.9))
+    assert all(torch.equal(*pair) for pair in zip(alone.tensors(), copied.tensors())) and torch.equal(rest, whole.image[:, 4])
+
+
+@pytest.mark.parametrize("variant", [TORCH, *VARIANTS])
+@pytest.mark.parametrize("is_one_for_all", [False, True])
+def test_what_the_newest_token_is_worth_is_noted_in_its_slot(variant: str, is_one_for_all: bool) -> None:
     """Nothing else that is noted of worths changes."""
     image, notes, newest, *_ = Given.drawn((3, 4, 20), "score and worth")
     assert notes.worth is not None and notes.scores is not None
-    worth, expected = torch.randn(3, 4), notes.worth.clone()
+    worth = torch.tensor(0.5).expand(3, 4) if is_one_for_all else torch.randn(3, 4)
+    expected = notes.worth.clone()
     for row, slot in enumerate(newest.slots.tolist()):
         expected[row, :, slot] = worth[row]
     new = torch.randn(3, 1, 4, 3)
-    append_twin(image, newest, new, new, new, None, notes, worth)
+    with used(variant):
+        append(image, newest, new, new, new, None, notes, worth)
     assert torch.equal(notes.worth, expected)
     assert torch.equal(notes.scores[newest.rows, :, newest.slots], torch.zeros(3, 4))

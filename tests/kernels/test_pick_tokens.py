@@ -72,10 +72,11 @@ def test_scores_are_changed_with_the_same_bits(variant: str, dtype: torch.dtype,
     logits = some_logits(rows, vocab, dtype, 3.0)
     counts = [0, 1, 30, 400] * (rows // 4)
     ids = np.concatenate([random.permutation(vocab)[:count] for count in counts])
-    values = random.standard_normal((4, len(ids))).astype(np.float32)
-    values[0, ::9], values[1] = -np.inf, abs(values[1]) + 0.1
+    added, times = random.standard_normal(len(ids)).astype(np.float32), random.integers(0, 4, len(ids)).astype(np.float32)
+    added[::9], times[::5] = -np.inf, np.nan
+    penalties = random.uniform(0.1, 2.0, (rows, 3)).astype(np.float32)
     only = [count == 30 for count in counts]
-    changes = ScoreChanges([0, *np.cumsum(counts).tolist()], ids, values, only)
+    changes = ScoreChanges([0, *np.cumsum(counts).tolist()], ids, added, times, penalties, only)
     asked = draws_of(rows, [*KINDS.values()], 0.7) if draws else None
     with used(variant), without("pick_tokens_twin"):
         picked = pick_tokens(logits, asked, changes)

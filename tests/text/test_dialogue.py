@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.text.dialogue import PlainStyle, Script, Style, Template, choose_style
-from h2o_flexgen.text.load_tokenizer import HfTokenizer
+from h2o_flexgen.text.load_tokenizer import FolderTokenizer
 from h2o_flexgen.text.tokenizer import Tokenizer
 from tests.helpers.real_tokenizers import save_byte_level
 
@@ -28,11 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_template(folder: Path, template: str) -> HfTokenizer:
+def with_template(folder: Path, template: str) -> FolderTokenizer:
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder / "with")
-    return HfTokenizer(folder / "with")
+    return FolderTokenizer(folder / "with")
 
 
 def reply(text: str, tokenizer: Tokenizer, ends_with: int | None = None, reason: str = "length") -> Completion:

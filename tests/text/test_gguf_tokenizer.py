@@ -14,9 +14,9 @@ from tokenizers import Regex, pre_tokenizers
 
 from h2o_flexgen.checkpoints.gguf_format import Metadata, read_metadata
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, demo_folder
-from h2o_flexgen.text.gguf_tokenizer import tokenizer_of
+from h2o_flexgen.text.gguf_tokenizer import GgufTokenizer, tokenizer_of
 from h2o_flexgen.text.gguf_vocabulary import WORD_RULES, GgufVocabulary, TokenType
-from h2o_flexgen.text.load_tokenizer import HfTokenizer, load_tokenizer
+from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, NoTokenizer, Tokenizer
 from tests.helpers.gguf_vocabularies import BYTE_PIECES, PREFIX, metadata_of_folder, metadata_of_pieces, save_metadata
 from tests.helpers.real_tokenizers import TEXTS, save_byte_level
@@ -48,9 +48,9 @@ def odd_texts(count: int, seed: int = 0) -> list[str]:
     return ["".join(draw.choices(ODD, k=draw.randint(1, 12))) for _ in range(count)]
 
 
-def opened(file: Path, values: dict[str, Any]) -> HfTokenizer:
+def opened(file: Path, values: dict[str, Any]) -> GgufTokenizer:
     made = load_tokenizer(save_metadata(file, values), None, 0)
-    assert isinstance(made, HfTokenizer)
+    assert isinstance(made, GgufTokenizer)
     return made
 
 

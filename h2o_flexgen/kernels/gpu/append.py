@@ -47,7 +47,8 @@ def append(
     assert k.dtype == v.dtype == image.dtype and k.stride(3) == v.stride(3) == q.stride(3) == image.stride(4) == 1
     assert notes is None or notes.positions.is_contiguous()
     positions, scores, _, noted_worth = notes or (None,) * 4
-    assert noted_worth is None or (worth is not None and worth.is_contiguous())
+    worth = None if worth is None else worth.contiguous()
+    assert noted_worth is None or worth is not None
     turned = 0 if turn is None else q.shape[2]
     out = q if turn is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = (image, image) if turn is None else turn

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from h2o_flexgen.kernels.evict import lowest_slot, lowest_slot_twin
+from h2o_flexgen.kernels.evict import Leaving, Newest, Notes, evict_twin
+from h2o_flexgen.kernels.operations import evict
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
+
+
+def goes(
+    evict: Callable[..., Tensor], positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor
+) -> Tensor:
+    """The slots that go of rows which are full."""
+    newest = Newest(torch.arange(len(held)), held - 1, held, held[:, None])
+    notes = Notes(positions.clone(), None if ranks is None else ranks.clone())
+    return evict(torch.zeros(2, *positions.shape, 4), notes, newest, Leaving(start, end, held[:, None, None] - 1), None, 1.0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -25,8 +38,8 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[
     some = free.any(-1).all(-1)[:, None, None]
     start, end = torch.where(some, 5 + slots // 2, -3), torch.where(some, 5 + 2 * slots - slots // 2, 2 * slots + 5)
     with used(variant):
-        found = lowest_slot(positions, ranks, held, start, end)
-    assert torch.equal(found, lowest_slot_twin(positions, ranks, held, start, end))
+        found = goes(evict, positions, ranks, held, start, end)
+    assert torch.equal(found, goes(evict_twin, positions, ranks, held, start, end))
     is_held = torch.arange(slots) < held[:, None, None]
     assert slots < 17 or (((positions < start) & is_held).any() and ((positions >= end) & is_held).any())
     for row in range(rows):
@@ -43,7 +56,7 @@ def test_where_nobody_may_go_both_say_the_last(variant: str) -> None:
     positions, held = torch.tensor([[[3, 1, 2]]], dtype=torch.int32), torch.tensor([2])
     given = (positions, None, held, torch.tensor([[[7]]]), torch.tensor([[[9]]]))
     with used(variant):
-        assert lowest_slot(*given).tolist() == lowest_slot_twin(*given).tolist() == [[1]]
+        assert goes(evict, *given).tolist() == goes(evict_twin, *given).tolist() == [[1]]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -52,5 +65,5 @@ def test_who_is_protected_stays_however_low(variant: str) -> None:
     ranks = torch.tensor([[[5.0, 0.0, 0.0, 3.0, 3.0, 0.0]]])
     given = (positions, ranks, torch.tensor([5]), torch.tensor([[[2]]]), torch.tensor([[[9]]]))
     with used(variant):
-        assert lowest_slot(*given).tolist() == [[3]] and lowest_slot_twin(*given).tolist() == [[3]]
-        assert lowest_slot(positions, None, *given[2:]).tolist() == [[3]]
+        assert goes(evict, *given).tolist() == [[3]] and goes(evict_twin, *given).tolist() == [[3]]
+        assert goes(evict, positions, None, *given[2:]).tolist() == [[3]]

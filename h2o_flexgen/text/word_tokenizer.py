@@ -1,0 +1,83 @@
+"""WordTokenizer: a tokenizer made from the files of a model. What it shows of texts and of chats follows from the few things
+that its kinds say."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.text.chat_template import render
+from h2o_flexgen.text.token_pieces import TokenPieces, joins_tokens
+from h2o_flexgen.text.tokenizer import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class WordTokenizer(ABC):
+    reads_texts = True
+    eos_ids: frozenset[int]
+    note: str
+
+    @property
+    @abstractmethod
+    def of_transformers(self) -> PreTrainedTokenizerBase:
+        """The tokenizer as a class of transformers, for users of that library."""
+
+    @abstractmethod
+    def made_again(self, adds_start: bool) -> PreTrainedTokenizerBase:
+        """Another of transformers, which puts the start token before a text or does not, whatever its files say."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def encode_more(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
+        """Keeps spaces as they are in the tokens: "cleaning up" would change text that is already shown."""
+
+    @abstractmethod
+    def name_of(self, token: int) -> object:
+        """How the files write this token."""
+
+    @property
+    @abstractmethod
+    def decoder(self) -> object:
+        """What makes text of tokens, in the library `tokenizers`; None if something else does."""
+
+    @property
+    @abstractmethod
+    def chat_template(self) -> str | None: ...
+
+    @property
+    @abstractmethod
+    def special_tokens(self) -> Mapping[str, object]:
+        """The tokens that chat templates may name, by the names that these have for them."""
+
+    def piece(self, token: int) -> str | None:
+        return None if self._pieces is None else self._pieces.of(token)
+
+    @cached_property
+    def _pieces(self) -> TokenPieces | None:
+        """None where the text of tokens is not that of one after the other."""
+        if not joins_tokens(self.decoder):
+            return None
+        before = self.encode_more("a")[-1:]
+        return TokenPieces(self.decode, self.name_of, before[0]) if self.decode(before) else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.chat_template)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """Renders without the library, which does not bound a template's work."""
+        try:
+            return render(self.chat_template or "", messages, self.special_tokens)
+        except Exception as error:  # whatever a template raises
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error
