@@ -13,23 +13,25 @@ from tests.kernels.variants import VARIANTS
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="there are no kernels in C")
 CRASHES = """
 import ctypes, sys, torch
-from h2o_flexgen.kernels import operations, row_functions
-from h2o_flexgen.kernels.native import run
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.recording import CallRecording, enter
 from h2o_flexgen.kernels.working_room import WorkingRoom
 
 threads, enters, bad = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-x, weight = torch.ones(1000, 64), torch.ones(64)
+torch.set_num_threads(threads)
+x, weight = torch.ones(4000, 64), torch.ones(64)
 
 def work():
     operations.rms_norm(x, weight, 1e-5)
     if enters:
         enter(enters)
     operations.rms_norm(x, weight, 1e-5)
-    run("rms_norm", row_functions._Norm(bad or x.data_ptr(), weight.data_ptr(), x.data_ptr(), 1000, 64, 1e-5, 1), threads)
+    operations.rms_norm(x, weight, 1e-5)
     operations.rms_norm(x, weight, 1e-5)
 
 program = CallRecording.of(work, WorkingRoom())
+if bad:
+    program.steps[2].given.x = bad
 print(program(), flush=True)
 ctypes.string_at(8)  # a crash of another kind
 """
