@@ -98,10 +98,10 @@ class GptOss(MixtureOfExperts):
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
-    def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+    def gate_and_up(self, asked: ExpertGroup, weights: Weights) -> Iterable[Tensor]:
         if self._are_apart:
-            return super().gate_and_up(asked, x, weights)
-        (both,) = tensor_ops.linears_of_each(x, asked.counts, weights, [_both(number) for number in asked.experts])
+            return super().gate_and_up(asked, weights)
+        (both,) = tensor_ops.linears_of_each(asked.x, asked.counts, weights, [_both(number) for number in asked.experts])
         return halves_apart(both.flatten()).view(2, len(both), -1)
 
     def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:

@@ -139,7 +139,7 @@ class MixtureOfExperts(Decoder):
         visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
         belongs = tuple((name, number) for number, its in experts.items() for name in its)
         made = replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing)
-        return replace(made, reads_back=True, overwrites=not (is_first or is_last))
+        return replace(made, reads_back=True, least_passing=FEW_ROWS, overwrites=not (is_first or is_last))
 
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
@@ -191,23 +191,24 @@ class MixtureOfExperts(Decoder):
         state = Routed.of(out.flatten(0, -2), self.spec.width, self._mixture.chosen)
         own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
         for asked in _asked(state, own):
-            made = self.made_by(asked, asked.x, weights)
+            made = self.made_by(asked, weights)
             add_weighted(state.total, made, asked.weights, asked.tokens, asked.counts)
         return out
 
-    def made_by(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Tensor:
+    def made_by(self, asked: ExpertGroup, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""
-        gate, up = self.gate_and_up(asked, x, weights)
+        gate, up = self.gate_and_up(asked, weights)
         inner = self.gated_by_expert(gate, up, asked.counts)
         (down,) = tensor_ops.linears_of_each(
             inner, asked.counts, weights, [self._names[number].down for number in asked.experts]
         )
         return down
 
-    def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+    def gate_and_up(self, asked: ExpertGroup, weights: Weights) -> Iterable[Tensor]:
         """Both ways into these experts, of their rows."""
         names = [self._names[number] for number in asked.experts]
-        return tensor_ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
+        gates, ups = [own.gate for own in names], [own.up for own in names]
+        return tensor_ops.linears_of_each(asked.x, asked.counts, weights, gates, ups)
 
     def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
         """The input of the down projection, from `gate` and `up`, which are not used elsewhere."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.memories import site_of
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.profiling.profile_cache import machine_before_profile, profile_at_hand, this_machine
 from h2o_flexgen.session.open_request import SiteRequest, refuse_other_device
@@ -43,7 +43,7 @@ class MachineSource:
     def at_hand(self, dtype: str | None) -> Machine | None:
         """This machine's saved profile, of which the file is read once; None if there is none."""
         assert self.device is not None
-        dtype = dtype or site_of(self.device.kind, self.device.accelerator).usual_dtype()
+        dtype = dtype or own_site(self.device.kind, self.device.accelerator).usual_dtype()
         if dtype not in self._saved:
             found = profile_at_hand(self.device, self.offload_folder, dtype)
             if found is None:

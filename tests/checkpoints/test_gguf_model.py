@@ -31,7 +31,7 @@ from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import gguf_files
 from tests.helpers.contract import opened
-from tests.helpers.gguf_files import ARCHITECTURES, FORMS, save_gguf
+from tests.helpers.gguf_files import ARCHITECTURES, FORMATS, save_gguf
 from tests.helpers.gguf_vocabularies import PREFIX, metadata_of_folder
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import KINDS
@@ -73,10 +73,10 @@ def expected(model: PreTrainedModel) -> tuple[list[list[int]], list[list[float]]
     return tokens, logprobs
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_tokens_and_logits_of_its_decoded_weights_on_every_tier(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_form_gives_the_tokens_and_logits_of_its_decoded_weights_on_every_tier(format: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    model = save_gguf("llama-gqa", file, form, num_hidden_layers=2, vocab_size=113)
+    model = save_gguf("llama-gqa", file, format, num_hidden_layers=2, vocab_size=113)
     tokens, logprobs = expected(model)
     for percent in (RESIDENT, IN_HOST, ON_DISK):
         found_tokens, found_logprobs = generated(file, percent, tmp_path / "offload")
@@ -217,7 +217,7 @@ def _saved(folder: Path, **options: Any) -> Path:
 
 
 def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
-    file = _saved(tmp_path, form="q5_0", table_form="q8_0")
+    file = _saved(tmp_path, format="q5_0", table_format="q8_0")
     checkpoint, data = opened(file), file.read_bytes()
     assert {matrix.format for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
     assert checkpoint.stored_as("model.norm.weight").itemsize == 4 and checkpoint.files == (file,)

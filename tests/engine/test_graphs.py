@@ -14,7 +14,7 @@ from h2o_flexgen.formats.kernel_sizes import ROOM_CHUNK
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels import working_room
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.memory.memories import site_of
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, graph_bytes
 from h2o_flexgen.sampling.params import SamplingParams
@@ -175,7 +175,7 @@ def test_the_room_of_programs_is_counted(
     monkeypatch.setattr(working_room, "ROOM_CHUNK", working_room.PART)
     format, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
-        ("llama-gqa", "neox-parallel", "opt", "gemma2")[place % 4],
+        ("llama-gqa", "neox-parallel", "opt", "gemma2", "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe")[place % 8],
         RESIDENT,
         (5, 9, 2, 7, 5, 9, 2, 7),
         STEPS,
@@ -189,7 +189,7 @@ def test_the_room_of_programs_is_counted(
     with case.open(checkpoints, offload) as llm:
         generate_with(llm, case)
         assert llm.stats is not None
-        planned, site = llm.stats.last_block.planned, site_of("cpu", False)
+        planned, site = llm.stats.last_block.planned, own_site("cpu", False)
         taken = llm.loaded.device._room.nbytes
     assert taken <= SLACK * graph_bytes(planned.kv, 0, planned.plan, site) - ROOM_CHUNK
     assert taken > 0
