@@ -158,8 +158,12 @@ def test_the_plan_is_what_the_flags_ask_for() -> None:
     flags = "--percent 0 50 0 100 0 100 --gpu-batch-size 8 --num-gpu-batches 2 --buffers 3 --sep-layer 0 --schedule row_by_row"
     plan = Plan(8, 2, buffers=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
     assert asked("--model", "m", *flags.split()).plan == plan
-    for without in (["--overlap", "0"], ["--debug-mode", "breakdown"]):
-        assert asked("--model", "m", *flags.split(), *without).plan == plan.without_overlap()
+    assert asked("--model", "m", *flags.split(), "--debug-mode", "breakdown").plan == plan.without_overlap()
+    one_buffer = flags.replace("--buffers 3", "--buffers 1")
+    for shown in (one_buffer, one_buffer.replace("--buffers 1", "")):
+        assert asked("--model", "m", *shown.split(), "--overlap", "0").plan == plan.without_overlap()
+    with pytest.raises(ValueError, match="--buffers 3 changes nothing: --overlap 0 takes one buffer"):
+        asked("--model", "m", *flags.split(), "--overlap", "0")
 
 
 def test_every_flag_has_help_and_every_default_is_shown() -> None:
