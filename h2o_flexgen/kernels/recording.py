@@ -70,15 +70,17 @@ Step: TypeAlias = "NotedCall | Work"
 class Program:
     """Recorded steps. Calls of kernels that follow each other are one call of the library."""
 
-    def __init__(self, steps: Sequence[Step], kept: Sequence[object] = ()) -> None:
+    def __init__(self, steps: Sequence[Step], room: WorkingRoom, kept: Sequence[object] = ()) -> None:
         """`kept`: what must stay as long as the program."""
         self.steps = steps
+        self.room = room
         self._kept = kept
         self._pieces = [*_pieces(steps)]
 
     def __call__(self) -> None:
-        for piece in self._pieces:
-            piece()
+        with self.room.in_use:
+            for piece in self._pieces:
+                piece()
 
     @classmethod
     def timed(cls, programs: Sequence[Program], moments: Tensor) -> Program:
@@ -87,7 +89,7 @@ class Program:
         steps: list[Step] = [_note_of(moments[0])]
         for number, program in enumerate(programs, start=1):
             steps += *program.steps, _note_of(moments[number])
-        return cls(steps, [programs, moments])
+        return cls(steps, programs[0].room, [programs, moments])
 
 
 def _note_of(moment: Tensor) -> NotedCall:
@@ -128,9 +130,9 @@ class CallRecording(TorchDispatchMode):
     def of(cls, work: Work, room: WorkingRoom) -> Program:
         """Records work without doing it."""
         recording = cls(room)
-        with recording, recording._listening():
+        with room.in_use, recording, recording._listening():
             work()
-        return Program(recording._steps, [room, *recording._kept])
+        return Program(recording._steps, room, recording._kept)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

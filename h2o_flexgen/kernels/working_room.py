@@ -1,12 +1,14 @@
 """Working memory that recorded programs share. Tensors get parts of it and give them back when nothing refers to them any more.
 
-Programs run one after the other, and none needs what another has left in it. So it is as large as the largest of them wants.
+Programs run one after the other, also those of several threads, and none needs what another has left in it. So it is as large
+as the largest of them wants.
 """
 
 from __future__ import annotations
 
 import ctypes
 from bisect import insort
+from threading import Lock
 from weakref import finalize
 
 import torch
@@ -20,6 +22,7 @@ PART = 64  # bytes: a line of the cache, at which all parts begin
 
 class WorkingRoom:
     def __init__(self) -> None:
+        self.in_use = Lock()  # by a program that runs or is recorded
         self._chunks: list[Tensor] = []
         self._free: list[tuple[int, int]] = []  # address and bytes of each gap, by address
         self._returned: list[tuple[int, int]] = []  # parts that are free again, and are not among the gaps yet

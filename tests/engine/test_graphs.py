@@ -4,6 +4,7 @@ the resident loop; and what cannot be captured is computed without."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,15 @@ def test_there_are_no_more_programs_than_are_counted(
         counted = graph_count(llm.stats.last_block.planned)
     recorded = sum(len(batch.graphs) for own in made for batch in own._batches.values())
     assert 0 < recorded <= counted
+
+
+def test_threads_that_generate_at_once_do_not_share_what_programs_work_in(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", RESIDENT, (5, 9, 2, 7), 40)
+    params = SamplingParams(max_tokens=case.gen_len)
+    with case.open(checkpoints, offload) as llm, ThreadPoolExecutor(3) as threads:
+        expected = [each.token_ids for each in llm.generate(case.prompts, params)]
+        made = threads.map(lambda _: [each.token_ids for each in llm.generate(case.prompts, params)], range(6))
+        assert all(own == expected for own in made)
 
 
 # -- what is held to be fit for a graph -------------------------------------------------------------------------------------
