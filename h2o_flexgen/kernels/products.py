@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
 from h2o_flexgen.formats.table import PlainFormat
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
-from h2o_flexgen.kernels.native import KINDS, RECORDER, run
+from h2o_flexgen.kernels.native import KINDS, RECORDER, pointer, run
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, RowsInRuns, panel_products
 
 # -- plain product ---------------------------------------------------------------------------------------------------------
@@ -38,6 +39,37 @@ def plain_product(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bi
 
 def _into(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
     out.copy_(functional.linear(x, matrix, bias))
+
+
+# -- plain dots ------------------------------------------------------------------------------------------------------------
+# The product of few rows and a transposed plain matrix, read as it lies. Sums are in float32; C and torch sum in different
+# orders. With C what becomes of a row depends on nothing but the row and the matrix.
+
+
+def plain_dots(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (outputs, inputs), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    plain_dot_products(format, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    return out
+
+
+def plain_dot_products(format: PlainFormat, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    rows, outcome = x.values.reshape(-1, x.values.shape[-1]).contiguous(), out.view(-1, out.shape[-1])
+    for first, count, data, bias in meetings:
+        assert data.shape == (outcome.shape[1], rows.shape[1]) and data.dtype == rows.dtype == outcome.dtype
+        assert bias is None or (bias.dtype == rows.dtype and bias.shape == outcome.shape[1:])
+        places = rows[first:], data, bias, outcome[first:]
+        given = _Dots(*(None if each is None else pointer(each) for each in places), count, *data.shape[::-1], KINDS[rows.dtype])
+        run("plain_dots", given, torch.get_num_threads())
+
+
+class _Dots(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "data", "bias", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "inputs", "outputs")),
+        ("kind", ctypes.c_int),
+    )
 
 
 # -- wide product ----------------------------------------------------------------------------------------------------------
