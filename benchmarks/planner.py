@@ -27,7 +27,7 @@ from typing import Any
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.memory.memories import site_of
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -240,7 +240,7 @@ def prediction(done: Mapping[str, Any], spec: ModelSpec, machine: Machine) -> Pr
     lengths = (done["prompt_tokens"] // done["num_prompts"],) * done["num_prompts"]
     workload = Workload(lengths, done["generated_tokens"] // done["num_prompts"])
     kept = spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
-    return predict(WorkloadPlan(kept, plan, workload, site_of("cpu", False, writes_weights=True)), machine)
+    return predict(WorkloadPlan(kept, plan, workload, own_site("cpu", False, writes_weights=True)), machine)
 
 
 def as_document(results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:

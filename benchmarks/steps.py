@@ -19,7 +19,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import date
@@ -101,14 +101,16 @@ class OurRuns:
 def main() -> int:
     args = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
-    lines = list(measured(args))
     place = None if args.output is None else Path(args.output) / f"steps-{args.file.stem}-{processor_slug()}.json".lower()
-    result = document(args, lines, place)
+    lines = list[dict[str, Any]]()
+    for of_rows in measured(args):
+        lines += of_rows
+        result = document(args, lines, place)
+        if place is not None:  # at once: a long run may be ended
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_text(place, json.dumps(result, indent=1) + "\n")
     for row in table([result["columns"], *result["cells"]]):
         print(row)
-    if place is not None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return 0
 
@@ -153,8 +155,8 @@ def contenders(programs: Path) -> list[Contender]:
 # -- measuring -------------------------------------------------------------------------------------------------------------
 
 
-def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for each number of rows and system. Systems take turns, because machines drift."""
+def measured(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """For each number of rows a line of each system. Systems take turns, because machines drift."""
     with ExitStack() as stack:
         runs: dict[Contender, Runs] = {}
         for one in args.contenders:
@@ -167,8 +169,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     points[one] = points[one].with_answer(runs[one].answer(rows))
                     say(f"{turn}: {one.name}, {rows} rows: {Point(rows, args.load, points[one].answers[-1:])}")
             limits = limits.at_best(Limits.measured())
-            for one, point in points.items():
-                yield line_of(one, point, PassLimit.of(args.file, one, limits))
+            yield [line_of(one, point, PassLimit.of(args.file, one, limits)) for one, point in points.items()]
 
 
 def line_of(contender: Contender, point: Point, limit: PassLimit) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def line_of(contender: Contender, point: Point, limit: PassLimit) -> dict[str, A
 def document(args: argparse.Namespace, lines: Sequence[dict[str, Any]], place: Path | None) -> dict[str, Any]:
     """The result in the form that scripts/readme_results.py reads."""
     title = f"{args.file.name}, steps and prompts by rows, {args.load} tokens ({instructions()})"
-    lines = [*kept_lines(place, title, args.rows), *lines]
+    lines = [*kept_lines(place, title, {line["rows"] for line in lines}), *lines]
     lines.sort(key=lambda line: int(line["rows"]))
     theirs = {line["rows"]: line for line in lines if line["system"] == THEIRS}
     told = "; ".join(f"{rows} rows: {limits}" for rows, limits in {line["rows"]: line["limits"] for line in lines}.items())
@@ -219,8 +220,8 @@ def document(args: argparse.Namespace, lines: Sequence[dict[str, Any]], place: P
     }
 
 
-def kept_lines(place: Path | None, title: str, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """What an earlier call wrote of rows that this one has not measured."""
+def kept_lines(place: Path | None, title: str, rows: Set[int]) -> list[dict[str, Any]]:
+    """What was written before, of rows that are not measured now."""
     if place is None or not place.is_file():
         return []
     before = json.loads(place.read_text(encoding="utf-8"))

@@ -485,6 +485,9 @@ ON_ALL_TIERS = ("--percent", "0", "50", "0", "50", "0", "50", "--gpu-batch-size"
 DEMO = ("--model", "demo-opt", "--dtype", "float32", "--device", "cpu", "--verbose", "0", "--seed", "5", *ON_ALL_TIERS)
 
 
+JOB = 24  # requests: one and a half times the rows that are computed at once
+
+
 def started(*flags: object, **how: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "h2o_flexgen.batch", *map(str, flags)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
@@ -530,7 +533,7 @@ def made_demo_job(folder: Path, count: int) -> tuple[Path, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def demo_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    return made_demo_job(tmp_path_factory.mktemp("demo"), 40)
+    return made_demo_job(tmp_path_factory.mktemp("demo"), JOB)
 
 
 def goes_on(out: Path, whole: dict[str, Any], *flags: object) -> None:
@@ -544,10 +547,10 @@ def goes_on(out: Path, whole: dict[str, Any], *flags: object) -> None:
 def test_what_is_killed_loses_nothing(demo_job: Any, out: Path) -> None:
     file, whole = demo_job
     process = started("-i", file, "-o", out, *DEMO)
-    when(process, partial(has_lines, out, 20))
+    when(process, partial(has_lines, out, JOB // 2))
     process.kill()
     has_ended(process)
-    assert 20 <= out.read_bytes().count(b"\n") < 40
+    assert JOB // 2 <= out.read_bytes().count(b"\n") < JOB
     goes_on(out, whole, "-i", file)
 
 
@@ -597,7 +600,7 @@ def test_a_signal_ends_a_job_between_two_passes(demo_job: Any, out: Path) -> Non
     lines = err.splitlines()
     assert (status, lines[-1]) == (143, "terminated"), err
     done = len(ids(out))
-    assert 5 <= done < len(whole) and any(f"{done} of 40 requests are done; --resume" in line for line in lines)
+    assert 5 <= done < len(whole) and any(f"{done} of {JOB} requests are done; --resume" in line for line in lines)
     goes_on(out, whole, "-i", file)
 
 
@@ -605,7 +608,7 @@ def test_a_full_disk_loses_nothing(demo_job: Any, out: Path) -> None:
     """Files may have only so many bytes, as on a disk that is full."""
     file, whole = demo_job
     in_memory = ("--percent", "0", "100", "0", "100", "0", "100")  # nothing but the output is written
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (8_000, 8_000))
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (5_000, 5_000))
     status, err = has_ended(started("-i", file, "-o", out, *DEMO, *in_memory, preexec_fn=limit))
     said = err.splitlines()[-1]
     assert (status, said) == (

@@ -22,7 +22,7 @@ import pytest
 
 from h2o_flexgen import chat
 from h2o_flexgen.cli import chat_request, chat_work, run_request
-from h2o_flexgen.cli.report.summary import broken_lines
+from h2o_flexgen.cli.report.summary import peaks_entry
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.profiling.busy_cores import Others
@@ -113,10 +113,10 @@ def test_a_small_model_far_below_what_memory_allows_is_named_once_behind_the_fir
 def test_a_talk_that_held_more_than_its_budget_says_so(talk: Any, monkeypatch: Any, capfd: Any) -> None:
     plant_a_peak(monkeypatch)
     said: list[str] = []
-    monkeypatch.setattr("h2o_flexgen.cli.chat_work.say_broken", lambda peaks: said.extend(broken_lines(peaks)))
+    monkeypatch.setattr("h2o_flexgen.cli.chat_work.say_broken", lambda peaks: said.extend(peaks_entry(peaks).lines))
     status, out, _ = talk(["ab"], *CPU_MEM)
     assert status == 0 and json.loads(out[-1])["over_budget_bytes"]["host"] == OVER
-    assert [f"memory: {line}".startswith(SAID) for line in said] == [True]
+    assert [line.startswith(SAID) for line in said] == [True]
 
 
 def test_a_talk_goes_on_beyond_the_models_length(talk: Any) -> None:

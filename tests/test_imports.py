@@ -54,18 +54,19 @@ ROOMS = {
 }
 ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
-# Files above all rooms, the lowest first.
-SESSION = (
-    "options",
-    "open_request",
-    "opened_model",
-    "machine_source",
-    "plan_finder",
-    "loaded_model",
-    "model_shapes",
-    "auto_plan",
+ROOMS["session"] = (
+    "checkpoints",
+    "core",
+    "engine",
+    "formats",
+    "memory",
+    "models",
+    "planning",
+    "policies",
+    "profiling",
+    "sampling",
+    "text",
 )
-FACE = (*(f"session/{name}" for name in SESSION), "llm")
 DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
 DOORS += ("serve.py",)
 HTTP = ("starlette", "uvicorn", "h11")
@@ -91,6 +92,7 @@ LAZY = {
     f"{ROOT}.kernels.functions -> import_module",  # those for GPUs import an optional package
     f"{ROOT}.models -> import_module",  # flags name architectures without torch; functions of one are imported with its model
     f"{ROOT}.cli.batch_work -> {ROOT}.cli.ray.ray_job",  # imports an optional package
+    f"{ROOT}.session.options -> {ROOT}.checkpoints.probe_file",  # flags are answered without numpy
     f"{ROOT}.evaluation.tasks.agreement -> {ROOT}.evaluation.tasks.full_cache",  # flags name tasks without torch
 }
 
@@ -175,12 +177,6 @@ def test_imports_run_down(imported: Mapping[Path, set[str]]) -> None:
         named = [name for name in imported[path] if below(name, ROOT) and name != ROOT]
         found += [f"{module_name(path)} -> {name}" for name in named if not below(name, *allowed)]
     assert found == []
-
-
-def test_files_above_the_rooms_import_only_those_below_them(imported: Mapping[Path, set[str]]) -> None:
-    for place, name in enumerate(FACE):
-        above = [f"{ROOT}.{one.replace('/', '.')}" for one in FACE[place + 1 :]]
-        assert [one for one in imported[PACKAGE / f"{name}.py"] if below(one, *above, f"{ROOT}.cli")] == [], name
 
 
 def importing(imported: Mapping[Path, set[str]], files: Iterable[Path], *packages: str) -> list[str]:
@@ -278,13 +274,21 @@ def test_doors_open_without_torch() -> None:
     assert imported_with_torch([f"{ROOT}.{door}" for door in doors]) == []
 
 
+def test_flags_are_answered_without_numpy() -> None:
+    assert imported_with("numpy", [f"{ROOT}.{door}" for door in ("run", "chat", "serve", "plan")]) == []
+
+
 def test_what_plans_and_the_package_itself_are_imported_without_torch() -> None:
     assert imported_with_torch([ROOT, *map(module_name, files_in(*WITHOUT_TORCH))]) == []
 
 
 def imported_with_torch(modules: Sequence[str]) -> list[str]:
-    """The modules behind whose import torch is there, of those that a process imports one after the other."""
-    of_each = "    importlib.import_module(name)\n    if 'torch' in sys.modules: print(name)"
+    return imported_with("torch", modules)
+
+
+def imported_with(package: str, modules: Sequence[str]) -> list[str]:
+    """The modules behind whose import the package is there, of those that a process imports one after the other."""
+    of_each = f"    importlib.import_module(name)\n    if {package!r} in sys.modules: print(name)"
     code = f"import sys, importlib\nfor name in sys.argv[1:]:\n{of_each}"
     command = [sys.executable, "-c", code, *modules]
     run = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=False)

@@ -130,7 +130,7 @@ UNSHARED = "prefixes  nothing is shared"
 )
 def test_why_requests_share_nothing_is_said(flags: Any, room: int | None, said: list[str], tiny: Path, offload: Path) -> None:
     request = request_of(parse([*map(str, ("--model", tiny, *PLAIN, "--offload-dir", offload, *flags))]))
-    with open_llm(request.model, request.site, request.first_plan) as llm:
+    with open_llm(request.model, request.site, request.plan.first_plan) as llm:
         assert list(serve_work.Preparing(request, llm)._unshared(llm.arrivals(80, 9, prefix_room=room))) == said
 
 
@@ -142,7 +142,7 @@ def test_seats_for_which_experts_are_brought_in_vain_are_named_with_those_that_w
     placed = ("--percent", 0, on_host, 0, 100, 0, 100, "--gpu-batch-size", rows, "--prompt-len", 8, "--gen-len", 4)
     flags = ("--model", tmp_path / "tiny-mixtral", *PLAIN, "--offload-dir", offload, *placed)
     request = request_of(parse([*map(str, flags)]))
-    with open_llm(request.model, request.site, request.first_plan) as llm:
+    with open_llm(request.model, request.site, request.plan.first_plan) as llm:
         serve_work.Preparing(request, llm).server()
     found = [line for line in capfd.readouterr().err.splitlines() if "of the experts of a layer" in line]
     assert len(found) == lines

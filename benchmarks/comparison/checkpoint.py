@@ -10,7 +10,7 @@ import torch
 
 from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.checkpoints.model_files import require_free_space
-from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.models import create_model, known_config
@@ -58,7 +58,7 @@ def write_checkpoint(model: str, dtype: str, folder: Path) -> None:
     places = {}
     for number, tensors in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, [TensorForm(one.name, getattr(torch, dtype), one.shape) for one in tensors], value)
+        write_safetensors(folder / name, [TensorHeader(one.name, getattr(torch, dtype), one.shape) for one in tensors], value)
         places |= {one.name: name for one in tensors}
     config.dtype = dtype
     config.save_pretrained(folder)

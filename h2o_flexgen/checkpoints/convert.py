@@ -26,7 +26,7 @@ from h2o_flexgen.checkpoints.model_files import (
     refuse_pointer,
     require_free_space,
 )
-from h2o_flexgen.checkpoints.safetensors_format import CODES, TensorForm, write_safetensors
+from h2o_flexgen.checkpoints.safetensors_format import CODES, TensorHeader, write_safetensors
 
 ZIP_MAGIC = b"PK\x03\x04"
 REOPEN_BYTES = 256 << 20  # touched pages count as our memory as long as their file is mapped
@@ -37,12 +37,12 @@ class Conversion:
     """One .bin file, the tensors in it, and the name of the file that it becomes."""
 
     source: Path
-    forms: tuple[TensorForm, ...]
+    headers: tuple[TensorHeader, ...]
     file_name: str
 
     @property
     def nbytes(self) -> int:
-        return sum(form.nbytes for form in self.forms)
+        return sum(header.nbytes for header in self.headers)
 
 
 def convert(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Copy:
@@ -69,17 +69,17 @@ def _survey(shards: Shards) -> list[Conversion]:
         file_name = SAFETENSORS.single if single else f"model-{number:05d}-of-{len(shards.files):05d}.safetensors"
         tensors, _ = load_shard(source)
         held[source] = set(tensors)
-        forms = [_form(source, name, tensor) for name, tensor in tensors.items() if shards.owns(source, name)]
-        conversions.append(Conversion(source, tuple(forms), file_name))
+        headers = [_header(source, name, tensor) for name, tensor in tensors.items() if shards.owns(source, name)]
+        conversions.append(Conversion(source, tuple(headers), file_name))
     shards.check(held)
     return conversions
 
 
-def _form(source: Path, name: str, tensor: torch.Tensor) -> TensorForm:
+def _header(source: Path, name: str, tensor: torch.Tensor) -> TensorHeader:
     if tensor.dtype not in CODES or tensor.layout is not torch.strided:
         kind = f"{tensor.dtype} {tensor.layout}".replace("torch.", "")
         raise ValueError(f"tensor {name} in {source} is of the kind {kind}, which safetensors cannot hold")
-    return TensorForm(name, tensor.dtype, tuple(tensor.shape))
+    return TensorHeader(name, tensor.dtype, tuple(tensor.shape))
 
 
 def load_shard(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
@@ -108,9 +108,9 @@ def _write_all(folder: Path, conversions: list[Conversion], progress: Progress |
     sums, advance = {}, advancing(progress, total)
     for conversion in conversions:
         reader = ShardReader(conversion.source, advance)
-        sums[conversion.file_name] = write_safetensors(folder / conversion.file_name, conversion.forms, reader.value)
+        sums[conversion.file_name] = write_safetensors(folder / conversion.file_name, conversion.headers, reader.value)
     if len(conversions) > 1:
-        owner = {form.name: conversion.file_name for conversion in conversions for form in conversion.forms}
+        owner = {header.name: conversion.file_name for conversion in conversions for header in conversion.headers}
         index = {"metadata": {"total_size": total}, "weight_map": owner}
         (folder / SAFETENSORS.index).write_text(json.dumps(index, indent=2))
     return sums

@@ -169,8 +169,8 @@ def _yarn(said: GgufModel) -> dict[str, Any]:
 
 def _divisors(tensor: GgufTensor, count: int) -> list[float]:
     """What each frequency is divided by: so llama.cpp writes down the scaling of LLaMA 3."""
-    if tensor.kind != FLOAT32 or tensor.shape != (count,):
-        shape = f"the shape {list(tensor.shape)} and the type {tensor.kind}"
+    if tensor.format != FLOAT32 or tensor.shape != (count,):
+        shape = f"the shape {list(tensor.shape)} and the type {tensor.format}"
         raise ValueError(f"{tensor.file} has {tensor.name} with {shape} instead of {count} values in {FLOAT32}; {AGAIN}")
     try:
         with tensor.file.open("rb") as file:

@@ -238,7 +238,7 @@ class GgufTensor:
     file: Path
     offset: int  # from the start of the file
     nbytes: int
-    kind: str  # one of READ
+    format: str  # one of READ
     shape: tuple[int, ...]  # the values of a row come last, as in torch
 
 
@@ -343,16 +343,16 @@ def _tensor(header: HeaderBytes, alignment: int) -> GgufTensor:
         raise header.corrupt(f"tensor {shown(name)} has {dimensions} dimensions")
     shape: tuple[int, ...] = tuple(reversed([header.number("Q") for _ in range(dimensions)]))
     number, offset = header.number("I"), header.number("Q")
-    kind = TYPES.get(number, f"number {number}")
-    if kind not in READ:
-        raise ValueError(f"{header.path} has the tensor {shown(name)} of the type {kind}; {', '.join(READ)} are read")
-    if kind in BLOCKS and (not shape or shape[-1] % BLOCKS[kind].values):
-        what = f"no rows of whole blocks of {BLOCKS[kind].values} ({kind})"
+    format = TYPES.get(number, f"number {number}")
+    if format not in READ:
+        raise ValueError(f"{header.path} has the tensor {shown(name)} of the type {format}; {', '.join(READ)} are read")
+    if format in BLOCKS and (not shape or shape[-1] % BLOCKS[format].values):
+        what = f"no rows of whole blocks of {BLOCKS[format].values} ({format})"
         raise header.corrupt(f"tensor {shown(name)} of shape {list(shape)} has {what}")
     if offset % alignment:
         raise header.corrupt(f"tensor {shown(name)} lies at {offset}, which is no multiple of {alignment}")
-    nbytes = BLOCKS[kind].nbytes(shape, 1) if kind in BLOCKS else prod(shape) * DTYPE_BYTES[kind]
-    return GgufTensor(name, header.path, offset, nbytes, kind, shape)
+    nbytes = BLOCKS[format].nbytes(shape, 1) if format in BLOCKS else prod(shape) * DTYPE_BYTES[format]
+    return GgufTensor(name, header.path, offset, nbytes, format, shape)
 
 
 def _check_places(header: HeaderBytes, tensors: list[GgufTensor], size: int) -> None:

@@ -116,12 +116,12 @@ def stored_in(said: GgufModel) -> tuple[dict[str, StoredTensor], dict[str, Store
     plain, packed = {}, {}
     for given, tensor in _named_in_model(said).items():
         for name, stored in _each_expert(given, tensor, said):
-            if tensor.kind not in BLOCKS:
+            if tensor.format not in BLOCKS:
                 plain[name] = stored
             elif len(stored.shape) == 2:
-                packed[name] = StoredMatrix(name, tensor.kind, stored.shape, (stored,))
+                packed[name] = StoredMatrix(name, tensor.format, stored.shape, (stored,))
             else:
-                raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, no matrix, as {tensor.kind}; {AGAIN}")
+                raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, no matrix, as {tensor.format}; {AGAIN}")
     return plain, packed
 
 
@@ -129,7 +129,7 @@ def _each_expert(name: str, tensor: GgufTensor, said: GgufModel) -> Iterator[tup
     """A tensor, or those of each expert in one of all: matrices (experts, outputs, inputs), or biases (experts, outputs)."""
     is_row = len(tensor.shape) == 1 and name.endswith(said.architecture.single_rows)
     shape = (1, *tensor.shape) if is_row else tensor.shape
-    whole = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.kind, shape)
+    whole = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.format, shape)
     if ONE not in name:
         yield name, whole
         return

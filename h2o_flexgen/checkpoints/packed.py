@@ -17,7 +17,7 @@ from h2o_flexgen.checkpoints.decoded_values import plain_rows, stored_values
 from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
 from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import Progress, advancing, require_free_space
-from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
 from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
@@ -109,10 +109,10 @@ class PackedCheckpoint:
         advance = advancing(self._progress, self._nbytes)
         for number, tensors in enumerate(_in_files(self._tensors.values())):
             # as whole pages, so that each starts where direct reads can
-            forms = [TensorForm(tensor.name, torch.uint8, (aligned(tensor.stored_nbytes),)) for tensor in tensors]
+            headers = [TensorHeader(tensor.name, torch.uint8, (aligned(tensor.stored_nbytes),)) for tensor in tensors]
             value = partial(self._encoded, advance)
             name = f"packed-{number:05d}.safetensors"
-            sums[name] = write_safetensors(folder / name, forms, value)
+            sums[name] = write_safetensors(folder / name, headers, value)
         return sums
 
     def _encoded(self, advance: Callable[[int], None], name: str) -> torch.Tensor:

@@ -130,7 +130,7 @@ def _check_contiguous(path: Path, tensors: list[StoredTensor], data_start: int, 
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class TensorHeader:
     """What is known of a tensor before its values exist."""
 
     name: str
@@ -142,16 +142,16 @@ class TensorForm:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, forms: Iterable[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
+def write_safetensors(path: Path, tensors: Iterable[TensorHeader], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
     """Writes a file, asking for the values one by one and keeping none. Wide types come first, so that every tensor is aligned
     to its item size. Returns the checksums of every tensor, computed before it was written."""
-    ordered = sorted(forms, key=lambda form: -form.dtype.itemsize)
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     sums = {}
     with path.open("wb") as file:
         file.write(_header_bytes(ordered))
-        for form in ordered:
-            data = _checked_bytes(form, value(form.name))
-            sums[form.name] = Sums.of(data)
+        for tensor in ordered:
+            data = _checked_bytes(tensor, value(tensor.name))
+            sums[tensor.name] = Sums.of(data)
             file.write(data)
             del data
         flush_to_disk(file)
@@ -166,20 +166,20 @@ def raw_header(path: Path) -> bytes:
         return file.read(LENGTH_BYTES + min(length, MAX_HEADER_BYTES))
 
 
-def _header_bytes(forms: list[TensorForm]) -> bytes:
+def _header_bytes(tensors: list[TensorHeader]) -> bytes:
     """The header, padded with spaces, which the format allows, so that the data start where O_DIRECT can read."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for form in forms:
-        begin, end = end, end + form.nbytes
-        header[form.name] = {"dtype": CODES[form.dtype], "shape": list(form.shape), "data_offsets": [begin, end]}
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     length = aligned(LENGTH_BYTES + len(text)) - LENGTH_BYTES
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
 
-def _checked_bytes(form: TensorForm, tensor: torch.Tensor) -> memoryview:
-    assert (tensor.dtype, tuple(tensor.shape)) == (form.dtype, form.shape), form
+def _checked_bytes(header: TensorHeader, tensor: torch.Tensor) -> memoryview:
+    assert (tensor.dtype, tuple(tensor.shape)) == (header.dtype, header.shape), header
     return tensor_bytes(tensor)
 
 

@@ -120,11 +120,6 @@ class BatchRequest:
     others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
     @property
-    def first_plan(self) -> Plan:
-        """The plan that the model is opened under."""
-        return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
-
-    @property
     def needed_style(self) -> str:
         """How chats become text. Where there are none, a style that every model has will do."""
         return self.style if self.checked.chats else AUTO

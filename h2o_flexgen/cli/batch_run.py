@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.interrupts import Interrupts
+from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted
 from h2o_flexgen.cli.watch import Crowd, clock, show_stage
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.engine.executor import TaskFailed
@@ -202,25 +203,28 @@ class JobFigures:
     def seconds_left(self) -> float | None:
         return self.seconds / self.share * (1 - self.share) if self.share > 0 else None
 
-    def as_json(self) -> dict[str, object]:
-        tick = self.tick
-        return {
-            "requests": self.requests,
-            "requests_done": self.requests_done,
-            "requests_failed": self.requests_failed,
-            "seconds": round(self.seconds, 3),
-            "seconds_left": None if self.seconds_left is None else round(self.seconds_left, 1),
-            "prompt_tokens": tick.prompt_tokens,
-            "generated_tokens": tick.generated_tokens,
-            "computed_tokens": tick.computed_tokens,
-            "useful_share": None if self.useful_share is None else round(self.useful_share, 4),
-            "prompt_tokens_per_second": round(self.prompt_rate, 3),
-            "generated_tokens_per_second": round(self.decode_rate, 3),
-            "rows_alive": tick.alive,
-            "rows_possible": tick.seats,
-            "ticks": tick.number,
-            "busy_seconds": {lane: round(seconds, 3) for lane, seconds in tick.busy_seconds.items()},
-        }
+    def entries(self) -> Iterator[Entry]:
+        tick, useful = self.tick, self.useful_share
+        yield noted(requests=self.requests, requests_done=self.requests_done, requests_failed=self.requests_failed)
+        of_use = "" if useful is None else f"; {useful:.1%} of what was computed was of use"
+        yield entry(
+            "tokens",
+            f"{tick.prompt_tokens} read and {tick.generated_tokens} generated in {self.seconds:.1f} s{of_use}",
+            seconds=round(self.seconds, 3),
+            seconds_left=None if self.seconds_left is None else round(self.seconds_left, 1),
+            prompt_tokens=tick.prompt_tokens,
+            generated_tokens=tick.generated_tokens,
+            computed_tokens=tick.computed_tokens,
+            useful_share=None if useful is None else round(useful, 4),
+        )
+        yield entry(
+            "speed",
+            f"prefill {self.prompt_rate:.1f} and decode {self.decode_rate:.1f} tokens/s",
+            prompt_tokens_per_second=round(self.prompt_rate, 3),
+            generated_tokens_per_second=round(self.decode_rate, 3),
+        )
+        yield noted(rows_alive=tick.alive, rows_possible=tick.seats, ticks=tick.number)
+        yield noted(busy_seconds={lane: round(seconds, 3) for lane, seconds in tick.busy_seconds.items()})
 
 
 class Metrics:
@@ -236,7 +240,7 @@ class Metrics:
             return
         self._last = now
         try:
-            self._stream.write(json.dumps({"time": round(time.time(), 3), **figures.as_json()}) + "\n")
+            self._stream.write(json.dumps({"time": round(time.time(), 3), **document_of(figures.entries())}) + "\n")
             self._stream.flush()
         except OSError as error:
             print(f"--metrics {self._stream.name} cannot be written any more ({reason(error)})", file=sys.stderr)
@@ -312,10 +316,5 @@ class JobWatch:
 def end_lines(finished: Finished, path: Path, figures: JobFigures | None) -> Iterator[str]:
     """What a person is told at the end; without figures where nothing was left to be run."""
     failed = f", {finished.num_failed} of them failed" if finished.num_failed else ""
-    yield f"requests  {finished.num_done} done{failed}; records in {path}"
-    if figures is None:
-        return
-    tick = figures.tick
-    useful = "" if figures.useful_share is None else f"; {figures.useful_share:.1%} of what was computed was of use"
-    yield f"tokens    {tick.prompt_tokens} read and {tick.generated_tokens} generated in {figures.seconds:.1f} s{useful}"
-    yield f"speed     prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s"
+    yield from entry("requests", f"{finished.num_done} done{failed}; records in {path}").lines
+    yield from lines_of([] if figures is None else figures.entries())

@@ -16,8 +16,9 @@ from h2o_flexgen.cli.batch_run import Elsewhere, JobFigures, JobRun, Listening, 
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.ray import ray_environment
+from h2o_flexgen.cli.report.entry import Entry, document_of, noted
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
-from h2o_flexgen.cli.report.summary import say_broken
+from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unrecorded_reason
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import say_threads
@@ -55,7 +56,7 @@ def run(request: BatchRequest) -> FinishedJob | None:
     """Runs a job to its end. One that is only to be looked at has none."""
     with ExitStack() as stack:
         stack.enter_context(closing(request.checked.index))
-        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.plan.first_plan))
         request.refuse_other_seed()
         prepared = PreparedBatch(request, llm)
         prepared.refuse_other()
@@ -81,9 +82,14 @@ class FinishedJob:
 
     @property
     def result(self) -> Settings:
-        counts = {"requests": self.requests, "requests_failed": self.failed}
-        figures = {} if self.figures is None else self.figures.as_json()
-        return {**counts, **figures, **({} if self.peaks is None else self.peaks.as_json())}
+        return document_of(self._entries())
+
+    def _entries(self) -> Iterator[Entry]:
+        yield noted(requests=self.requests, requests_failed=self.failed)
+        if self.figures is not None:
+            yield from self.figures.entries()
+        if self.peaks is not None:
+            yield peaks_entry(self.peaks)
 
     def as_json(self) -> dict[str, object]:
         return {**self.result, "output": str(self.output), "seed": self.seed}

@@ -29,7 +29,6 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
-from h2o_flexgen.profiling.profile_cache import profile_at_hand
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style, choose_style
@@ -52,7 +51,7 @@ def work(request: ChatRequest) -> None:
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:
             say_slow(experts_reason(talk.planned_reply, is_talk=True))
-            machine = profile_at_hand(llm.device, llm.loaded.offload_folder, llm.spec.dtype)
+            machine = llm.loaded.machines().at_hand(llm.spec.dtype)
             if machine is not None:
                 say_slow(visits_reason(talk.planned_reply, machine, is_talk=True))
             chat = Chat(

@@ -104,6 +104,8 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
         raise ValueError(
             f"--buffers {flags.buffers} changes nothing: schedule {plan.schedule} has buffers of its own; leave it out"
         )
+    if not flags.overlap and flags.buffers not in (None, 1):
+        raise ValueError(f"--buffers {flags.buffers} changes nothing: --overlap 0 takes one buffer; leave one of them out")
     return plan if flags.overlap else plan.without_overlap()
 
 

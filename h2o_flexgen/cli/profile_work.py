@@ -73,6 +73,9 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "disk, reads", _bytes(machine.disk_read_per_s)
     yield "disk, writes", _bytes(machine.disk_write_per_s)
     yield "disk, reads and writes at once", f"{machine.disk_both:.2f} of the two rates' 2"
+    if not machine.has_accelerator:
+        yield "disk, reads beside computing", f"{machine.reads_beside_computing:.2f} of their rate"
+        yield "computing beside reads", f"{machine.computing_beside_reads:.2f} of its rate"
     yield "KV on disk, reads", _bytes(machine.kv_read_per_s)
     yield "KV on disk, writes", _bytes(machine.kv_write_per_s)
     yield "host memory, copies", _bytes(machine.host_copy_per_s)

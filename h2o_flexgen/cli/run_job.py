@@ -24,7 +24,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.planning.predict import predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.profiling.profile_cache import profile_at_hand
 from h2o_flexgen.schedule.ops import Task
 from h2o_flexgen.session.machine_source import MachineSource
 from h2o_flexgen.session.plan_finder import FoundPlan, PlanFinder
@@ -181,7 +180,7 @@ class RunJob:
 
     @cached_property
     def _known_machine(self) -> Machine | None:
-        return self.machine or profile_at_hand(self.llm.device, self.llm.loaded.offload_folder, self.llm.spec.dtype)
+        return self.machine or self.machines.at_hand(self.llm.spec.dtype)
 
     def say_slow_row(self, step_seconds: Sequence[float]) -> None:
         """Says, of a quiet machine that is not known, that the steps of a single row took long."""

@@ -113,11 +113,6 @@ class RunRequest:
         """Whether anything is asked that is drawn or counted from all tasks of a run."""
         return self.breaks_down or self.verbose >= 2 or any((self.files.trace, self.files.timeline))
 
-    @property
-    def first_plan(self) -> Plan:
-        """The plan that the model is opened under."""
-        return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
-
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
     """Parses the flags. Abbreviations are allowed, as published FlexGen commands have them (`--cpu`, `--debug`)."""

@@ -23,7 +23,7 @@ def work(request: RunRequest) -> None:
     with ExitStack() as stack:
         completions = request.files.completions
         output = None if completions is None else stack.enter_context(CompletionsFile(completions))
-        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan, request.shows_trace))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.plan.first_plan, request.shows_trace))
         request.sampling.check_vocabulary(llm.spec.vocab, llm.name)
         if not isinstance(request.prompts, MadeUpPrompts) and not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before a machine is measured

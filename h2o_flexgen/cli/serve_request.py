@@ -89,11 +89,6 @@ class ServeRequest:
     verbose: int
     others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
-    @property
-    def first_plan(self) -> Plan:
-        """The plan that the model is opened under."""
-        return self.plan.first_plan if isinstance(self.plan, PlanRequirements) else self.plan
-
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
     return make_parser(program).parse_or_demo(argv, {"model": DEMO}, NOISE)

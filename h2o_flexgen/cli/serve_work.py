@@ -19,7 +19,7 @@ from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes
-from h2o_flexgen.cli.report.summary import say_broken
+from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
@@ -66,7 +66,7 @@ def work(request: ServeRequest) -> None:
         keys = Keys() if request.listen.key_file is None else Keys.read(request.listen.key_file, KEYS)
         opened = stack.enter_context(bound(ServerAddress(request.listen.host, request.listen.port)))
         folder = None if request.keep is None else stack.enter_context(data_folder(request.keep.folder, DATA_DIR))
-        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.plan.first_plan))
         server = Preparing(request, llm).server()
         readers = stack.enter_context(ThreadPoolExecutor(1, "reading"))
         service, hosts = server.service(readers), Hosts(request.listen.host if is_loopback(place_of(opened)) else None)
@@ -196,7 +196,7 @@ class Server:
                 self.desk.hand_back()  # no request is left, unless it was ended at once
         peaks = self._llm.peaks()
         say_broken(peaks)
-        print(json.dumps({**self.counts.totals(), **peaks.as_json()}), flush=True)
+        print(json.dumps({**self.counts.totals(), **peaks_entry(peaks).values}), flush=True)
 
     def _welcome(self, place: ServerAddress) -> Iterator[str]:
         seats, arrivals = self._arrivals.load.seats, self._arrivals

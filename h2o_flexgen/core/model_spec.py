@@ -91,6 +91,7 @@ class LayerSpec:
     window: int | None = None  # tokens that a token sees in its attention, itself included; None: all before it
     visits: tuple[str, ...] = (MLP_VISIT,)  # the prices of a visit beside its work, by their names in a machine
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
+    least_passing: int = 0  # a recorded step has room for the values of so many tokens at least
     token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
     halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and after, where others attend
@@ -98,7 +99,7 @@ class LayerSpec:
     # tensors and the expert that each belongs to; empty where the layer has the router: its choice then comes too late
     experts: tuple[tuple[str, int], ...] = ()
     part: str = ""  # what it is of its block, for people, where its functions do not say so
-    reads_back: bool = False  # what it does depends on values that it computes, so that it cannot be captured in a graph
+    reads_back: bool = False  # what an accelerator does for it depends on values that it computes: no graph can have it
     overwrites: bool = False  # what it makes takes the place of the hidden states that it is handed, where it may
 
     @property
@@ -442,6 +443,7 @@ def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:
         products=first.products + then.products,
         visits=first.visits + then.visits,
         passing_width=max(first.passing_width, then.passing_width),
+        least_passing=max(first.least_passing, then.least_passing),
         reads_back=first.reads_back or then.reads_back,
     )
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from math import isfinite
+from typing import TYPE_CHECKING, TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Floats: TypeAlias = "NDArray[np.float32]"
 
@@ -31,7 +33,7 @@ class Probe:
             raise ValueError(
                 f"a probe has weights {self.weights.shape} and biases {self.biases.shape}, which do not fit; fit it anew"
             )
-        if not (np.isfinite(self.weights).all() and np.isfinite(self.biases).all()):
+        if not all(isfinite(abs(values).max(initial=0.0)) for values in (self.weights, self.biases)):
             raise ValueError("a probe has values that are no numbers; fit it anew")
 
     @cached_property

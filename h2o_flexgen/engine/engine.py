@@ -491,7 +491,8 @@ class Engine:
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
-        if state.graphs is not None and not layer.reads_back and state.graphs.take(rows):
+        is_of_graphs = state.graphs is not None and not (layer.reads_back and self._memories.device.accelerator)
+        if state.graphs is not None and is_of_graphs and state.graphs.take(rows):
             place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit), self._kv_for(visit, state).buffer(visit))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache)))
             return
@@ -529,7 +530,8 @@ class Engine:
             if cache is not None:
                 cache.forget_replaced()
             attend = None if cache is None else partial(cache.attend, part.levels)
-            made = self._computed(visit, part, hidden, attend, chosen=chosen)
+            overwrites = self._spec.layers[visit.layer].overwrites  # the states lie where nothing else needs them
+            made = self._computed(visit, part, hidden, attend, may_overwrite=overwrites, chosen=chosen)
             if cache is not None:
                 afterwards += cache.replacements(kept)
             return made

@@ -18,9 +18,6 @@ class Peaks(NamedTuple):
     peak_bytes: Mapping[str, int]  # the host's is the process's resident memory
     over_budget_bytes: Mapping[str, int]
 
-    def as_json(self) -> dict[str, dict[str, int]]:
-        return {name: dict(of_tiers) for name, of_tiers in self._asdict().items()}
-
 
 @dataclass(frozen=True)
 class Stats:

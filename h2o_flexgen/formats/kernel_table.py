@@ -28,7 +28,8 @@ TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 TAKE_ROWS, PUT_ROWS = "take rows", "put rows"
 RMS_NORM, LAYER_NORM, LENGTHS, HALVES_APART = "rms norm", "layer norm", "lengths", "halves apart"
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
-GATED_QUICK_GELU, GATED_RELU = "gated quick gelu", "gated relu"
+GATED_QUICK_GELU, GATED_RELU, CLAMPED_SILU = "gated quick gelu", "gated relu", "clamped silu"
+ROUTE, GATHER_CHOSEN = "route", "gather chosen"
 ADD_SCALED, ADD_WEIGHTED = "add scaled", "add weighted"
 PICK_TOKENS, LIKELIEST = "pick tokens", "likeliest"
 SUM, MAX = "sum", "max"  # how the attention that a key gets from several queries becomes one number: MAX is the highest share
@@ -219,11 +220,12 @@ def _of_slots() -> Iterator[Kernel]:
 def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
     gelus = (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu"), (GATED_QUICK_GELU, "gated_quick_gelu")
-    gating = (GATED_SILU, "gated_silu"), (GATED_RELU, "gated_relu"), *gelus
+    gating = (GATED_SILU, "gated_silu"), (CLAMPED_SILU, "clamped_silu"), (GATED_RELU, "gated_relu"), *gelus
     of_rows = (RMS_NORM, "rms_norm"), (LAYER_NORM, "layer_norm"), (LENGTHS, "lengths"), (HALVES_APART, "halves_apart")
+    of_experts = (ROUTE, "route"), (GATHER_CHOSEN, "gather_chosen")
     sums = (ADD_SCALED, "add_scaled"), (ADD_WEIGHTED, "add_weighted")
     picking = (PICK_TOKENS, "pick_tokens"), (LIKELIEST, "likeliest")
-    for op, function in (*gating, *of_rows, *sums, *picking):
+    for op, function in (*gating, *of_rows, *of_experts, *sums, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
     for op, function in ((TAKE_ROWS, "take_rows"), (PUT_ROWS, "put_rows")):

@@ -1,4 +1,4 @@
-"""Copies of values between places with any strides and of any types, zeros, and sums. In C, with the bits of torch."""
+"""Copies of values between places with any strides and of any types, and zeros. In C, with the bits of torch."""
 
 from __future__ import annotations
 
@@ -56,13 +56,6 @@ def zero_bytes(target: Tensor) -> None:
     run("zero_bytes", _Zeroing(address_of(target, writes=True), target.nbytes), 1)
 
 
-def add_values(sums: Tensor, values: Tensor) -> None:
-    """Adds values to others in place, as torch does it. All lie one behind the other."""
-    assert sums.shape == values.shape and sums.dtype == values.dtype and sums.is_contiguous() and values.is_contiguous()
-    given = _Adding(address_of(sums, writes=True), address_of(values), sums.numel(), KINDS[sums.dtype])
-    run("add_values", given, threads_for(sums.numel()))
-
-
 Axes = ctypes.c_long * MOST_AXES
 
 
@@ -76,14 +69,6 @@ class _Copying(ctypes.Structure):
         ("source_kind", ctypes.c_int),
         ("target_kind", ctypes.c_int),
         ("nbytes", ctypes.c_long),
-    )
-
-
-class _Adding(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sums", "values")),
-        ("count", ctypes.c_long),
-        ("kind", ctypes.c_int),
     )
 
 

@@ -35,6 +35,7 @@ from h2o_flexgen.kernels.group_codes import (
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin, int8_products
 from h2o_flexgen.kernels.pick_tokens import likeliest, likeliest_twin, pick_tokens, pick_tokens_twin
 from h2o_flexgen.kernels.products import (
+    counted_plain_products,
     pair_product,
     pair_products,
     plain_decode,
@@ -49,11 +50,14 @@ from h2o_flexgen.kernels.products import (
     wide_products,
 )
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
+from h2o_flexgen.kernels.routing import gather_chosen, gather_chosen_twin, route, route_twin
 from h2o_flexgen.kernels.row_functions import (
     add_scaled,
     add_scaled_twin,
     add_weighted,
     add_weighted_twin,
+    clamped_silu,
+    clamped_silu_twin,
     gated_gelu,
     gated_gelu_tanh,
     gated_gelu_tanh_twin,
@@ -103,6 +107,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(gated_silu, gated_silu_twin, gated_gelu_tanh, gated_gelu_tanh_twin, gated_gelu, gated_gelu_twin),
         *(gated_quick_gelu, gated_quick_gelu_twin, gated_relu, gated_relu_twin),
         *(take_slots, take_slots_twin, gather_slots_twin, take_rows, take_rows_twin, put_rows, put_rows_twin),
+        *(clamped_silu, clamped_silu_twin, route, route_twin, gather_chosen, gather_chosen_twin),
         *(add_scaled, add_scaled_twin, add_weighted, add_weighted_twin),
         *(pick_tokens, pick_tokens_twin, likeliest, likeliest_twin),
     )
@@ -120,6 +125,9 @@ SEVERAL: Mapping[Function, Function] = {
     int8_product: int8_products,
     stored_int8_product: stored_int8_products,
 }
+
+# The same where memory alone says which rows meet which matrix. Between programs torch does what it does faster.
+COUNTED: Mapping[Function, Function] = {**SEVERAL, plain_product: counted_plain_products}
 
 
 def function_of(kernel: Kernel) -> Function:

@@ -1,7 +1,7 @@
-/* An activation of the gate, rounded to the type of the values, and then times up where there is one. An activation is x times a
-   share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of sqrt(8 / pi) * (x + 0.044715 * x^3), that of quick gelu the
-   same of 1.702 * x, gelu's is the normal distribution. Relu's are 0 below 0 and then 1. What becomes of a value depends on nothing but
-   the two. */
+/* An activation of the gate, rounded to the type of the values, and then times up where there is one. Both may be limited first, and
+   the gate scaled. An activation is x times a share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of
+   sqrt(8 / pi) * (x + 0.044715 * x^3), that of quick gelu the same of 1.702 * x, gelu's is the normal distribution. Relu's are 0 below 0
+   and then 1. What becomes of a value depends on nothing but the two. */
 
 #include "team.h"
 #include "vectors.h"
@@ -12,9 +12,10 @@ typedef struct {
     long count;
     int kind;
     int curve;
+    float limit, alpha; /* of a clamped silu */
 } gating;
 
-enum { SILU, GELU_TANH, GELU, QUICK_GELU, RELU };
+enum { SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED_SILU };
 
 /* Of what is not above 0; 0 from -86 on: then an activation of -infinity is NaN, as it is in torch. */
 static ALWAYS_INLINE floats exp_or_nothing(floats from)
@@ -60,11 +61,33 @@ static ALWAYS_INLINE floats activated(floats x, int curve)
     return x * sigmoid(curve == SILU ? x : x * 1.59576912f * (x * x * 0.044715f + 1.0f));
 }
 
+static ALWAYS_INLINE floats at_most(floats x, float limit) /* NaN stays NaN */
+{
+    return either(x > limit, all(limit), x);
+}
+
+/* alpha * (gate, limited from above), and (up, limited, + 1) / alpha: every operation rounds as torch does. */
+static ALWAYS_INLINE floats clamped_gate(floats gate, int kind, const gating *g)
+{
+    return rounded_to(at_most(gate, g->limit) * g->alpha, kind);
+}
+
+static ALWAYS_INLINE floats clamped_up(floats up, int kind, const gating *g)
+{
+    return rounded_to(rounded_to(-at_most(-at_most(up, g->limit), g->limit) + 1.0f, kind) / g->alpha, kind);
+}
+
 #define AT_ONCE 1024 /* values of a part */
 
-static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, int kind, int curve)
+static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, int kind, int curve, const gating *g)
 {
-    const floats value = rounded_to(activated(load_some(gate, count, kind), curve), kind);
+    const floats of_gate = load_some(gate, count, kind);
+    if (curve == CLAMPED_SILU) {
+        const floats value = rounded_to(activated(clamped_gate(of_gate, kind, g), SILU), kind);
+        store_some(gate, value * clamped_up(load_some(up, count, kind), kind, g), count, kind);
+        return;
+    }
+    const floats value = rounded_to(activated(of_gate, curve), kind);
     store_some(gate, up ? value * load_some(up, count, kind) : value, count, kind);
 }
 
@@ -73,14 +96,15 @@ static ALWAYS_INLINE void gate_some(const gating *g, long number, int kind, int 
     const long size = itemsize_of(kind), first = number * AT_ONCE, count = g->count - first < AT_ONCE ? g->count - first : AT_ONCE;
     char *gate = g->gate + first * size;
     const char *up = g->up ? g->up + first * size : NULL;
-#define GATE(AT, COUNT) gate_register(gate + (AT)*size, up ? up + (AT)*size : NULL, COUNT, kind, curve)
+#define GATE(AT, COUNT) gate_register(gate + (AT)*size, up ? up + (AT)*size : NULL, COUNT, kind, curve, g)
     EACH_REGISTER(at, count, GATE);
 #undef GATE
 }
 
 #define OF(KIND, CURVE)                                                                                                          \
     static void CURVE##_##KIND(const void *g, long number, int member) { gate_some(g, number, KIND, CURVE); }
-#define OF_KIND(KIND) OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU) OF(KIND, QUICK_GELU) OF(KIND, RELU)
+#define OF_KIND(KIND)                                                                                                            \
+    OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU) OF(KIND, QUICK_GELU) OF(KIND, RELU) OF(KIND, CLAMPED_SILU)
 
 OF_KIND(BF16)
 OF_KIND(FLOAT)
@@ -89,8 +113,9 @@ OF_KIND(HALF)
 void gated(const void *given, int threads)
 {
     const gating *g = given;
-#define ACTIONS(KIND) [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND}
-    static part_action *const actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+#define ACTIONS(KIND)                                                                                                            \
+    [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND, CLAMPED_SILU_##KIND}
+    static part_action *const actions[][6] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
 #undef ACTIONS
     share_out(given, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind][g->curve]);
 }

@@ -157,6 +157,6 @@ void int8_product(const void *given, int threads)
     const some_products some = {asked->products, begins, asked->count};
     begins[0] = 0;
     for (long at = 0; at < some.count; at++)
-        begins[at + 1] = begins[at] + parts_of_outputs(some.products[at].of.outputs);
+        begins[at + 1] = begins[at] + parts_of_product(&some.products[at].of);
     share_out(&some, begins[some.count], threads, asked->told == 4 ? multiply_by_4 : multiply_by_8);
 }

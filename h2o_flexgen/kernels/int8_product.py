@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import inf, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from h2o_flexgen.formats.grouped import GROUP, TILE, Tiled, groups_of
 from h2o_flexgen.formats.kernel_sizes import twin_values
+from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.panels import call
@@ -56,7 +57,7 @@ class FactorRows:
     def __init__(self, x: Int8Rows, sums: Tensor, out: Tensor) -> None:
         """sums (rows, ...), which the kernel wants beside codes and scales; out (..., outputs) of all rows"""
         self._codes, self._scales, self._sums = (_in_rows(values) for values in (x.codes, x.scales, sums))
-        self._out = _in_rows(out.view(len(x.codes), out.shape[-1]))
+        self._outcome = _in_rows(out.view(len(x.codes), out.shape[-1]))
         self._sizes = x.scales.shape[1], out.shape[-1], KINDS[out.dtype]
         self._kept: list[object] = [x, sums]
 
@@ -67,8 +68,15 @@ class FactorRows:
             assert bias.shape == self._sizes[1:2]
             self._kept.append(wide := bias.float().contiguous())
             added = pointer(wide)
-        codes, scales, out = (at + first * stride for at, stride in (self._codes, self._scales, self._out))
+        codes, scales, out = (at + first * stride for at, stride in (self._codes, self._scales, self._outcome))
         return Factors(codes, scales, added, out, rows, *self._sizes)
+
+    def place(self, asked: ctypes.Array[Any], x: Factor, sums_at: int) -> None:
+        """Lets memory tell the products, each of which begins with `Factors`, where it says which rows meet which matrix."""
+        if x.counted is not None:
+            fields = Factors.codes, Factors.scales, Factors.out
+            addresses = zip((field.offset for field in fields), (self._codes, self._scales, self._outcome))
+            x.counted.place_each(asked, Factors.rows.offset, {**dict(addresses), sums_at: self._sums})
 
     def sums(self, first: int) -> int:
         """The address of those of a row and the ones behind it."""
@@ -82,29 +90,32 @@ def _in_rows(values: Tensor) -> tuple[int, int]:
     return address_of(values), values.stride(0) * values.itemsize
 
 
-def int8_rows(values: Tensor) -> Int8Rows:
-    """values (..., columns)"""
+def int8_rows(values: Tensor, counted: CountedRows | None = None) -> Int8Rows:
+    """values (..., columns); `counted`: how many of the rows there are, where memory says it"""
     x = values.reshape(-1, values.shape[-1]).contiguous()
-    _round(x, made := _room(x), None, GROUP)
+    _round(x, made := _room(x), None, GROUP, counted)
     return made
 
 
 @cache
-def int8_parts(part: int) -> Callable[[Tensor], Int8Parts]:
+def int8_parts(part: int) -> Callable[..., Int8Parts]:
     """Rounds rows to int8, with sums of so many codes each: 16, 32 or 64."""
     return partial(_parts, part)
 
 
-def _parts(part: int, values: Tensor) -> Int8Parts:
+def _parts(part: int, values: Tensor, counted: CountedRows | None = None) -> Int8Parts:
     x = values.reshape(-1, values.shape[-1]).contiguous()
     rows = _room(x)
-    _round(x, rows, wholes := torch.empty(len(x), rows.codes.shape[1] // part, dtype=torch.int32), part)
+    _round(x, rows, wholes := torch.empty(len(x), rows.codes.shape[1] // part, dtype=torch.int32), part, counted)
     return Int8Parts(rows, wholes)
 
 
-def _round(x: Tensor, made: Int8Rows, wholes: Tensor | None, part: int) -> None:
+def _round(x: Tensor, made: Int8Rows, wholes: Tensor | None, part: int, counted: CountedRows | None) -> None:
     places = (*map(pointer, (x, *made)), None if wholes is None else pointer(wholes))
-    run("int8_rows", _Rounding(*places, *x.shape, part, KINDS[x.dtype]), torch.get_num_threads())
+    given = _Rounding(*places, *x.shape, part, KINDS[x.dtype])
+    if counted is not None:
+        counted.place_all(given, _Rounding.rows.offset)
+    run("int8_rows", given, torch.get_num_threads())
 
 
 def int8_rows_twin(values: Tensor) -> Int8Rows:
@@ -165,12 +176,14 @@ def int8_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Ten
 
 def int8_products(format: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
-    made, shape = x.made(int8_rows), (-(-out.shape[-1] // TILE), format.tile_bytes(x.values.shape[-1]))
+    made, shape = x.arranged(int8_rows, x.counted), (-(-out.shape[-1] // TILE), format.tile_bytes(x.values.shape[-1]))
     given, asked = FactorRows(made, made.sums, out), list[_Int8Product]()
     for first, rows, data, bias in meetings:
         assert data.shape == shape
         asked.append(_Int8Product(given.factors(first, rows, bias), pointer(data), given.sums(first)))
-    call("int8_product", (_Int8Product * len(asked))(*asked), format.bits)
+    told = (_Int8Product * len(asked))(*asked)
+    given.place(told, x, _Int8Product.sums.offset)
+    call("int8_product", told, format.bits)
 
 
 def int8_product_twin(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

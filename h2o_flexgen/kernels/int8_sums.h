@@ -31,10 +31,10 @@ typedef struct {
     int kind; /* type of the outcome */
 } factors;
 
-/* Parts of a product: each is some tiles of its outputs. */
-static ALWAYS_INLINE long parts_of_outputs(long outputs)
+/* Parts of a product: each is some tiles of its outputs. Of a product without rows nothing is read. */
+static ALWAYS_INLINE long parts_of_product(const factors *p)
 {
-    return ((outputs + TILE - 1) / TILE + TILES - 1) / TILES;
+    return p->rows ? ((p->outputs + TILE - 1) / TILE + TILES - 1) / TILES : 0;
 }
 
 /* Dwords: their products with codes may be added up in 16 bits, with codes of 8 bits in planes of 4. */

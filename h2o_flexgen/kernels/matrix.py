@@ -10,9 +10,18 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import PRODUCT, STEADY_PRODUCT
+from h2o_flexgen.formats.sectioned import Sectioned
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.operations import decode, packed_product, plain_product, products_of_each, steady_product
+from h2o_flexgen.kernels.operations import (
+    counted_products,
+    decode,
+    packed_product,
+    plain_product,
+    products_of_each,
+    steady_product,
+)
+from h2o_flexgen.kernels.recording import CannotBeRecorded
 
 
 @dataclass(eq=False)
@@ -86,6 +95,21 @@ def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor 
             first, rows, _, bias = meeting
             out[first : first + rows] = plain_product(x.part(first, rows), packed[first].values(), bias)
     return out
+
+
+def counted_linear_of_each(x: Factor, matrices: Sequence[tuple[Matrix, Tensor | None]]) -> Tensor:
+    """The same where memory alone says which rows meet which matrix and its bias."""
+    out = x.values.new_empty(len(x.values), _outputs(matrices[0][0]))
+    (op, format), *others = {_multiplied_as(matrix): None for matrix, _ in matrices}
+    if others or any(_is_ordered(matrix) for matrix, _ in matrices):
+        raise CannotBeRecorded("experts have matrices of several formats, or in an order of their own")
+    counted_products(op, format, x, [Meeting(0, 0, _data(matrix), bias) for matrix, bias in matrices], out)
+    return out
+
+
+def _is_ordered(matrix: Matrix) -> bool:
+    format = FORMATS[matrix.format] if isinstance(matrix, PackedMatrix) else None
+    return isinstance(format, Sectioned) and format.layout.is_ordered
 
 
 def _outputs(matrix: Matrix) -> int:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES
 from h2o_flexgen.formats.kernel_table import (
     ADD_SCALED,
     ADD_WEIGHTED,
     APPEND,
+    CLAMPED_SILU,
     CPU,
     DECODE,
     DECODE_ATTENTION,
@@ -29,6 +31,7 @@ from h2o_flexgen.formats.kernel_table import (
     GATED_QUICK_GELU,
     GATED_RELU,
     GATED_SILU,
+    GATHER_CHOSEN,
     GATHER_SLOTS,
     HALVES_APART,
     LAYER_NORM,
@@ -41,6 +44,7 @@ from h2o_flexgen.formats.kernel_table import (
     PUT_ROWS,
     RMS_NORM,
     ROTATE,
+    ROUTE,
     SHARED_ATTENTION,
     STEADY_PRODUCT,
     SUM,
@@ -49,18 +53,23 @@ from h2o_flexgen.formats.kernel_table import (
     Kernel,
     Processor,
     choose,
+    kernels_of,
 )
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Leaving, Newest, Notes
 from h2o_flexgen.kernels.factor import Factor, Meeting
-from h2o_flexgen.kernels.functions import SEVERAL, Function, function_of
+from h2o_flexgen.kernels.functions import COUNTED, SEVERAL, Function, function_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, Upload
-from h2o_flexgen.kernels.row_functions import gated_silu_twin
+from h2o_flexgen.kernels.recording import CannotBeRecorded
+from h2o_flexgen.kernels.routing import Chosen, GatheredRows, RouterRule
+from h2o_flexgen.kernels.row_functions import clamped_silu_twin, gated_silu_twin
 
+Counts = Sequence[int] | CountedRows  # how many rows each expert has: known here, or to memory alone
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
 
 
@@ -155,6 +164,29 @@ def products_of_each(op: str, format: str, x: Factor, meetings: Sequence[Meeting
         for first, rows, data, bias in its:
             out[first : first + rows] = function(FORMATS[format], x.part(first, rows), data, out.shape[-1], bias)
     return left
+
+
+def counted_products(op: str, format: str, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same where memory alone says which rows of x meet which matrix: for each number of rows there are calls of the kernel
+    that is chosen for it, which find none where there are more or fewer."""
+    assert x.counted is not None
+    for least, most, function in _by_rows(op, format, x.values, x.counted.most):
+        counted = None if function is None else COUNTED.get(function)
+        if counted is None:
+            raise CannotBeRecorded(f"no kernel multiplies rows that memory counts with {format}")
+        counted(FORMATS[format], x.within(least, most), meetings, out)
+
+
+def _by_rows(op: str, format: str, like: Tensor, most: int) -> list[tuple[int, int, Function | None]]:
+    """The functions for up to so many rows, and for how many each is."""
+    bounds = sorted({int(kernel.most_rows) for kernel in kernels_of(op, format) if kernel.most_rows < most} | {most})
+    found = list[tuple[int, int, Function | None]]()
+    for least, bound in zip((1, *(bound + 1 for bound in bounds)), bounds):
+        function = chosen(op, format, like, bound)
+        if found and found[-1][2] is function:
+            least = found.pop()[0]
+        found.append((least, bound, function))
+    return found
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------
@@ -346,13 +378,29 @@ def gated_relu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return out
 
 
-def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
-    """The same of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there. Torch
-    gives the last values of a tensor other last bits than those in its middle."""
+def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
+    """The same with silu of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there.
+    Torch gives the last values of a tensor other last bits than those in its middle."""
     function = _required(GATED_SILU, PLAIN, gate)
-    if function is not gated_silu_twin:
-        return gated_silu(gate, up)
-    return torch.cat([function(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
+    return _of_each(function, function is gated_silu_twin, gate, up, counts)
+
+
+def clamped_silu_of_each(gate: Tensor, up: Tensor, counts: Counts, limit: float, alpha: float) -> Tensor:
+    """The same with silu of alpha * gate, times (up + 1) / alpha. The gate counts as no higher than the limit, and up is within
+    it. May overwrite both."""
+    function = _required(CLAMPED_SILU, PLAIN, gate)
+    limited = partial(function, limit=limit, alpha=alpha)
+    return _of_each(limited, function is clamped_silu_twin, gate, up, counts)
+
+
+def _of_each(function: Function, is_twin: bool, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
+    if isinstance(counts, CountedRows):
+        counted: Tensor = function(gate, up, counted=counts)
+        return counted
+    if is_twin:
+        return torch.cat([function(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
+    out: Tensor = function(gate, up)
+    return out
 
 
 def halves_apart(x: Tensor) -> Tensor:
@@ -364,13 +412,26 @@ def halves_apart(x: Tensor) -> Tensor:
 # -- sums ----------------------------------------------------------------------------------------------------------------
 
 
+def route(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor | None = None) -> None:
+    """Gives rows to experts by their scores (rows, experts): those with the highest ones, after `correction` (experts,), fp32,
+    is added. A total (rows, width), fp32, of what these experts will make becomes zeros."""
+    _required(ROUTE, PLAIN, scores)(scores, correction, rule, out, total)
+
+
+def gather_chosen(chosen: Chosen, rows: Tensor, experts: range, most: int, turn: int) -> GatheredRows:
+    """The rows (tokens, width) that some experts were given, expert by expert, each expert's in the order of their tokens. In a
+    turn, from 0, come as many whole experts as have no more than `most` rows together, which is not less than all tokens."""
+    out: GatheredRows = _required(GATHER_CHOSEN, PLAIN, rows)(chosen, rows, experts, most, turn)
+    return out
+
+
 def add_scaled(x: Tensor, added: Tensor | None = None, scale: float = 1.0, limit: float = inf) -> Tensor:
     """Values, no larger than `limit` on either side of 0, times a scale, plus others of their shape. In place -> x"""
     out: Tensor = _required(ADD_SCALED, PLAIN, x)(x, added, scale, limit)
     return out
 
 
-def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:
+def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Counts) -> None:
     """Adds rows (count, width), each times its weight (count,), fp32, to the sums (sums, width), fp32, that `to` (count,)
     names. Those of a sum are added in their order. Of the `counts`, which follow each other, no two rows have the same sum."""
     _required(ADD_WEIGHTED, PLAIN, rows)(sums, rows, weights, to, counts)
@@ -384,7 +445,7 @@ def pick_tokens(
     draws: Sequence[Draw] | None = None,
     changes: ScoreChanges | None = None,
     upload: Upload = Tensor.to,
-    at_once: int = 1 << 20,
+    at_once: int = TWIN_VALUES,
 ) -> PickedTokens:
     """Picks a token for each row of logits (rows, vocab): the likeliest, or as `draws` say, where there are. The scores
     are the logits with `changes`. Temporaries are made of `at_once` logits, or of a row."""
@@ -392,7 +453,7 @@ def pick_tokens(
     return picked
 
 
-def likeliest(values: Tensor, count: int, at_once: int = 1 << 20) -> tuple[Tensor, Tensor]:
+def likeliest(values: Tensor, count: int, at_once: int = TWIN_VALUES) -> tuple[Tensor, Tensor]:
     """The highest values of each row (rows, vocab), fp32, and their places, (rows, count) each."""
     highest, ids = _required(LIKELIEST, PLAIN, values)(values, count, at_once)
     return highest, ids

@@ -187,6 +187,12 @@ static ALWAYS_INLINE const product *product_number(const some_products *some, lo
     return (const product *)(some->products + number * some->size);
 }
 
+/* Of a product without rows nothing is read, and its matrix may be missing. */
+static ALWAYS_INLINE int has_rows(const some_products *some, long number)
+{
+    return product_number(some, number)->rows > 0;
+}
+
 static ALWAYS_INLINE long groups_of_blocks(const product *p)
 {
     return parts_of(parts_of(p->rows, MOST_ROWS), GROUP_BLOCKS);
@@ -214,7 +220,7 @@ static ALWAYS_INLINE void share_products(some_products some, count_parts count_o
     long begins[some.count + 1];
     begins[0] = 0;
     for (long at = 0; at < some.count; at++)
-        begins[at + 1] = begins[at] + count_own(product_number(&some, at), some.threads, some.at_most);
+        begins[at + 1] = begins[at] + (has_rows(&some, at) ? count_own(product_number(&some, at), some.threads, some.at_most) : 0);
     some.begins = begins;
     share_out(&some, begins[some.count], some.threads, action);
 }

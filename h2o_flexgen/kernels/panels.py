@@ -6,13 +6,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP, groups_of
+from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
@@ -20,16 +21,23 @@ from h2o_flexgen.kernels.raw_memory import address_of
 PLAIN_BITS = 0  # of a matrix without codes
 
 
+class Run(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_long) for name in ("first", "rows"))
+
+
 class JoinedRuns(NamedTuple):
-    """The rows of some runs, one run behind the other. A kernel may get few of all rows: those of the others need no room."""
+    """The rows of some runs, one run behind the other. A kernel may get few of all rows: those of the others need no room, but
+    where memory says which they are."""
 
     rows: Tensor  # (rows, inputs)
-    runs: Runs  # of these
+    runs: ctypes.Array[Run]  # of these
     places: Mapping[int, int]  # where each run begins among all rows -> among these
 
     @classmethod
     def of(cls, values: Tensor, runs: Runs) -> JoinedRuns:
         """Rows (..., inputs), copied only where others stand between them."""
+        if isinstance(runs, CountedRows):
+            return cls.counted(values, runs)
         rows, firsts = values.reshape(-1, values.shape[-1]), [first for first, _ in runs]
         *begins, end = accumulate((count for _, count in runs), initial=0)
         first = min(firsts, default=0)
@@ -37,14 +45,22 @@ class JoinedRuns(NamedTuple):
             rows = rows[first : first + end]
         else:
             rows = torch.cat([rows[first : first + count] for first, count in runs])
-        own = tuple((begin, count) for begin, (_, count) in zip(begins, runs))
+        own = (Run * len(runs))(*(Run(begin, count) for begin, (_, count) in zip(begins, runs)))
         return cls(rows.contiguous(), own, dict(zip(firsts, begins)))
+
+    @classmethod
+    def counted(cls, values: Tensor, runs: CountedRows) -> JoinedRuns:
+        """All rows, and which of them are runs. A product is told of its first row later."""
+        own = (Run * runs.runs)()
+        runs.place_each(own, Run.rows.offset, {Run.first.offset: (0, 1)})
+        return cls(values, own, {0: 0})
 
 
 class Arranged(NamedTuple):
     values: Tensor  # (rows, columns and what else there is of a row)
     columns: int  # of a row: inputs, or pairs of them, filled up
     places: Mapping[int, int]  # where each run begins among all rows -> here
+    kept: object = None  # what else must stay until products with these rows are done
 
 
 Arrange = Callable[[Tensor, Runs], Arranged]
@@ -53,10 +69,20 @@ Arrange = Callable[[Tensor, Runs], Arranged]
 def panel_products(function: str, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor, told: int) -> None:
     """Rows of x (..., inputs) times transposed matrices, by a function of the library, into out (..., outputs). `told`: what
     that one wants to know of the matrices: the bits of their codes, or the kind of plain values."""
-    asked, _kept = products(x, arrange, meetings, out)
+    asked, arranged = products(x, arrange, meetings, out)
     for product, meeting in zip(asked, meetings):
         product.data = pointer(meeting.data)
-    call(function, (Product * len(asked))(*asked), told)
+    given = (Product * len(asked))(*asked)
+    place(given, x, arranged, out)
+    call(function, given, told)
+
+
+def place(asked: ctypes.Array[Any], x: Factor, arranged: Arranged, out: Tensor) -> None:
+    """Lets memory tell the products, each of which begins with a `Product`, where it says which rows meet which matrix."""
+    if x.counted is not None:
+        rows = address_of(arranged.values), arranged.values.stride(0) * arranged.values.itemsize
+        outcome = address_of(out), out.shape[-1] * out.itemsize
+        x.counted.place_each(asked, Product.rows.offset, {Product.x.offset: rows, Product.out.offset: outcome})
 
 
 def call(function: str, products: ctypes.Array[Any], told: int) -> None:
@@ -65,11 +91,11 @@ def call(function: str, products: ctypes.Array[Any], told: int) -> None:
         run(function, _AskedProducts(products, told), torch.get_num_threads())
 
 
-def products(x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> tuple[list[Product], list[Tensor]]:
-    """What C is told of products but for their matrices, and what must be kept until they are done."""
+def products(x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> tuple[list[Product], Arranged]:
+    """What C is told of products but for their matrices, and the rows of all of them."""
     assert out.is_contiguous()
     inputs, outputs = x.values.shape[-1], out.shape[-1]
-    arranged = x.arranged(arrange, tuple((meeting.first, meeting.rows) for meeting in meetings))
+    arranged = x.arranged(arrange, x.runs(meetings))
     biases = [None if meeting.bias is None else meeting.bias.float().contiguous() for meeting in meetings]
     assert all(bias is None or bias.shape == (outputs,) for bias in biases)
     of_row, of_outcome = arranged.values.stride(0) * arranged.values.itemsize, outputs * out.itemsize
@@ -84,7 +110,7 @@ def products(x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tens
         )
         for meeting, bias in zip(meetings, biases)
     ]
-    return asked, [arranged.values, *(bias for bias in biases if bias is not None)]
+    return asked, arranged._replace(kept=biases)
 
 
 def _arranged(values: Tensor, runs: Runs, bits: int) -> Arranged:
@@ -103,15 +129,15 @@ class RowsInRuns(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
-        ("runs", ctypes.POINTER(ctypes.c_long)),
+        ("runs", ctypes.POINTER(Run)),
         *((name, ctypes.c_long) for name in ("count", "inputs", "columns")),
         *((name, ctypes.c_int) for name in ("kind", "bits")),
     )
 
     @classmethod
     def of(cls, joined: JoinedRuns, out: Tensor, columns: int, bits: int) -> RowsInRuns:
-        rows, runs = joined.rows, (ctypes.c_long * (2 * len(joined.runs)))(*chain.from_iterable(joined.runs))
-        return cls(pointer(rows), pointer(out), runs, len(joined.runs), rows.shape[1], columns, KINDS[rows.dtype], bits)
+        rows, runs = joined.rows, joined.runs
+        return cls(pointer(rows), pointer(out), runs, len(runs), rows.shape[1], columns, KINDS[rows.dtype], bits)
 
 
 class _AskedProducts(ctypes.Structure):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn import functional
 from h2o_flexgen.formats.grouped import GROUP, TILE, Tiled, groups_of
 from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
 from h2o_flexgen.formats.table import PlainFormat
+from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
 from h2o_flexgen.kernels.native import KINDS, RECORDER, pointer, run
@@ -35,6 +38,27 @@ def plain_product(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bi
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
     recorder.by_torch(_into, (x.values, data, bias), out)
     return out
+
+
+def counted_plain_products(format: PlainFormat, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, of which memory says how many there are, into out (rows, outputs)."""
+    recorder, counted = RECORDER.get(), x.counted
+    assert counted is not None
+    biases = [each.bias for each in meetings if each.bias is not None]
+    given = [x.values, counted.begins, *(each.data for each in meetings), *biases]
+    work = partial(_each_into, counted)
+    if recorder is None:
+        work(out, *given)
+    else:
+        recorder.by_torch(work, given, out)
+
+
+def _each_into(counted: CountedRows, out: Tensor, x: Tensor, begins: Tensor, *given: Tensor) -> None:
+    """`given`: the matrices, and behind them their biases, if there are any."""
+    matrices, biases, places = given[: counted.runs], given[counted.runs :] or repeat(None), begins.tolist()
+    for first, behind, matrix, bias in zip(places, places[1:], matrices, biases):
+        if counted.least <= behind - first <= counted.most:
+            _into(out[first:behind], x[first:behind].clone(), matrix, bias)
 
 
 def _into(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:

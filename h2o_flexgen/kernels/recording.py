@@ -1,7 +1,7 @@
 """Recordings: the calls of kernels that a piece of work makes, noted once and then run again and again without the interpreter.
 
 While a recording is made, `native.run` notes calls instead of making them, and nothing is computed. Of what the work asks of
-torch, views and empty memory cost nothing later. Copies, sums and the like become calls of kernels. Any other is refused by
+torch, views and empty memory cost nothing later. Copies and zeros become calls of kernels. Any other operation is refused by
 its name: that work cannot be recorded. A recorded call reads and writes the addresses that it was noted with. So what changes
 from step to step must lie in tensors that stay.
 """
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.kernels.copies import add_values, copy_values, zero_bytes
-from h2o_flexgen.kernels.evict import take_slots
+from h2o_flexgen.kernels.copies import copy_values, zero_bytes
 from h2o_flexgen.kernels.native import KINDS, RECORDER, entry_of, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.working_room import WorkingRoom
@@ -198,21 +197,6 @@ class CallRecording(TorchDispatchMode):
         copy_values(source.expand(target.shape), target)
         return target
 
-    def added(self, target: Tensor, source: object, alpha: float = 1) -> Tensor | None:
-        """None where no kernel does it."""
-        if alpha != 1 or not isinstance(source, Tensor) or not _are_alike(target, source):
-            return None
-        add_values(target, source)
-        return target
-
-    def rows(self, source: Tensor, numbers: Tensor) -> Tensor | None:
-        """Rows with these numbers."""
-        if source.dim() != 2 or source.stride(1) != 1 or numbers.dtype != torch.long or not numbers.is_contiguous():
-            return None
-        made = self._made(torch.empty(*numbers.shape, source.shape[1], dtype=source.dtype, device="meta"))
-        take_slots(source[None, None], numbers.view(1, 1, -1), made.view(1, 1, -1, source.shape[1]))
-        return made
-
     def _made(self, like: Tensor) -> Tensor:
         """A tensor in the room, with the shape, strides and type of another one."""
         values = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 0
@@ -233,19 +217,11 @@ def kept(values: Tensor) -> Tensor:
     return values if recorder is None else recorder.lasting(values)
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
-
-
 # Operations of torch that kernels do instead, with the same bits.
 BY_KERNELS: Mapping[Any, Callable[..., Tensor | None]] = {
     aten.clone.default: CallRecording.cloned,
     aten._to_copy.default: CallRecording.converted,
     aten.copy_.default: CallRecording.copied,
-    aten.add_.Tensor: CallRecording.added,
-    aten.embedding.default: lambda recording, table, numbers, *others: recording.rows(table, numbers),
-    aten.index.Tensor: lambda recording, table, numbers: recording.rows(table, *numbers) if len(numbers) == 1 else None,
-    aten.index_select.default: lambda recording, table, axis, numbers: None if axis else recording.rows(table, numbers),
 }
 MADE: Mapping[Any, TakenOver] = {
     aten.empty.memory_format: CallRecording.contiguous,
@@ -253,6 +229,7 @@ MADE: Mapping[Any, TakenOver] = {
     **dict.fromkeys((aten.new_empty.default, aten.new_empty_strided.default), CallRecording.empty),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), CallRecording.zeros),
     **dict.fromkeys((aten.arange.default, aten.arange.start), CallRecording.constant),
+    aten._unsafe_view.default: CallRecording.viewed,
 }
 FROM_PYTHON = (aten.lift.default, aten.lift_fresh.default)  # a tensor of numbers of Python, which may be others in another step
 

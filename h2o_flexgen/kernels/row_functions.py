@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.thread_counts import threads_for
@@ -110,11 +111,12 @@ class _Vectors(ctypes.Structure):
 # last bits of float32; both round the activation to the type of the values first. With C what becomes of a value depends on
 # nothing but the value: torch gives the last values of a tensor, and of a thread's part, other last bits.
 
-SILU, GELU_TANH, GELU, QUICK_GELU, RELU = range(5)  # as in C
+SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED_SILU = range(6)  # as in C
 
 
-def gated_silu(gate: Tensor, up: Tensor | None) -> Tensor:
-    return _gated(gate, up, SILU)
+def gated_silu(gate: Tensor, up: Tensor | None, counted: CountedRows | None = None) -> Tensor:
+    """`counted`: how many of the rows (rows, width) there are, where memory says it"""
+    return _gated(gate, up, SILU, counted)
 
 
 def gated_silu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -154,14 +156,28 @@ def gated_relu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(torch.relu_(gate), up)
 
 
+def clamped_silu(gate: Tensor, up: Tensor, limit: float, alpha: float, counted: CountedRows | None = None) -> Tensor:
+    """silu of alpha * gate, where a gate counts as no higher than the limit, times (up + 1) / alpha, where up is within it"""
+    return _gated(gate, up, CLAMPED_SILU, counted, limit, alpha)
+
+
+def clamped_silu_twin(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    gate.clamp_(max=limit).mul_(alpha)
+    return gated_silu_twin(gate, up.clamp_(-limit, limit).add_(1.0).div_(alpha))
+
+
 def _times(activated: Tensor, up: Tensor | None) -> Tensor:
     return activated if up is None else activated.mul_(up)
 
 
-def _gated(gate: Tensor, up: Tensor | None, curve: int) -> Tensor:
+def _gated(
+    gate: Tensor, up: Tensor | None, curve: int, counted: CountedRows | None = None, limit: float = 0.0, alpha: float = 1.0
+) -> Tensor:
     assert up is None or (gate.shape == up.shape and gate.dtype == up.dtype)
     places = pointer(gate, writes=True), None if up is None else pointer(up)
-    given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve)
+    given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve, limit, alpha)
+    if counted is not None:
+        counted.place_all(given, _Gating.count.offset, unit=gate.shape[-1])
     run("gated", given, threads_for(gate.numel()))
     return gate
 
@@ -171,6 +187,7 @@ class _Gating(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("gate", "up")),
         ("count", ctypes.c_long),
         *((name, ctypes.c_int) for name in ("kind", "curve")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
 
 
@@ -245,12 +262,16 @@ class _ScaledSums(ctypes.Structure):
 # and torch give the same bits.
 
 
-def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int]) -> None:
+def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Sequence[int] | CountedRows) -> None:
     """sums (sums, width), float32; rows (count, width); weights (count,), float32; to (count,), int64: the sum of each row. Of
     the `counts`, which follow each other, no two rows have the same sum."""
-    assert sums.stride(1) == 1 and rows.shape == (sum(counts), sums.shape[1])
+    assert sums.stride(1) == 1 and rows.shape[1] == sums.shape[1]
     places = (pointer(rows), pointer(weights), pointer(to), address_of(sums, writes=True))
     given = _Additions(*places, *rows.shape, sums.stride(0) * sums.itemsize, KINDS[rows.dtype])
+    if isinstance(counts, CountedRows):
+        counts.place_all(given, _Additions.count.offset)
+    else:
+        assert len(rows) == sum(counts)
     run("add_weighted", given, threads_for(rows.numel()))
 
 

@@ -30,17 +30,26 @@ static ALWAYS_INLINE int lies_in_turn(int form)
     return form == FP4 || form == INT4;
 }
 
-/* x (rows, inputs) as float32, with zeros behind the last input of a row; `in_pairs`: for codes that lie in pairs. */
+/* x (rows, inputs) as float32, with zeros behind the last input of a row; `in_pairs`: for codes that lie in pairs. Rows of no run are
+   left out. */
 typedef struct {
     const char *x;
-    float *out; /* (rows, columns) */
-    long rows, inputs, columns;
+    float *out;           /* (rows, columns) */
+    const long (*runs)[2]; /* rows that meet a matrix of their own: the first of each and how many there are */
+    long count, inputs, columns; /* of runs */
     int kind, in_pairs;
 } arranging;
 
-static void arrange_row(const void *given, long row, int member)
+typedef struct {
+    const arranging *of;
+    const long *begins; /* of the rows of each run */
+} arranging_runs;
+
+static void arrange_row(const void *given, long number, int member)
 {
-    const arranging *a = given;
+    const arranging_runs *some = given;
+    const arranging *a = some->of;
+    const long run = work_of_part(some->begins, a->count, number), row = a->runs[run][0] + number - some->begins[run];
     const long size = itemsize_of(a->kind);
     for (long at = 0; at < a->columns; at++) {
         const long within = at % PIECE, input = a->in_pairs ? at - within + within % 16 * 2 + within / 16 : at;
@@ -51,7 +60,12 @@ static void arrange_row(const void *given, long row, int member)
 void arrange_dots(const void *given, int threads)
 {
     const arranging *a = given;
-    share_out(given, a->rows, threads, arrange_row);
+    long begins[a->count + 1];
+    begins[0] = 0;
+    for (long at = 0; at < a->count; at++)
+        begins[at + 1] = begins[at] + a->runs[at][1];
+    const arranging_runs some = {a, begins};
+    share_out(&some, begins[a->count], threads, arrange_row);
 }
 
 /* -- 32 inputs of an output -------------------------------------------------------------------------------------------------- */
@@ -241,6 +255,6 @@ void stored_dots(const void *given, int threads)
     const some_dots some = {asked->products, begins, asked->count, asked->told};
     begins[0] = 0;
     for (long at = 0; at < some.count; at++)
-        begins[at + 1] = begins[at] + parts_of(some.products[at].matrix.outputs, MOST_OUTPUTS);
+        begins[at + 1] = begins[at] + (some.products[at].given.rows ? parts_of(some.products[at].matrix.outputs, MOST_OUTPUTS) : 0);
     share_out(&some, begins[some.count], threads, multiply_part);
 }

@@ -486,6 +486,6 @@ void stored_int8_product(const void *given, int threads)
     const some_products some = {products, actions_of(kind_of(&products->matrix, asked->told)), begins, asked->count, asked->told};
     begins[0] = 0;
     for (long at = 0; at < some.count; at++)
-        begins[at + 1] = begins[at] + parts_of_outputs(products[at].of.outputs);
+        begins[at + 1] = begins[at] + parts_of_product(&products[at].of);
     share_out(&some, begins[some.count], threads, multiply_part);
 }

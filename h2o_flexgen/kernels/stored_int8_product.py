@@ -35,7 +35,7 @@ def stored_int8_products(format: Stored, x: Factor, meetings: Sequence[Meeting],
     for first, rows, data, bias in meetings:
         order = order_of(format, data, *sizes)
         if order is None:
-            given = of_all = of_all or _told(x.made(parts), out)
+            given = of_all = of_all or _told(x.arranged(parts, x.counted), out)
         else:  # rows in an order of their own are made for this matrix alone
             own = slice(first, first + rows)
             rows_in_order = take_rows(x.values.reshape(-1, sizes[1])[own], order, axis=1, first=0)
@@ -45,7 +45,10 @@ def stored_int8_products(format: Stored, x: Factor, meetings: Sequence[Meeting],
         asked.append(
             _StoredInt8Product(given.factors(first, rows, bias), given.sums(first), MatrixInC.of(format, data, *sizes))
         )
-    call("stored_int8_product", (_StoredInt8Product * len(asked))(*asked), number_in_c(format))
+    told = (_StoredInt8Product * len(asked))(*asked)
+    if of_all is not None:
+        of_all.place(told, x, _StoredInt8Product.wholes.offset)
+    call("stored_int8_product", told, number_in_c(format))
 
 
 def _told(made: Int8Parts, out: Tensor) -> FactorRows:

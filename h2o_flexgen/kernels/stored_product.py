@@ -13,7 +13,7 @@ from torch.nn import functional
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, pointer, run
-from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Arranged, JoinedRuns, Product, call, products
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Arranged, JoinedRuns, Product, Run, call, place, products
 from h2o_flexgen.kernels.products import paired
 from h2o_flexgen.kernels.stored_values import MatrixInC, number_in_c, order_of, stored_decode_twin
 
@@ -61,10 +61,12 @@ def products_of_stored(
 
 
 def _products(function: str, format: Stored, x: Factor, arrange: Arrange, meetings: Sequence[Meeting], out: Tensor) -> None:
-    asked, _kept = products(x, arrange, meetings, out)
+    asked, arranged = products(x, arrange, meetings, out)
     sizes = out.shape[-1], x.values.shape[-1]
-    given = [_ProductOfStored(product, MatrixInC.of(format, meeting.data, *sizes)) for product, meeting in zip(asked, meetings)]
-    call(function, (_ProductOfStored * len(given))(*given), number_in_c(format))
+    matrices = (MatrixInC.of(format, meeting.data, *sizes) for meeting in meetings)
+    given = (_ProductOfStored * len(asked))(*(_ProductOfStored(*both) for both in zip(asked, matrices)))
+    place(given, x, arranged, out)
+    call(function, given, number_in_c(format))
 
 
 class _ProductOfStored(ctypes.Structure):
@@ -94,10 +96,10 @@ def stored_dot_products(format: Stored, x: Factor, meetings: Sequence[Meeting], 
 
 def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:
     """Rows (..., inputs) as float32, filled up. `in_pairs`: of each 32 inputs even ones come first, as their codes do."""
-    rows, _, places = JoinedRuns.of(values, runs)
+    rows, own, places = JoinedRuns.of(values, runs)
     columns = -(-rows.shape[1] // PIECE) * PIECE
     out = torch.empty(len(rows), columns)
-    given = _Arranging(pointer(rows), pointer(out), *rows.shape, columns, KINDS[rows.dtype], in_pairs)
+    given = _Arranging(pointer(rows), pointer(out), own, len(own), rows.shape[1], columns, KINDS[rows.dtype], in_pairs)
     run("arrange_dots", given, torch.get_num_threads())
     return Arranged(out, columns, places)
 
@@ -105,7 +107,8 @@ def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:
 class _Arranging(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
-        *((name, ctypes.c_long) for name in ("rows", "inputs", "columns")),
+        ("runs", ctypes.POINTER(Run)),
+        *((name, ctypes.c_long) for name in ("count", "inputs", "columns")),
         *((name, ctypes.c_int) for name in ("kind", "in_pairs")),
     )
 

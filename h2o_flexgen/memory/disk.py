@@ -27,8 +27,9 @@ from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, READERS, alig
 from h2o_flexgen.core.files import Check
 from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
 from h2o_flexgen.memory.host import Meter
-from h2o_flexgen.memory.threads import started_pool
+from h2o_flexgen.memory.threads import SharedWork, started_pool
 
+HUGE_PAGE_BYTES = 2 << 20
 COPY_VALUES = 1 << 15  # torch copies fewer values than this in the calling thread, as readers need
 
 
@@ -124,24 +125,19 @@ class DiskFiles:
         self.each(self._read_to_buffer, [chunk for checked in ranges for chunk in checked.cut()])
 
     def each(self, action: Callable[..., object], items: Sequence[object]) -> None:
-        """Runs the action on every item in the pool. The first error is raised here, after all have ended."""
-        if len(items) == 1:
-            action(items[0])  # a single small range needs no other thread
-            return
-        futures = [self._pool.submit(action, item) for item in items]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        """Runs the action on every item, in the pool and here. The first error is raised here, after all have ended."""
+        work = SharedWork(action, items)
+        for _ in range(min(self.readers, len(items) - 1)):  # the calling thread is one of those that do it
+            self._pool.submit(work.do)
+        work.do()
+        work.finish()
 
     def buffer(self, nbytes: int) -> memoryview:
         """Aligned scratch memory of the calling thread, grown when needed and kept."""
-        pages = getattr(self._buffers, "pages", None)
+        pages: memoryview | None = getattr(self._buffers, "pages", None)
         if pages is None or len(pages) < nbytes:
-            pages = mmap.mmap(-1, disk_buffer_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError, AttributeError):  # huge pages, if there are any: reads into small ones take twice as long
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            self._buffers.pages = pages
-        return memoryview(pages)[:nbytes]
+            pages = self._buffers.pages = huge_pages(disk_buffer_bytes(nbytes))
+        return pages[:nbytes]
 
     def descriptor(self, file: Path) -> int:
         with self._lock:
@@ -177,6 +173,17 @@ class DiskFiles:
         if check is not None:
             check(wanted.offset, data)
         return data
+
+
+def huge_pages(nbytes: int) -> memoryview:
+    """Memory of which as much as possible lies on huge pages, if there are any: reads into small ones take twice as long. It
+    begins where one does, as the system does not see to that for every size."""
+    pages = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+    if whole := nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES:
+        with suppress(OSError, AttributeError):
+            pages.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return memoryview(pages)[start : start + nbytes]
 
 
 @torch.inference_mode()  # a mode of each thread; a run's tensors are made in it

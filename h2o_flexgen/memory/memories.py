@@ -19,7 +19,7 @@ from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
 from h2o_flexgen.memory.host import HostTier, SharedTier, SharedWeights
 
 
-def site_of(device: str, accelerator: bool, writes_weights: bool = False) -> Site:
+def own_site(device: str, accelerator: bool, writes_weights: bool = False) -> Site:
     """The site that this process is: its kind of device, its library of kernels, its threads.
 
     `device`: its kind. An accelerator that computes as a CPU has none of the kernels in C."""

@@ -11,7 +11,7 @@ import _thread
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -76,6 +76,36 @@ class Handover:
     def unfinished(self) -> dict[Any, Any]:
         """The tasks that are not over yet, by key: a key that is missing here means that its task is over."""
         return {}
+
+
+class SharedWork:
+    """An action on every item, for several threads that each take the next item until there is none. The one that waits for all
+    is woken once, not for every item."""
+
+    def __init__(self, action: Callable[..., object], items: Sequence[object]) -> None:
+        self._action = action
+        self._left = enumerate(items)  # each next step is taken by one thread, never by two
+        self._count = len(items)
+        self._done: list[int] = []
+        self._errors: dict[int, BaseException] = {}
+        self._over = Latch()
+
+    def do(self) -> None:
+        """The work of one thread: it takes items until none is left."""
+        for place, item in self._left:
+            try:
+                self._action(item)
+            except BaseException as error:
+                self._errors[place] = error
+            self._done.append(place)
+        if len(self._done) == self._count:
+            self._over.set()
+
+    def finish(self) -> None:
+        """Waits until all is done, and raises the error of the first item that has one."""
+        self._over.wait()
+        if self._errors:
+            raise self._errors[min(self._errors)]
 
 
 @contextmanager

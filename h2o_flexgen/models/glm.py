@@ -24,6 +24,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     shared_expert,
     weights,
 )
+from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Number, Whole
@@ -79,13 +80,10 @@ class GlmMoe(MixtureOfExperts):
     def routing(self, width: int) -> Parameters:
         return layout.joined(super().routing(width), layout.wide(CORRECTION, self._mixture.experts))
 
-    def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        correction = tensor_ops.plain(weights, CORRECTION)
-        assert correction is not None
+    def scored(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
         wide = tensor_ops.wide_linear(x, weights, self._mixture.router)  # in 16 bits it would choose others
-        scores = tensor_ops.sigmoid(wide)
-        experts = (scores + correction).topk(self._mixture.chosen, dim=-1).indices
-        shares = scores.gather(-1, experts)
-        if self._mixture.sums_to_one:
-            shares /= shares.sum(dim=-1, keepdim=True) + LEAST_SUM
-        return shares.mul_(self._factor), experts
+        return wide, tensor_ops.plain(weights, CORRECTION)
+
+    @property
+    def router_rule(self) -> RouterRule:
+        return RouterRule(SIGMOID_OF_EACH, self._mixture.sums_to_one, LEAST_SUM, self._factor)

@@ -6,7 +6,7 @@ products are parted; in GGUF files they are two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
     weights,
 )
-from h2o_flexgen.kernels.operations import halves_apart
+from h2o_flexgen.kernels.operations import Counts, clamped_silu_of_each, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import FACTOR, Bounds, Config, Number
@@ -98,17 +98,15 @@ class GptOss(MixtureOfExperts):
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
-    def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+    def gate_and_up(self, asked: ExpertGroup, weights: Weights) -> Iterable[Tensor]:
         if self._are_apart:
-            return super().gate_and_up(asked, x, weights)
-        (both,) = tensor_ops.linears_of_each(x, asked.counts, weights, [_both(number) for number in asked.experts])
+            return super().gate_and_up(asked, weights)
+        (both,) = tensor_ops.linears_of_each(asked.x, asked.counts, weights, [_both(number) for number in asked.experts])
         return halves_apart(both.flatten()).view(2, len(both), -1)
 
-    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
         """(up + 1) * gate * sigmoid(alpha * gate), by what silu makes of alpha * gate."""
-        gate.clamp_(max=self._limit).mul_(self._alpha)
-        up.clamp_(-self._limit, self._limit).add_(1.0).div_(self._alpha)
-        return super().gated_by_expert(gate, up, counts)
+        return clamped_silu_of_each(gate, up, counts, self._limit, self._alpha)
 
 
 def _both(number: int) -> str:

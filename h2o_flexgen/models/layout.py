@@ -139,6 +139,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         window=next((part.window for part in parts if part.has_kv), None),
         visits=tuple(visit for part in parts for visit in part.visits),
         passing_width=max(part.passing_width for part in parts),
+        least_passing=max(part.least_passing for part in parts),
         reads_back=any(part.reads_back for part in parts),
     )
 

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, LayerSpec
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
-from h2o_flexgen.kernels.operations import add_weighted
+from h2o_flexgen.kernels.counted_rows import CountedRows
+from h2o_flexgen.kernels.native import RECORDER
+from h2o_flexgen.kernels.operations import Counts, add_weighted, gather_chosen, route
+from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, Chosen, RouterRule
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Config
@@ -33,6 +35,7 @@ MOST_TOGETHER = 1.5  # so many times as many rows as there are tokens are comput
 # States of an expert's inner width that are held at once, as measured: those of an mlp, and one more for the rows as a kernel
 # arranges them, or for a product of gate and up before it is parted.
 EXPERT_STATES = MLP_STATES + 1
+FEW_ROWS = 128  # are always computed at once
 SHARED = "mlp.shared_experts"
 VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
 
@@ -64,7 +67,7 @@ class Mixture:
 
 
 class Routed(NamedTuple):
-    """The hidden states between the slices of a layer."""
+    """The hidden states between the slices of a layer, which lie side by side in values of their type."""
 
     hidden: Tensor  # (rows, tokens, width)
     normed: Tensor
@@ -73,9 +76,8 @@ class Routed(NamedTuple):
     experts: Tensor  # alike, int32
 
     @property
-    def joined(self) -> Tensor:
-        """All of it, side by side in values of the hidden states' type."""
-        return torch.cat([one.view(self.hidden.dtype) for one in self], dim=-1)
+    def chosen(self) -> Chosen:
+        return Chosen(self.weights, self.experts)
 
     @classmethod
     def of(cls, joined: Tensor, width: int, chosen: int) -> Routed:
@@ -137,7 +139,7 @@ class MixtureOfExperts(Decoder):
         visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
         belongs = tuple((name, number) for number, its in experts.items() for name in its)
         made = replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing)
-        return replace(made, reads_back=True, overwrites=not (is_first or is_last))
+        return replace(made, reads_back=True, least_passing=FEW_ROWS, overwrites=not (is_first or is_last))
 
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
@@ -154,56 +156,61 @@ class MixtureOfExperts(Decoder):
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x = self.normed(hidden, weights, "post_attention_layernorm")
-        shares, experts = self.chosen(x, weights)
-        given.chosen(experts)
-        total = self.through_shared(x, weights) if self._mixture.shared else torch.zeros_like(x, dtype=torch.float32)
-        return Routed(hidden, x, total, shares, experts.int()).joined
+        x, mixture = self.normed(hidden, weights, "post_attention_layernorm"), self._mixture
+        handed_on = Routed.width(self.spec.width, mixture.chosen, self.spec.dtype)
+        out = hidden.new_empty(*hidden.shape[:-1], handed_on)
+        state = Routed.of(out.view(-1, handed_on), self.spec.width, mixture.chosen)
+        state.hidden.copy_(hidden.flatten(0, -2))
+        state.normed.copy_(x.flatten(0, -2))
+        scores, correction = self.scored(x, weights)
+        route(scores.flatten(0, -2), correction, self.router_rule, state.chosen, state.total)
+        given.chosen(state.experts)
+        if mixture.shared:
+            self.add_shared(x, weights, state.total)
+        return out
 
-    def chosen(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Chooses experts for each token: their weights, in fp32, and their numbers. (rows, tokens, chosen) each"""
-        scores = tensor_ops.linear(x, weights, self._mixture.router)
+    def scored(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        """The router's scores (rows, tokens, experts), and what is added to them for the choice alone."""
+        return tensor_ops.linear(x, weights, self._mixture.router), None
+
+    @property
+    def router_rule(self) -> RouterRule:
+        """How experts are chosen by their scores."""
         if self._mixture.of_chosen:
-            highest, experts = scores.topk(self._mixture.chosen, dim=-1)
-            return functional.softmax(highest, dim=-1, dtype=torch.float32), experts
-        likely = functional.softmax(scores, dim=-1, dtype=torch.float32)
-        shares, experts = likely.topk(self._mixture.chosen, dim=-1)
-        if self._mixture.sums_to_one:
-            shares /= shares.sum(dim=-1, keepdim=True)
-        return shares, experts
+            return RouterRule(SOFTMAX_OF_CHOSEN)
+        return RouterRule(SOFTMAX_OF_ALL, self._mixture.sums_to_one)
 
-    def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
-        """What comes of the mlp that all tokens pass through, in fp32."""
-        return self.gated(x, weights, GatedMlp.of(self._mixture.shared_name)).float()
+    def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
+        """Begins the sum of the experts (tokens, width), fp32, with the mlp that all tokens pass through."""
+        total.copy_(self.gated(x, weights, GatedMlp.of(self._mixture.shared_name)).flatten(0, -2))
 
     def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         """Adds what these experts make of the tokens that they were given."""
         overwrites = given.may_overwrite and joined.is_contiguous()
-        chosen, out = self._mixture.chosen, joined if overwrites else joined.clone(memory_format=torch.contiguous_format)
-        state = Routed.of(out.flatten(0, -2), self.spec.width, chosen)
+        out = joined if overwrites else joined.clone(memory_format=torch.contiguous_format)
+        state = Routed.of(out.flatten(0, -2), self.spec.width, self._mixture.chosen)
         own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
-        shares = state.weights.flatten()
-        for asked in _asked(state.experts, own):
-            tokens = asked.places.div(chosen, rounding_mode="floor")
-            made = self.made_by(asked, state.normed[tokens], weights)
-            add_weighted(state.total, made, shares[asked.places], tokens, asked.counts)
+        for asked in _asked(state, own):
+            made = self.made_by(asked, weights)
+            add_weighted(state.total, made, asked.weights, asked.tokens, asked.counts)
         return out
 
-    def made_by(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Tensor:
+    def made_by(self, asked: ExpertGroup, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""
-        gate, up = self.gate_and_up(asked, x, weights)
+        gate, up = self.gate_and_up(asked, weights)
         inner = self.gated_by_expert(gate, up, asked.counts)
         (down,) = tensor_ops.linears_of_each(
             inner, asked.counts, weights, [self._names[number].down for number in asked.experts]
         )
         return down
 
-    def gate_and_up(self, asked: ExpertGroup, x: Tensor, weights: Weights) -> Iterable[Tensor]:
+    def gate_and_up(self, asked: ExpertGroup, weights: Weights) -> Iterable[Tensor]:
         """Both ways into these experts, of their rows."""
         names = [self._names[number] for number in asked.experts]
-        return tensor_ops.linears_of_each(x, asked.counts, weights, [own.gate for own in names], [own.up for own in names])
+        gates, ups = [own.gate for own in names], [own.up for own in names]
+        return tensor_ops.linears_of_each(asked.x, asked.counts, weights, gates, ups)
 
-    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+    def gated_by_expert(self, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
         """The input of the down projection, from `gate` and `up`, which are not used elsewhere."""
         return tensor_ops.gated_each(self._gating, gate, up, counts)
 
@@ -215,24 +222,32 @@ class MixtureOfExperts(Decoder):
 class ExpertGroup(NamedTuple):
     """Experts that are computed at once."""
 
-    experts: list[int]  # those that a token was given to
-    counts: list[int]  # of the tokens of each
-    places: Tensor  # of these, expert by expert, in the table (tokens, chosen) of those that were chosen
+    experts: Sequence[int]  # those that a token was given to; where memory alone knows which, all that may be
+    counts: Counts  # of the tokens of each
+    x: Tensor  # what these experts get, expert by expert: (rows, width)
+    weights: Tensor  # (rows,): how much it counts
+    tokens: Tensor  # (rows,): of which token it is
 
 
-def _asked(experts: Tensor, own: range) -> Iterator[ExpertGroup]:
+def _asked(state: Routed, own: range) -> Iterator[ExpertGroup]:
     """Some of these experts after the other: as many as have hardly more tokens together than there are, or one of them."""
-    table, most = experts.flatten(), MOST_TOGETHER * len(experts)
-    places = ((table >= own.start) & (table < own.stop)).nonzero().squeeze(1)
-    numbers = table[places] - own.start
-    counts = torch.bincount(numbers, minlength=len(own)).tolist()
-    places, together = places[numbers.argsort(stable=True)], dict[int, int]()
-    for number, count in zip(own, counts):
-        if together and sum(together.values()) + count > most:
-            here, places = places.tensor_split([sum(together.values())])
-            yield ExpertGroup([*together], [*together.values()], here)
-            together = {}
-        if count:
-            together[number] = count
-    if together:
-        yield ExpertGroup([*together], [*together.values()], places)
+    tokens = len(state.experts)
+    most = tokens * min(state.experts.shape[1], len(own))  # rows that these experts can have together
+    together = max(tokens, min(most, max(FEW_ROWS, int(MOST_TOGETHER * tokens))))
+    for turn in range(_most_turns(most, together, len(own))):
+        gathered = gather_chosen(state.chosen, state.normed, own, together, turn)
+        if RECORDER.get() is not None:  # nothing is computed yet, and counts are those of any step
+            yield ExpertGroup(own, CountedRows(gathered.begins, len(own), tokens), gathered.rows, gathered.weights, gathered.to)
+            continue
+        *begins, there, left = gathered.begins.tolist()
+        counts = {number: behind - begin for number, begin, behind in zip(own, begins, (*begins[1:], there)) if behind > begin}
+        if counts:
+            rows, to, weights = gathered.rows[:there], gathered.to[:there], gathered.weights[:there]
+            yield ExpertGroup([*counts], [*counts.values()], rows, weights, to)
+        if not left:
+            break
+
+
+def _most_turns(most: int, together: int, experts: int) -> int:
+    """Any turn and the one behind it have more rows than fit into one."""
+    return min(experts, 2 * ((most - 1) // together) + 1)

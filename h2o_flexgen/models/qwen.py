@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
@@ -22,11 +23,13 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.core.model_spec import MOST_WIDTH
+from h2o_flexgen.kernels.operations import add_weighted, route
+from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, Chosen, RouterRule
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import Decoder, Traits, same_windows, windows_by_kind
+from h2o_flexgen.models.llama import Decoder, GatedMlp, Traits, same_windows, windows_by_kind
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
@@ -100,9 +103,13 @@ class Qwen2Moe(QwenMoe):
     def routing(self, width: int) -> Parameters:
         return layout.joined(super().routing(width), layout.router(SHARED_GATE, 1, width))
 
-    def through_shared(self, x: Tensor, weights: Weights) -> Tensor:
-        gate = tensor_ops.sigmoid(tensor_ops.linear(x, weights, SHARED_GATE))
-        return super().through_shared(x, weights).mul_(gate)
+    def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
+        """Weighs the mlp by the sigmoid of its gate, which is a router to a single expert."""
+        made = self.gated(x, weights, GatedMlp.of(SHARED)).flatten(0, -2)
+        gate, tokens = tensor_ops.linear(x, weights, SHARED_GATE).flatten(0, -2), torch.arange(len(made), device=made.device)
+        shares = made.new_empty(len(made), 1, dtype=torch.float32)
+        route(gate, None, RouterRule(SIGMOID_OF_EACH), Chosen(shares, torch.empty_like(shares, dtype=torch.int32)))
+        add_weighted(total, made, shares.flatten(), tokens, [len(made)])
 
 
 class Qwen3Moe(QwenMoe):

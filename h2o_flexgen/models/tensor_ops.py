@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.matrix import Matrix, PackedMatrix, SteadyMatrix, linear_of_each
+from h2o_flexgen.kernels.matrix import Matrix, PackedMatrix, SteadyMatrix, counted_linear_of_each, linear_of_each
 from h2o_flexgen.kernels.operations import (
+    Counts,
     gated_gelu,
     gated_gelu_tanh,
     gated_quick_gelu,
@@ -23,6 +25,7 @@ from h2o_flexgen.kernels.operations import (
     plain_product,
     take_rows,
 )
+from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.models.base import Weights
 
 
@@ -43,9 +46,13 @@ def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
         yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
 
 
-def linears_of_each(x: Tensor, counts: Sequence[int], weights: Weights, *names: Sequence[str]) -> Iterator[Tensor]:
+def linears_of_each(x: Tensor, counts: Counts, weights: Weights, *names: Sequence[str]) -> Iterator[Tensor]:
     """The same of rows (rows, inputs) that have matrices of their own: so many, one behind the other, for each name of a
     product."""
+    if isinstance(counts, CountedRows):
+        counted = Factor(x, counts)
+        yield from (counted_linear_of_each(counted, [_linear(weights, name) for name in own]) for own in names)
+        return
     factor, firsts = Factor(x), tuple(accumulate(counts, initial=0))
     for own in names:
         meetings = ((first, rows, *_linear(weights, name)) for first, rows, name in zip(firsts, counts, own))
@@ -124,8 +131,10 @@ def gating(name: str) -> Gating:
     return GATINGS[name]
 
 
-def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Sequence[int]) -> Tensor:
+def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     """The same for rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
     if gating is gated_silu:
         return gated_silu_of_each(gate, up, counts)
+    if isinstance(counts, CountedRows):
+        raise CannotBeRecorded("only silu is a gate of rows that memory counts")
     return torch.cat([gating(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])

@@ -49,6 +49,8 @@ class Machine:
     task_seconds: float  # a task that moves data costs this beside its data
     # fields from here on cost nothing if they were not measured
     disk_both: float = 2.0  # reads and writes at once: the shares of their separate rates, added up, 1 to 2
+    reads_beside_computing: float = 1.0  # the share of disk_read_per_s that is left while a CPU computes
+    computing_beside_reads: float = 1.0  # the share of its rates that is left to a CPU while it reads; together 1 at least
     kv_read_per_s: float = inf  # KV from disk to where it is computed with: slots are moved one by one
     kv_write_per_s: float = inf
     host_read_per_s: float = inf
@@ -394,6 +396,12 @@ def _both(name: str, value: object) -> float:
     return number
 
 
+def _share(name: str, value: object) -> float:
+    if not 0 < (number := _number(name, value, 0.0)) <= 1:
+        raise WrongKey(name, f"{name} is {shown(value)}; give more than 0, and 1 (nothing is hindered) at most")
+    return number
+
+
 _READERS: Mapping[str, Any] = {
     "name": _name,
     "device": _device,
@@ -404,6 +412,8 @@ _READERS: Mapping[str, Any] = {
     "attention_bytes_per_s": _rates_of(DEVICE, HOST),
     "task_seconds": _seconds,
     "disk_both": _both,
+    "reads_beside_computing": _share,
+    "computing_beside_reads": _share,
     "packed_flops_per_s": _packed_curves,
     "decoded_values_per_s": _packed_rates(*measured_formats()),
     "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *ROW_FORMATS),

@@ -347,6 +347,11 @@ class Plan:
             raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has buffers of its own; choose another")
         return replace(self, buffers=1)
 
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that a model is opened under: this one. Requirements, of which a plan is yet to be found, have another."""
+        return self
+
     def at(self, site: Site) -> Plan:
         """The plan as it can be carried out at a site."""
         return self if site.accelerator else self.folded()

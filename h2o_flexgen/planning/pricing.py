@@ -24,7 +24,7 @@ from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Key, Op, Task, longest_by_kind
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Key, Op, Task, longest_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.trace import Trace
@@ -168,7 +168,7 @@ class Pricing:
     def _is_chained(self, task: Task | Key) -> bool:
         """Whether it is one of many visits that are replayed in one call. Such a visit costs nothing beside its work."""
         one, layer = self.cost.batch_pass(task.step, task.batch), self.spec.layers[task.layer]
-        if self.machine.has_accelerator or not self.planned.plan.may_record or layer.reads_back or layer.makes_logits:
+        if self.machine.has_accelerator or not self.planned.plan.may_record or layer.makes_logits:
             return False
         is_step = bool(one.rows) and not one.prompts and not one.shared.tokens
         return is_step and self.schedule.traffic.rests(task.layer, task.batch)
@@ -283,7 +283,20 @@ class Pricing:
         disk = max(1.0, bounds[SHARED_DISK] / longest_of_disk) if longest_of_disk else 1.0
         longest = max(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
         memory = max(1.0, bounds[SHARED_MEMORY] / longest) if longest else 1.0
-        return {op: max(memory, disk if self.schedule.traffic.uses_disk(op) else 1.0) for op in Op}
+        by_lane = self._stretched_by_processor(bounds.get(READ, 0.0), bounds.get(COMPUTE_LANE, 0.0))
+        of_disk = {op: disk if self.schedule.traffic.uses_disk(op) else 1.0 for op in Op}
+        return {op: max(memory, of_disk[op], by_lane.get(op.lane, 1.0)) for op in Op}
+
+    def _stretched_by_processor(self, reads: float, computing: float) -> dict[str, float]:
+        """How many times longer reads and COMPUTEs take where a CPU does both. Each has its share of its rate while the other
+        is under way, and all of it when the other has ended."""
+        machine, overlaps = self.machine, self.schedule.traffic.buffers > 1
+        if machine.has_accelerator or not (overlaps and reads and computing):
+            return {}
+        of_reads, of_computing = machine.reads_beside_computing, machine.computing_beside_reads
+        if reads / of_reads >= computing / of_computing:
+            return {READ: 1 + computing * (1 - of_reads) / of_computing / reads, COMPUTE_LANE: 1 / of_computing}
+        return {READ: 1 / of_reads, COMPUTE_LANE: 1 + reads * (1 - of_computing) / of_reads / computing}
 
     def _disk_seconds(self, priced: Iterable[tuple[Key, float]]) -> tuple[float, float]:
         """Seconds of reads, and of writes."""

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-
-import numpy
+from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
@@ -19,6 +18,9 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.queues import Queues, read_together
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
+
+if TYPE_CHECKING:
+    import numpy
 
 
 class Stay:
@@ -44,6 +46,8 @@ class Stay:
 
     @cached_property
     def _spans(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        import numpy  # only searches need it, and not flags
+
         return numpy.array(self.first), numpy.array(self.last)
 
     @cached_property
@@ -54,7 +58,7 @@ class Stay:
     def present(self, number: int) -> Sequence[int]:
         """The rows of a pass, with those that are new."""
         first, last = self._spans
-        found: list[int] = numpy.flatnonzero((first <= number) & (number <= last)).tolist()
+        found: list[int] = ((first <= number) & (number <= last)).nonzero()[0].tolist()
         return found
 
     def changed_at(self, number: int) -> int:

@@ -119,9 +119,10 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
     decode = _decode_bytes(spec, plan, levels, site)
     if site.accelerator:
         return decode
-    rows, passing = kv.block.batches[number].size, max(layer.passing_width for layer in spec.layers) * spec.itemsize
+    rows = kv.block.batches[number].size
+    passing = max(layer.passing_width * max(rows, layer.least_passing) for layer in spec.layers) * spec.itemsize
     heads = (4 * spec.heads + 4 * spec.kv_heads) * spec.head_dim * FLOAT_BYTES
-    return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + passing + heads)
+    return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + heads) + passing
 
 
 def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:

@@ -17,7 +17,7 @@ from h2o_flexgen.formats.kernel_table import PRODUCT_OPS, measured_formats, pric
 from h2o_flexgen.formats.table import ROW_FORMATS
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
-from h2o_flexgen.memory.memories import Memories, site_of
+from h2o_flexgen.memory.memories import Memories, own_site
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention_rates, moving, products, visits
 from h2o_flexgen.profiling.bench import (
@@ -60,7 +60,7 @@ def profile(
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
     if device_bytes:
         sizes = sizes.within(device_bytes // SHARE_OF_DEVICE)
-    dtype = dtype or site_of(device.kind, device.accelerator).usual_dtype()
+    dtype = dtype or own_site(device.kind, device.accelerator).usual_dtype()
     watch = ProfileWatch(on_subject)
     taken = RoundsTaken() if partial is None else RoundsTaken.kept_in(partial, f"{dtype} {sizes}")
     try:
@@ -88,7 +88,7 @@ def _subjects(
     """Products come last, since those of many rows take what is left of the time."""
     device, folder = memories.device, memories.disk.folder
     bench, host = _benches(device, sizes, stopwatch, limit)
-    dtypes = measured_dtypes(dtype, site_of(device.kind, device.accelerator))
+    dtypes = measured_dtypes(dtype, own_site(device.kind, device.accelerator))
     sizes = sizes.in_pool(min(bench.pool.nbytes, host.pool.nbytes), max(DTYPE_BYTES[each] for each in dtypes))
     yield from moving.copies(bench, host, sizes, memories.host)
     yield from visits.visits(bench, host, folder, dtype, sizes, watch)
@@ -154,6 +154,8 @@ def _machine(
         attention_bytes_per_s=_rates(figures, attention_rates.READING, (HOST, DEVICE)),
         task_seconds=figures[visits.TASK],
         disk_both=min(2.0, max(1.0, figures[moving.BOTH])),
+        reads_beside_computing=figures.get(moving.READS_BESIDE, 1.0),
+        computing_beside_reads=figures.get(moving.COMPUTING_BESIDE, 1.0),
         kv_read_per_s=figures["kv_read_per_s"],
         kv_write_per_s=figures["kv_write_per_s"],
         host_read_per_s=figures[moving.SUM],

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.operations import plain_product
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
@@ -26,6 +28,8 @@ LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # with less, a rate says little
 PARTS_OF_FILE = (64, 8, 1)  # how many times smaller the file is at first, for disks that are slow
 WEIGHT_OF_DISK = 6.0
 READ, WRITE, BOTH = "disk_read_per_s", "disk_write_per_s", "disk_both"
+READS_BESIDE, COMPUTING_BESIDE = "reads_beside_computing", "computing_beside_reads"
+ROWS, SIDE = 16, 2048  # of a product beside which is read
 COPY, SUM = "host_copy_per_s", "host_read_per_s"
 LINKS = {  # page-locked host memory: rate to the device, and back
     True: ("host_to_device_per_s", "device_to_host_per_s"),
@@ -40,7 +44,8 @@ LINKS = {  # page-locked host memory: rate to the device, and back
 def disk(memories: Memories, sizes: ProfileSizes, now: Now = NOW, watch: ProfileWatch | None = None) -> Iterator[Subject]:
     """Uses a temporary file that is written first, so that there is something to read."""
     most = _file_bytes(memories.disk.folder, sizes)
-    trial = DiskTrial(memories, sizes.disk_seconds / most, now, watch or ProfileWatch())
+    compute = None if memories.device.accelerator else a_product()
+    trial = DiskTrial(memories, sizes.disk_seconds / most, now, watch or ProfileWatch(), compute)
     try:
         steps = tuple(max(1, most // part) for part in PARTS_OF_FILE)
         yield Subject("disk", trial.rates, steps, enough=inf, weight=WEIGHT_OF_DISK)
@@ -59,10 +64,25 @@ def _file_bytes(folder: Path, sizes: ProfileSizes) -> int:
     return min(sizes.disk_bytes, free // SHARE_OF_DISK)
 
 
+def a_product() -> Callable[[], object]:
+    """A product as a step has many: by all threads, of some rows with a matrix."""
+    x, matrix = torch.full((ROWS, SIDE), 0.5), torch.full((SIDE, SIDE), 0.5)
+    return lambda: plain_product(Factor(x), matrix, None)
+
+
 class DiskTrial:
     """Reads and writes of a file; its size decides how long each is measured."""
 
-    def __init__(self, memories: Memories, seconds_per_byte: float, now: Now, watch: ProfileWatch) -> None:
+    def __init__(
+        self,
+        memories: Memories,
+        seconds_per_byte: float,
+        now: Now,
+        watch: ProfileWatch,
+        compute: Callable[[], object] | None = None,
+    ) -> None:
+        """`compute`: what the processor does beside reads in a run; None if it does nothing."""
+        self._compute = compute
         self._files, self._disk = memories.files, memories.disk
         self._seconds_per_byte, self._now, self._watch = seconds_per_byte, now, watch
         self._next: Counter[tuple[str, int]] = Counter()  # chunk that each worker of a lane is at, in its part of the file
@@ -70,7 +90,7 @@ class DiskTrial:
         self._size = self._chunk = self._chunks = 0
 
     def rates(self, nbytes: int) -> Figures:
-        """Reads alone, writes alone, then both at once."""
+        """Reads alone, writes alone, then both at once; and reads beside what the processor computes."""
         if self._size != nbytes:
             self._take(nbytes)
         seconds = self._seconds_per_byte * nbytes
@@ -78,7 +98,8 @@ class DiskTrial:
         with ThreadPoolExecutor(len(alone)) as pool:
             begun = [pool.submit(self._rate, way, seconds) for way in alone]
             shares = sum(one.result() / rate for one, rate in zip(begun, alone.values()))
-        return {**alone, BOTH: shares}
+        beside = {} if self._compute is None else self._beside(self._compute, alone[READ], seconds)
+        return {**alone, BOTH: shares, **beside}
 
     def close(self) -> None:
         if self._region is not None:
@@ -113,6 +134,25 @@ class DiskTrial:
         with ThreadPoolExecutor(workers) as pool:
             done = sum(pool.map(lambda place: self._moved(way, place, workers, begun + seconds), range(workers)))
         return done / (self._now() - begun)
+
+    def _beside(self, compute: Callable[[], object], reads_alone: float, seconds: float) -> Figures:
+        """The shares of their rates that reads and products have while both are under way. They may take turns, which is the
+        least."""
+        ends = self._now() + seconds
+        products_alone = self._per_second(compute, lambda: self._now() >= ends)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(self._rate, READ, seconds)
+            products = self._per_second(compute, reading.done)
+        shares = {READS_BESIDE: reading.result() / reads_alone, COMPUTING_BESIDE: products / products_alone}
+        least = min(1.0, sum(shares.values()))
+        return {name: min(1.0, share / least) for name, share in shares.items()}
+
+    def _per_second(self, action: Callable[[], object], ended: Callable[[], bool]) -> float:
+        begun, calls = self._now(), 0
+        while not calls or not ended():
+            action()
+            calls += 1
+        return calls / (self._now() - begun)
 
     def _moved(self, way: str, place: int, workers: int, ends: float) -> int:
         """Moves as many chunks at once as there are threads, task by task, in its own part of the file."""

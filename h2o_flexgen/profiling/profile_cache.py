@@ -24,7 +24,7 @@ from h2o_flexgen.formats.kernel_table import CPU
 from h2o_flexgen.kernels.native import in_use, processor
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes
-from h2o_flexgen.memory.memories import site_of
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.profiling.apart import profile_apart
@@ -33,7 +33,7 @@ from h2o_flexgen.profiling.busy_cores import Others, is_quiet
 from h2o_flexgen.profiling.measure import describe_machine
 
 GB = 10**9
-VERSION = 3  # of what is measured, and of what a profile says of it: profiles of another version are measured anew
+VERSION = 4  # of what is measured, and of what a profile says of it: profiles of another version are measured anew
 UNKNOWN = "unknown"
 LIMITS = (
     "ONEDNN_MAX_CPU_ISA",
@@ -171,7 +171,7 @@ def note_partial(mark: Fingerprint, note: OnNote) -> None:
 
 
 def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:
-    return Fingerprint.of(device, offload_folder, dtype or site_of(device.kind, device.accelerator).usual_dtype())
+    return Fingerprint.of(device, offload_folder, dtype or own_site(device.kind, device.accelerator).usual_dtype())
 
 
 def keep(machine: Machine, mark: Fingerprint) -> Machine:

@@ -21,7 +21,7 @@ from h2o_flexgen.engine.engine import Engine, OnVisit
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.memories import Memories, site_of
+from h2o_flexgen.memory.memories import Memories, own_site
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
@@ -119,7 +119,7 @@ class Trials:
     def _trace(self, model: Model, plan: Plan, prompt_len: int, steps: int, on_visit: OnVisit | None) -> Trace:
         """Runs one block and returns its trace."""
         device, folder = self.device if self.device.accelerator else VisitByVisit(), self.folder
-        site = site_of(device.kind, device.accelerator)
+        site = own_site(device.kind, device.accelerator)
         plan = plan.at(site)
         planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), site).first
         params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)

@@ -55,7 +55,7 @@ class Sampler:
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> Picked:
-        """Reads back once: what was picked, how many tokens a filter leaves, and log-probabilities."""
+        """Reads back what was picked, and log-probabilities where they are asked for."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         changes = score_changes(params, histories, logits.shape[-1])
         draws = None if all(one.is_greedy for one in distinct(params)) else self._draws(params, rows, steps, histories)

@@ -33,7 +33,7 @@ from h2o_flexgen.engine.resources import (
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed, keep_little_freed, peak_resident_bytes
-from h2o_flexgen.memory.memories import Memories, site_of
+from h2o_flexgen.memory.memories import Memories, own_site
 from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -128,7 +128,7 @@ class LoadedModel:
 
     @property
     def site(self) -> Site:
-        return site_of(self.device.kind, self.device.accelerator, self.request.model.dummy_weights)
+        return own_site(self.device.kind, self.device.accelerator, self.request.model.dummy_weights)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
         """Plans the workload under this model's plan, or under another one."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.profiling.profile_cache import machine_before_profile, profile_at_hand, this_machine
 from h2o_flexgen.session.open_request import SiteRequest, refuse_other_device
@@ -21,6 +22,7 @@ class MachineSource:
     dtype: str  # as it was asked for
     processes: int = 1  # that share the machine
     _known: Machine | None = field(default=None, repr=False)
+    _saved: dict[str, Machine] = field(default_factory=dict, repr=False)  # by dtype: profiles that were read
 
     def __post_init__(self) -> None:
         if self.named is not None and self.device is not None:
@@ -36,8 +38,18 @@ class MachineSource:
         if self.named is not None:
             return self.named
         assert self.device is not None
-        kept = profile_at_hand(self.device, self.offload_folder, self._measured_dtype)
-        return kept or machine_before_profile(self.device, self.offload_folder)
+        return self.at_hand(self._measured_dtype) or machine_before_profile(self.device, self.offload_folder)
+
+    def at_hand(self, dtype: str | None) -> Machine | None:
+        """This machine's saved profile, of which the file is read once; None if there is none."""
+        assert self.device is not None
+        dtype = dtype or own_site(self.device.kind, self.device.accelerator).usual_dtype()
+        if dtype not in self._saved:
+            found = profile_at_hand(self.device, self.offload_folder, dtype)
+            if found is None:
+                return None
+            self._saved[dtype] = found
+        return self._saved[dtype]
 
     def measured(self, progress: Progress) -> Machine:
         """The named machine; otherwise this one, by its saved profile or measured now, which is shown."""

@@ -12,7 +12,7 @@ import psutil
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.formats.kernel_table import TRITON, Processor
-from h2o_flexgen.memory.memories import site_of
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
 from h2o_flexgen.planning.plan import Plan
@@ -49,7 +49,7 @@ class ModelShapes:
         return self._opened[site]
 
     def _site(self, machine: Machine) -> Site:
-        site = site_of(machine.device, machine.has_accelerator, self.model.dummy_weights)
+        site = own_site(machine.device, machine.has_accelerator, self.model.dummy_weights)
         if self.named is not None and machine.has_accelerator:  # another machine's, where torch brings Triton
             site = replace(site, processor=Processor(machine.device, TRITON, machine.multiplies))
         return site

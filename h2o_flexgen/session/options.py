@@ -6,9 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 
-from h2o_flexgen.checkpoints import probe_file
 from h2o_flexgen.checkpoints.model_places import file_beside
-from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.option import by_own_names
@@ -54,8 +52,10 @@ def probe_of(given: object, model: str) -> Probe:
     """A probe itself, that of a file, or the one that lies beside the model."""
     if isinstance(given, Probe):
         return given
+    from h2o_flexgen.checkpoints.probe_file import FILE, read_probe
+
     if given == OWN:
-        return read_probe(file_beside(model, probe_file.FILE, "is no probe", "--probe"))
+        return read_probe(file_beside(model, FILE, "is no probe", "--probe"))
     if isinstance(given, (str, os.PathLike)):
         return read_probe(given)
     raise ValueError(f"probe is a {type(given).__name__}; give a Probe, the path of a file, or {OWN!r}")

@@ -69,7 +69,7 @@ def test_systems_take_turns(asked: list[str], monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(steps, "OurRuns", lambda *_: steps.TheirRuns(*_))
     monkeypatch.setattr(steps.TheirRuns, "answer", lambda self, rows: answer)
     args = steps.parse([*asked, "--rows", "1", "--systems", THEIRS, f"{OURS}, int8"])
-    lines = list(steps.measured(args))
+    (lines,) = steps.measured(args)
     told = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
     assert told == [f"{THEIRS}, 1 rows", f"{OURS}, int8, 1 rows"] * 2
     assert [line["steps"] for line in lines] == pytest.approx([5.0, 5.0]) and len(lines[0]["runs"]) == 2

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
 
 from h2o_flexgen.checkpoints.checkpoint import folder_checkpoint, open_checkpoint
-from h2o_flexgen.checkpoints.safetensors_format import TensorForm, read_header, write_safetensors
+from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, read_header, write_safetensors
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.core.model_spec import TensorSpec
 from tests.helpers.refusals import one_line
@@ -262,8 +262,8 @@ def test_a_written_file_is_read_by_us_and_by_safetensors_and_its_data_are_aligne
         "wide": torch.randn(5, dtype=torch.float64),
     }
     path = tmp_path / "model.safetensors"
-    forms = [TensorForm(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
-    write_safetensors(path, forms, values.__getitem__)
+    headers = [TensorHeader(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
+    write_safetensors(path, headers, values.__getitem__)
     assert {name: value.tolist() for name, value in load_file(path).items()} == {
         name: value.tolist() for name, value in values.items()
     }

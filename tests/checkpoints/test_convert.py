@@ -21,7 +21,7 @@ from h2o_flexgen.checkpoints.convert import load_shard
 from h2o_flexgen.checkpoints.derived import CONVERTED
 from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import Progress
-from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
 from h2o_flexgen.checkpoints.stale_files import writer
 from h2o_flexgen.core.environment import cache_folder
 from tests.helpers.patience import PATIENCE_SECONDS
@@ -104,7 +104,7 @@ def test_old_files_that_are_no_zip_archives_are_converted_too(tmp_path: Path, mo
 
 
 def test_safetensors_go_before_bins(tmp_path: Path, model: Path) -> None:
-    write_safetensors(model / "model.safetensors", [TensorForm("a", torch.float32, (2,))], lambda name: torch.ones(2))
+    write_safetensors(model / "model.safetensors", [TensorHeader("a", torch.float32, (2,))], lambda name: torch.ones(2))
     assert open_checkpoint(model, tmp_path / "cache").place == model
     assert not (tmp_path / "cache").exists()
 
@@ -135,12 +135,12 @@ def test_a_conversion_that_fails_midway_leaves_nothing(
     save_bins(tmp_path / "model", [random_state("a"), random_state("b")])
     written: list[Path] = []
 
-    def failing(path: Path, forms: list[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
+    def failing(path: Path, headers: list[TensorHeader], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
         if written:
             path.write_bytes(b"half")
             raise error
         written.append(path)
-        return write_safetensors(path, forms, value)
+        return write_safetensors(path, headers, value)
 
     monkeypatch.setattr(convert_module, "write_safetensors", failing)
     with pytest.raises((ValueError, KeyboardInterrupt)) as caught:
@@ -165,9 +165,9 @@ def test_two_at_once_convert_once(tmp_path: Path, model: Path, monkeypatch: pyte
         both.wait()  # neither has looked for the folder yet
         return fingerprint(files, asked)
 
-    def counting(path: Path, forms: list[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
+    def counting(path: Path, headers: list[TensorHeader], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
         written.append(path)
-        return write_safetensors(path, forms, value)
+        return write_safetensors(path, headers, value)
 
     monkeypatch.setattr(derived, "fingerprint", meeting)
     monkeypatch.setattr(convert_module, "write_safetensors", counting)
@@ -271,8 +271,8 @@ def test_the_writer_lets_go_of_each_tensor_before_it_asks_for_the_next(tmp_path:
         given.append(weakref.ref(tensor))
         return tensor
 
-    forms = [TensorForm(f"t{number}", torch.float32, (64, 64)) for number in range(5)]
-    write_safetensors(tmp_path / "model.safetensors", forms, value)
+    headers = [TensorHeader(f"t{number}", torch.float32, (64, 64)) for number in range(5)]
+    write_safetensors(tmp_path / "model.safetensors", headers, value)
     assert len(given) == 5
 
 

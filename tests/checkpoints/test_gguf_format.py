@@ -117,7 +117,7 @@ def test_tensors_lie_where_the_package_finds_them(path: Path, alignment: int) ->
     }
     found = read_gguf(path).tensors
     assert {one.name: (one.offset, one.nbytes, one.shape) for one in found} == expected
-    assert {one.kind for one in found} == {"float32", "q4_1", "q8_0"}
+    assert {one.format for one in found} == {"float32", "q4_1", "q8_0"}
 
 
 def test_both_versions_are_read_and_no_others(path: Path) -> None:

@@ -4,6 +4,8 @@ what would be computed otherwise than the file means is refused."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from transformers import PretrainedConfig, PreTrainedModel
 
+from h2o_flexgen.checkpoints import gguf_format
+from h2o_flexgen.checkpoints.model_places import demo_folder
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
@@ -27,7 +31,8 @@ from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import gguf_files
 from tests.helpers.contract import opened
-from tests.helpers.gguf_files import ARCHITECTURES, FORMS, save_gguf
+from tests.helpers.gguf_files import ARCHITECTURES, FORMATS, save_gguf
+from tests.helpers.gguf_vocabularies import PREFIX, metadata_of_folder
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import KINDS
 
@@ -68,10 +73,10 @@ def expected(model: PreTrainedModel) -> tuple[list[list[int]], list[list[float]]
     return tokens, logprobs
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_tokens_and_logits_of_its_decoded_weights_on_every_tier(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_form_gives_the_tokens_and_logits_of_its_decoded_weights_on_every_tier(format: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    model = save_gguf("llama-gqa", file, form, num_hidden_layers=2, vocab_size=113)
+    model = save_gguf("llama-gqa", file, format, num_hidden_layers=2, vocab_size=113)
     tokens, logprobs = expected(model)
     for percent in (RESIDENT, IN_HOST, ON_DISK):
         found_tokens, found_logprobs = generated(file, percent, tmp_path / "offload")
@@ -87,6 +92,38 @@ def test_every_relative_gives_the_tokens_and_logits_of_transformers(kind: str, t
     found_tokens, found_logprobs = generated(part, (50, 0, 50, 50, 100, 0), tmp_path / "offload")
     assert found_tokens == tokens
     np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+def saved_with_tokenizer(folder: Path) -> Path:
+    """A file with a vocabulary, as files of models have it."""
+    place = demo_folder("demo-llama")
+    assert place is not None
+    values = metadata_of_folder(place, "gpt-2")
+    save_gguf(
+        "llama-mha", folder / "tiny.gguf", num_hidden_layers=1, vocab_size=len(values[f"{PREFIX}tokens"]), metadata=values
+    )
+    return folder / "tiny.gguf"
+
+
+def test_a_file_is_run_without_transformers(tmp_path: Path) -> None:
+    """Its import takes longer than everything else before a first token."""
+    code = "import sys; from h2o_flexgen import run; status = run.main(sys.argv[1:])"
+    code += "; print([name for name in ('transformers', 'huggingface_hub', 'sympy', 'scipy') if name in sys.modules], status)"
+    flags = ("--model", str(saved_with_tokenizer(tmp_path)), "--prompt", "hello there", "--gen-len", "1")
+    ran = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[] 0", ran.stderr
+
+
+def test_the_header_of_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read, starts = saved_with_tokenizer(tmp_path), gguf_format._start, list[Path]()
+
+    def watched(header: gguf_format.HeaderBytes) -> tuple[int, int]:
+        starts.append(header.path)
+        return read(header)
+
+    monkeypatch.setattr(gguf_format, "_start", watched)
+    with LLM(file, offload_dir=tmp_path / "offload", device="cpu") as llm:
+        assert llm.tokenizer.reads_texts and starts == [file]
 
 
 def _experts(tensor: gguf.ReaderTensor) -> int:
@@ -180,7 +217,7 @@ def _saved(folder: Path, **options: Any) -> Path:
 
 
 def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
-    file = _saved(tmp_path, form="q5_0", table_form="q8_0")
+    file = _saved(tmp_path, format="q5_0", table_format="q8_0")
     checkpoint, data = opened(file), file.read_bytes()
     assert {matrix.format for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
     assert checkpoint.stored_as("model.norm.weight").itemsize == 4 and checkpoint.files == (file,)

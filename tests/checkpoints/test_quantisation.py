@@ -16,7 +16,7 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.helpers.quantised import FORMS, WIDE, awq_config, compressed_config, gptq_config, int4_config, save_quantised
+from tests.helpers.quantised import METHODS, WIDE, awq_config, compressed_config, gptq_config, int4_config, save_quantised
 from tests.helpers.tiny import save_tiny
 
 
@@ -24,10 +24,10 @@ def of(**stored: Any) -> Quantisation | None:
     return quantisation_of({"quantization_config": stored})
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_written_here_is_read(form: str) -> None:
-    found = quantisation_of({"quantization_config": dict(FORMS[form].config)})
-    assert found is not None and found.method == FORMS[form].config["quant_method"]
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_written_here_is_read(method: str) -> None:
+    found = quantisation_of({"quantization_config": dict(METHODS[method].config)})
+    assert found is not None and found.method == METHODS[method].config["quant_method"]
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}])
@@ -40,8 +40,8 @@ def test_older_checkpoints_have_another_key() -> None:
 
 
 def test_zero_points_are_less_one_in_the_first_version_alone() -> None:
-    for form, less in (("gptq", True), ("gptq_v2", False)):
-        found = of(**gptq_config(128, form))
+    for format, less in (("gptq", True), ("gptq_v2", False)):
+        found = of(**gptq_config(128, format))
         assert found is not None and found.zeros_one_less == less
 
 
@@ -133,7 +133,7 @@ def test_random_weights_are_not_quantised(key: str, tmp_path: Path) -> None:
 
 def test_random_weights_take_the_form_of_mxfp4(tmp_path: Path) -> None:
     """As many bytes as the checkpoint has, the same in memory and on disk, and of the size of trained ones."""
-    save_quantised("gpt-oss", tmp_path / "model", FORMS["mxfp4"], **WIDE)
+    save_quantised("gpt-oss", tmp_path / "model", METHODS["mxfp4"], **WIDE)
     stored = open_checkpoint(tmp_path / "model")
     asked = {"dummy_weights": True, "device": "cpu", "dtype": "float32", "tokenizer": "bytes", "offload_dir": tmp_path}
     said = []

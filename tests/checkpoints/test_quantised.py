@@ -33,13 +33,24 @@ from h2o_flexgen.core.model_spec import MOST_WIDTH, ModelSpec
 from h2o_flexgen.formats.table import PLAIN, matrix_format
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.models import create_model, load_config
-from tests.helpers.quantised import FORMS, WIDE, Form, Quantised, awq, awq_config, fp8, fp8_config, mxfp4, save_quantised
+from tests.helpers.quantised import (
+    METHODS,
+    WIDE,
+    Method,
+    Quantised,
+    awq,
+    awq_config,
+    fp8,
+    fp8_config,
+    mxfp4,
+    save_quantised,
+)
 
 KIND = "llama-gqa"
 PROJECTIONS = 7  # matrices of a block
 BLOCKS = 3
 
-# the codec of the matrices of each form, and whether the bytes lie so in the file
+# the codec of the matrices of each method, and whether the bytes lie so in the file
 EXPECTED = {
     "awq": ("int4-32-float16-zeros", False),
     "awq-64": ("int4-64-float16-zeros", False),
@@ -63,8 +74,8 @@ EXPECTED = {
 }
 
 
-def saved(form: str, folder: Path, **options: Any) -> Quantised:
-    return save_quantised(KIND, folder, FORMS[form], **{**WIDE, "head_dim": 16, **options})
+def saved(method: str, folder: Path, **options: Any) -> Quantised:
+    return save_quantised(KIND, folder, METHODS[method], **{**WIDE, "head_dim": 16, **options})
 
 
 def spec_of(folder: Path, checkpoint: Checkpoint, format: str = PLAIN) -> ModelSpec:
@@ -94,15 +105,15 @@ def everything(folder: Path, cache: Path, format: str = PLAIN) -> tuple[ModelSpe
     }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_matrices_mean_what_their_form_says(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_matrices_mean_what_their_form_says(method: str, tmp_path: Path) -> None:
     """Bit for bit, from several files."""
-    made = saved(form, tmp_path / "model", files=3)
+    made = saved(method, tmp_path / "model", files=3)
     spec, data = everything(tmp_path / "model", tmp_path / "cache")
     assert set(data) == set(made.values) and len(data) >= BLOCKS * (PROJECTIONS - 1)
-    format, in_place = EXPECTED[form]
+    format, in_place = EXPECTED[method]
     assert spec.tensors["model.layers.0.self_attn.q_proj.weight"].format == format
-    assert (tmp_path / "cache").exists() is not in_place or form == "compressed-columns", "some of its groups are cut"
+    assert (tmp_path / "cache").exists() is not in_place or method == "compressed-columns", "some of its groups are cut"
     for name, expected in made.values.items():
         values = torch.empty(expected.shape)
         decode(spec.tensors[name].format, data[name], values)
@@ -125,14 +136,14 @@ ON_DISK, IN_MEMORY = (0, 0, 0, 100, 0, 100), (0, 100, 0, 100, 0, 100)
 
 
 @pytest.mark.parametrize(
-    ("form", "percent"),
-    [(form, ON_DISK) for form in FORMS] + [(form, IN_MEMORY) for form in ("gptq-ordered", "fp8", "compressed-mxfp4")],
+    ("method", "percent"),
+    [(method, ON_DISK) for method in METHODS] + [(method, IN_MEMORY) for method in ("gptq-ordered", "fp8", "compressed-mxfp4")],
 )
 def test_a_model_computes_with_what_its_checkpoint_means(
-    form: str, percent: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, percent: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = saved(form, tmp_path / "model", head=form in ("awq", "fp8"), tie_word_embeddings=False)
+    made = saved(method, tmp_path / "model", head=method in ("awq", "fp8"), tie_word_embeddings=False)
     prompt, logits = [5, 9, 2, 7, 4, 11], []
     options: Any = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu", "offload_dir": tmp_path / "offload"}
     with LLM(str(tmp_path / "model"), percent=percent, **options) as llm:
@@ -148,13 +159,13 @@ def test_a_model_computes_with_what_its_checkpoint_means(
 
 
 @pytest.mark.parametrize(
-    ("form", "format"), [("fp8", "group8"), ("fp8", "group4"), ("mxfp8", "group4"), ("gptq-ordered", "group4")]
+    ("method", "format"), [("fp8", "group8"), ("fp8", "group4"), ("mxfp8", "group4"), ("gptq-ordered", "group4")]
 )
 def test_what_takes_fewer_bytes_in_groups_is_packed_from_its_values(
-    form: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some outputs at a time; and what would not is left in its form."""
-    made = saved(form, tmp_path / "model", intermediate_size=256)
+    """Some outputs at a time; and what would not is left in its method."""
+    made = saved(method, tmp_path / "model", intermediate_size=256)
     monkeypatch.setattr(stored_values_module, "PART_BYTES", 1)
     spec, data = everything(tmp_path / "model", tmp_path / "cache", format)
     changed = {name for name in made.values if spec.tensors[name].format == matrix_format(format)}
@@ -169,9 +180,9 @@ def test_what_takes_fewer_bytes_in_groups_is_packed_from_its_values(
             assert torch.equal(decoded, values), name
 
 
-@pytest.mark.parametrize("form", ["gptq-ordered", "compressed", "fp8-tensor", "mxfp4"])
-def test_any_form_gives_its_values_some_outputs_at_a_time(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = saved(form, tmp_path / "model", intermediate_size=320)
+@pytest.mark.parametrize("method", ["gptq-ordered", "compressed", "fp8-tensor", "mxfp4"])
+def test_any_form_gives_its_values_some_outputs_at_a_time(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = saved(method, tmp_path / "model", intermediate_size=320)
     monkeypatch.setattr(stored_values_module, "PART_BYTES", 1)
     matrices = open_checkpoint(tmp_path / "model").matrices
     for name, expected in made.values.items():
@@ -189,12 +200,12 @@ def test_imported_matrices_are_written_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_parts_do_not_change_what_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for form in ("awq", "gptq-ordered", "compressed-asymmetric"):
-        saved(form, tmp_path / form)
-        whole = everything(tmp_path / form, tmp_path / "cache")[1]
+    for method in ("awq", "gptq-ordered", "compressed-asymmetric"):
+        saved(method, tmp_path / method)
+        whole = everything(tmp_path / method, tmp_path / "cache")[1]
         for module in (reading_module, importing_module):
             monkeypatch.setattr(module, "PART_BYTES", 100)
-        cut = everything(tmp_path / form, tmp_path / "other")[1]
+        cut = everything(tmp_path / method, tmp_path / "other")[1]
         assert all(torch.equal(whole[name], cut[name]) for name in whole)
         monkeypatch.undo()
 
@@ -213,8 +224,8 @@ def test_another_reading_of_the_same_files_is_another_copy(tmp_path: Path) -> No
 
 
 def test_a_copy_of_bin_files_may_be_quantised(tmp_path: Path) -> None:
-    for form in ("fp8", "gptq"):
-        made, folder = saved(form, tmp_path / form), tmp_path / form
+    for method in ("fp8", "gptq"):
+        made, folder = saved(method, tmp_path / method), tmp_path / method
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
         checkpoint = open_checkpoint(folder, tmp_path / "converted")
@@ -277,10 +288,10 @@ def test_zero_points_may_be_bytes_with_signs(tmp_path: Path) -> None:
     assert torch.equal(values, made.values[f"{LAYER}.weight"])
 
 
-@pytest.mark.parametrize("form", ["fp8", "compressed-fp8", "awq", "mxfp4"])
-def test_layers_that_are_not_quantised_are_plain(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fp8", "compressed-fp8", "awq", "mxfp4"])
+def test_layers_that_are_not_quantised_are_plain(method: str, tmp_path: Path) -> None:
     """Whatever lists of them the config has."""
-    saved(form, tmp_path / "model")
+    saved(method, tmp_path / "model")
 
     def plain(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith(LAYER)]:
@@ -306,7 +317,7 @@ def fewer_outputs(tensors: Tensors, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "change", "said"),
+    ("method", "change", "said"),
     [
         ("awq", lambda tensors: tensors.pop(f"{LAYER}.scales"), "tensor model.layers.1.mlp.up_proj.scales is missing"),
         ("awq", put("qzeros", narrow), "qzeros .* has the shape"),
@@ -328,9 +339,9 @@ def fewer_outputs(tensors: Tensors, count: int) -> None:
     ],
 )
 def test_tensors_that_contradict_each_other_are_refused_by_name(
-    form: str, change: Callable[[Tensors], object], said: str, tmp_path: Path
+    method: str, change: Callable[[Tensors], object], said: str, tmp_path: Path
 ) -> None:
-    saved(form, tmp_path / "model")
+    saved(method, tmp_path / "model")
     rewritten(tmp_path / "model", change)
     with pytest.raises(ValueError, match=said) as caught:
         open_checkpoint(tmp_path / "model")
@@ -349,7 +360,7 @@ def test_more_inputs_than_a_model_has_are_refused_before_they_are_read(tmp_path:
 
 
 def test_blocks_that_would_fit_otherwise_than_they_are_meant_are_refused(tmp_path: Path) -> None:
-    save_quantised(KIND, tmp_path, Form(fp8_config(100, 100), fp8(100, 100)), **{**WIDE, "head_dim": 16})
+    save_quantised(KIND, tmp_path, Method(fp8_config(100, 100), fp8(100, 100)), **{**WIDE, "head_dim": 16})
     with pytest.raises(
         ValueError, match="beside a weight of 64 x 160; scales are read for blocks of 128 x 128, 1 x 32, 1 x all"
     ):
@@ -357,17 +368,17 @@ def test_blocks_that_would_fit_otherwise_than_they_are_meant_are_refused(tmp_pat
 
 
 def test_groups_that_no_form_has_are_refused(tmp_path: Path) -> None:
-    save_quantised(KIND, tmp_path, Form(awq_config(16), awq(16), 16, 8), **WIDE)
+    save_quantised(KIND, tmp_path, Method(awq_config(16), awq(16), 16, 8), **WIDE)
     with pytest.raises(ValueError, match="has a scale for each 16 inputs; groups of 128, 64, 32 are read"):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("form", ["awq", "gptq-ordered", "compressed-asymmetric", "fp8", "mxfp4", "compressed-mxfp4"])
-def test_any_headers_are_read_or_refused_in_a_line(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["awq", "gptq-ordered", "compressed-asymmetric", "fp8", "mxfp4", "compressed-mxfp4"])
+def test_any_headers_are_read_or_refused_in_a_line(method: str, tmp_path: Path) -> None:
     """Tensors of drawn shapes and types in the place of those of one matrix."""
-    random = Random(form)
+    random = Random(method)
     codes = ["I32", "F32", "U8", "I8", "F8_E4M3", "F8_E8M0", "BF16", "F16", "I64"]
-    made = saved(form, tmp_path)
+    made = saved(method, tmp_path)
     quantisation = folder_quantisation(tmp_path)
     tensors = {tensor.name: tensor for tensor in read_header(tmp_path / "model.safetensors")}
     refused = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.cli.batch_run import JobFigures, JobWatch, Metrics
+from h2o_flexgen.cli.report.entry import document_of
 from h2o_flexgen.engine.job import RequestSize
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import Tick
@@ -27,7 +28,7 @@ def test_figures_of_a_tick() -> None:
     one = figures()
     assert (one.prompt_rate, one.decode_rate, one.seconds_left, one.busiest) == (6.0, 3.0, 30.0, ("read", 0.9))
     assert one.useful_share == 0.86, "of four rows the last token was not computed with"
-    document = one.as_json()
+    document = document_of(one.entries())
     assert (document["requests"], document["requests_done"], document["requests_failed"]) == (8, 3, 1)
     assert (document["rows_alive"], document["rows_possible"], document["seconds_left"]) == (3, 4, 30.0)
     assert json.loads(json.dumps(document)) == document

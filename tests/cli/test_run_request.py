@@ -81,8 +81,8 @@ def test_products_of_8_bits_are_asked_for_whatever_the_weights(words: str, weigh
 
 def test_a_model_is_opened_with_exact_products_where_a_search_may_pack_its_weights() -> None:
     request = asked("--model", "m", "--compute", "int8", "--allow-4bit")
-    assert isinstance(request.plan, PlanRequirements) and request.first_plan == replace(request.plan.plan, compute="exact")
-    assert asked("--model", "m", "--compute", "int8").first_plan.compute == "int8"
+    assert isinstance(request.plan, PlanRequirements) and request.plan.first_plan == replace(request.plan.plan, compute="exact")
+    assert asked("--model", "m", "--compute", "int8").plan.first_plan.compute == "int8"
 
 
 @pytest.mark.parametrize("flag", ["--compress-weight", "--compress-cache"])
@@ -98,10 +98,10 @@ def test_a_switch_without_a_word_is_on() -> None:
 
 def test_without_a_model_the_one_of_the_package_continues_texts_and_its_defaults_can_be_overruled() -> None:
     request = asked("--gen-len", "3")
-    plan = request.first_plan
+    plan = request.plan.first_plan
     assert (request.model.name, request.model.dummy_weights, request.gen_len) == ("demo", False, 3)
     assert request.prompts == DEMO_PROMPTS and len(DEMO_PROMPTS) == plan.block_size
-    assert plan.kv_policy == "h2o" and asked("--kv-policy", "full").first_plan.kv_policy == "full"
+    assert plan.kv_policy == "h2o" and asked("--kv-policy", "full").plan.first_plan.kv_policy == "full"
     assert plan.weights.disk > 0 and plan.kv.disk > 0
 
 
@@ -149,7 +149,7 @@ def test_a_path_without_a_model_is_no_demo() -> None:
 
 def test_defaults_are_those_of_plan_and_sampling_params() -> None:
     request = asked("--model", "m")
-    assert request.first_plan == Plan() == asked("--model", "m", "--overlap", "1").first_plan
+    assert request.plan.first_plan == Plan() == asked("--model", "m", "--overlap", "1").plan.first_plan
     assert request.sampling == replace(SamplingParams(), stop=[], stop_token_ids=[]) and request.seed is None
     assert (request.gen_len, request.steps) == (SamplingParams.max_tokens,) * 2
 
@@ -158,8 +158,12 @@ def test_the_plan_is_what_the_flags_ask_for() -> None:
     flags = "--percent 0 50 0 100 0 100 --gpu-batch-size 8 --num-gpu-batches 2 --buffers 3 --sep-layer 0 --schedule row_by_row"
     plan = Plan(8, 2, buffers=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
     assert asked("--model", "m", *flags.split()).plan == plan
-    for without in (["--overlap", "0"], ["--debug-mode", "breakdown"]):
-        assert asked("--model", "m", *flags.split(), *without).plan == plan.without_overlap()
+    assert asked("--model", "m", *flags.split(), "--debug-mode", "breakdown").plan == plan.without_overlap()
+    one_buffer = flags.replace("--buffers 3", "--buffers 1")
+    for shown in (one_buffer, one_buffer.replace("--buffers 1", "")):
+        assert asked("--model", "m", *shown.split(), "--overlap", "0").plan == plan.without_overlap()
+    with pytest.raises(ValueError, match="--buffers 3 changes nothing: --overlap 0 takes one buffer"):
+        asked("--model", "m", *flags.split(), "--overlap", "0")
 
 
 def test_every_flag_has_help_and_every_default_is_shown() -> None:

@@ -45,12 +45,12 @@ def test_files_are_kept_where_a_folder_is_named() -> None:
 def test_what_requests_share_has_the_room_that_is_asked_for() -> None:
     assert (asked().prefix_room, asked("--prefix-room", 0).prefix_room) == (None, 0)
     request = asked("--prefix-room", 2048, "--prefix-policy", "judged", "--kv-policy", "h2o")
-    assert request.prefix_room == 2048 and request.first_plan.copies_prefixes
+    assert request.prefix_room == 2048 and request.plan.first_plan.copies_prefixes
 
 
 def test_a_plan_of_ones_own_is_taken_as_it_is() -> None:
     request = asked("--percent", 0, 50, 0, 100, 0, 100, "--gpu-batch-size", 3, "--kv-policy", "h2o")
-    assert isinstance(request.plan, Plan) and request.first_plan.gpu_batch_size == 3
+    assert isinstance(request.plan, Plan) and request.plan.first_plan.gpu_batch_size == 3
     assert "is for a search" in one_line(lambda: asked("--percent", 0, 50, 0, 100, 0, 100, "--allow-4bit"))
 
 

@@ -14,14 +14,16 @@ from h2o_flexgen.formats.kernel_sizes import ROOM_CHUNK
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels import working_room
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.memory.memories import site_of
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, graph_bytes
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
+from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
 from tests.helpers.pretended import PretendedDevice
 from tests.helpers.recorded import repeated
+from tests.helpers.tiny import KINDS
 
+LONG_ENOUGH = sorted(kind for kind in KINDS if not kind.endswith("-near"))  # others have positions for few tokens
 RESIDENT, STEPS = (100, 0, 100, 0, 100, 0), 8
 WEIGHTS_MOVE = (30, 40, 100, 0, 100, 0)
 
@@ -34,9 +36,9 @@ def replayed(case: Case, checkpoints: Checkpoints, offload: Path, **options: obj
         return sum(run.replayed for run in llm.stats.blocks)
 
 
-def is_without_graphs(device: str, kind: str) -> bool:
-    """On a CPU kernels in C are recorded. Norms of OPT are torch's."""
-    return device == "cpu" and (processor("cpu").build == TORCH or kind == "opt")
+def is_without_graphs(device: str) -> bool:
+    """On a CPU kernels in C are recorded."""
+    return device == "cpu" and processor("cpu").build == TORCH
 
 
 @pytest.mark.parametrize("place", range(len(POLICIES)))
@@ -58,7 +60,28 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
         compute=product,
         kv_codec=("plain", "group4")[place % 2],
     )
-    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device, case.kind)
+    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device)
+
+
+@pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
+@pytest.mark.parametrize("place", range(len(LONG_ENOUGH)))
+def test_every_layer_of_every_family_is_recorded(place: int, checkpoints: Checkpoints, offload: Path) -> None:
+    policies, (format, product) = (*POLICIES, *BY_HEAD), WEIGHTS[place % len(WEIGHTS)]
+    case = Case(
+        LONG_ENOUGH[place],
+        RESIDENT,
+        (5, 9, 2, 7),
+        STEPS,
+        dtype=("float32", "bfloat16", "float16")[place % 3],
+        policy=policies[place % len(policies)],
+        weight_codec=format,
+        compute=product,
+        kv_codec=("plain", "group4", "group8")[place // 3 % 3],
+    )
+    with case.open(checkpoints, offload) as llm:
+        compare(case, checkpoints, *generate_with(llm, case))
+        assert llm.stats is not None and llm.stats.replayed > 0
+        assert llm.stats.unrecorded == {}
 
 
 def test_every_layer_but_the_head_is_replayed_from_the_third_step_on(
@@ -108,7 +131,7 @@ def test_rows_that_leave_take_new_graphs(any_device: str, checkpoints: Checkpoin
     with case.open(checkpoints, offload) as llm:
         completions = llm.generate(case.prompts, [SamplingParams(max_tokens=limit) for limit in limits])
         assert llm.stats is not None
-        assert llm.stats.last_block.replayed > 0 or is_without_graphs(any_device, case.kind)
+        assert llm.stats.last_block.replayed > 0 or is_without_graphs(any_device)
     assert [list(each.token_ids) for each in completions] == [row[:limit] for row, limit in zip(expected, limits)]
 
 
@@ -152,7 +175,7 @@ def test_the_room_of_programs_is_counted(
     monkeypatch.setattr(working_room, "ROOM_CHUNK", working_room.PART)
     format, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
-        ("llama-gqa", "neox-parallel", "opt", "gemma2")[place % 4],
+        ("llama-gqa", "neox-parallel", "opt", "gemma2", "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe")[place % 8],
         RESIDENT,
         (5, 9, 2, 7, 5, 9, 2, 7),
         STEPS,
@@ -166,7 +189,7 @@ def test_the_room_of_programs_is_counted(
     with case.open(checkpoints, offload) as llm:
         generate_with(llm, case)
         assert llm.stats is not None
-        planned, site = llm.stats.last_block.planned, site_of("cpu", False)
+        planned, site = llm.stats.last_block.planned, own_site("cpu", False)
         taken = llm.loaded.device._room.nbytes
     assert taken <= SLACK * graph_bytes(planned.kv, 0, planned.plan, site) - ROOM_CHUNK
     assert taken > 0

@@ -41,18 +41,18 @@ from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers import tiny
 from tests.helpers.probes import OF_NO_MODEL, probe_for
-from tests.helpers.quantised import FORMS, WIDE, save_quantised
+from tests.helpers.quantised import METHODS, WIDE, save_quantised
 from tests.helpers.resident import resident_generate, weights_by_layer
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
-GGUF, WITH_HEAD = "gguf-", " with its head"  # forms of checkpoints that are GGUF files; and whose head is in that form, too
+GGUF, WITH_HEAD = "gguf-", " with its head"  # checkpoints that are GGUF files; and whose head is packed, too
 
 # what weights are written in and how products are made: of plain ones there is one kind
 WEIGHTS = (PLAIN, EXACT), ("group4", EXACT), ("group8", EXACT), ("group4", INT8), ("group8", INT8)
 
 
-# models in forms of checkpoints: what is kept as it is stored, and what becomes of it in fewer bits
+# models in formats of checkpoints: what is kept as it is stored, and what becomes of it in fewer bits
 STORED = (
     ("llama-gqa", "gguf-q4_0", PLAIN, EXACT),
     ("qwen3", "gguf-q4_1", PLAIN, EXACT),
@@ -68,6 +68,7 @@ STORED = (
     ("gpt-oss", "gguf-mxfp4", PLAIN, EXACT),
     ("glm4-moe", "gguf-q4_1", PLAIN, INT8),
     ("granite-moe", "gguf-q5_0", PLAIN, EXACT),
+    ("granite", "gguf-iq4_nl", PLAIN, EXACT),
     ("qwen2", "gguf-bfloat16", "group4", EXACT),
     ("qwen3", "gguf-q8_0", "group4", EXACT),
     ("llama-gqa", "gguf-q4_0", PLAIN, INT8),
@@ -219,6 +220,16 @@ def head_budgets(shares: Shares, heads: int) -> HeadBudgets:
     return HeadBudgets("a tiny model", "made up", (fmean(chain.from_iterable(own)),), (own,))
 
 
+def of_stores(policy: tuple[tuple[str, Any], ...]) -> tuple[object, ...]:
+    """What decides which bytes are kept and moved for a policy, and what passes compute."""
+    kept = Case(policy=policy).kv_policy
+    return kept.score_words, kept.judge, kept.echoes, kept.last_queries, kept.sees, kept.options.hh_prompt_only
+
+
+# those that differ from an earlier one in no more than which tokens rank lowest
+ALIKE = [policy for place, policy in enumerate(POLICIES) if of_stores(policy) in map(of_stores, POLICIES[:place])]
+
+
 def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Prompts without repetition, so that a row with another one's data shows."""
     random = Random(seed)
@@ -277,8 +288,8 @@ class Checkpoints:
         elif stored in DTYPE_BYTES:
             made = tiny.save_tiny(kind, place, getattr(torch, stored), max_shard_size="40KB")
         else:
-            form = FORMS[stored.removesuffix(WITH_HEAD)]
-            made = save_quantised(kind, place, form, torch.float32, files=2, head=head, **WIDE).model
+            method = METHODS[stored.removesuffix(WITH_HEAD)]
+            made = save_quantised(kind, place, method, torch.float32, files=2, head=head, **WIDE).model
         self.hf_models[kind, stored] = made
         return place
 
@@ -364,7 +375,7 @@ class Checkpoints:
                 prompts,
                 case.gen_len,
                 by_token,
-                case.levels(model.spec),
+                case.levels(self.spec(case)),
                 case.prefill_tokens,
                 case.kv_codec,
                 beside=beside,
@@ -374,7 +385,7 @@ class Checkpoints:
 
 
 def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tensor]:
-    """The bytes of a tensor in the form of its checkpoint, and its values."""
+    """The bytes of a tensor in the format of its checkpoint, and its values."""
     found, stored = checkpoint.located(tensor), checkpoint.stored_as(tensor.name)
     own = replace(tensor, format=stored.format, itemsize=stored.itemsize)
     data = torch.zeros(own.nbytes, dtype=torch.uint8)

@@ -44,7 +44,7 @@ ARCHITECTURES = {
 }  # by model_type
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight")
-FORMS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
+FORMATS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
     name.lower().replace("_k", "_K"): Type[name]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 }
@@ -71,25 +71,25 @@ EVERYWHERE: Mapping[str, Mapping[str, Any]] = {  # all layers have experts, whos
 }
 
 
-def sizes_for(form: str, model_type: str = "llama") -> dict[str, Any]:
-    """Sizes of a tiny model whose rows are whole blocks of this form."""
-    return {**(SIZES_OF_LARGE_BLOCKS if FORMS[form] in SCALES else SIZES), **EVERYWHERE.get(model_type, {})}
+def sizes_for(format: str, model_type: str = "llama") -> dict[str, Any]:
+    """Sizes of a tiny model whose rows are whole blocks of this format."""
+    return {**(SIZES_OF_LARGE_BLOCKS if FORMATS[format] in SCALES else SIZES), **EVERYWHERE.get(model_type, {})}
 
 
 def save_gguf(
     kind: str,
     file: Path,
-    form: str = "q4_0",
-    table_form: str | None = None,
+    format: str = "q4_0",
+    table_format: str | None = None,
     seed: int = 0,
     tensors_per_part: int = 0,
     alignment: int = 0,
     metadata: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Writes a file, or parts with so many tensors each, with matrices in one form and tables of tokens perhaps in another.
+    """Writes a file, or parts with so many tensors each, with matrices in one format and tables of tokens perhaps in another.
     Returns the model that it holds."""
-    model = tiny_hf_model(kind, seed, **{**sizes_for(form, KINDS[kind][0]), **changes})
+    model = tiny_hf_model(kind, seed, **{**sizes_for(format, KINDS[kind][0]), **changes})
     writer = GGUFWriter(file, ARCHITECTURES[model.config.model_type], split_max_tensors=tensors_per_part)
     _add_metadata(writer, model.config)
     if alignment:
@@ -103,11 +103,11 @@ def save_gguf(
             experts.setdefault(f"{expert[1]}.ffn_{expert[2]}_exps.{expert[3]}", []).append(parameter)
             continue
         is_table, is_router = name in ("model.embed_tokens.weight", "lm_head.weight"), name.endswith(ROUTERS)
-        own = form if not is_table else table_form or form
-        kind_there = FORMS[own] if parameter.ndim == 2 and not is_router else Type.F32
+        own = format if not is_table else table_format or format
+        kind_there = FORMATS[own] if parameter.ndim == 2 and not is_router else Type.F32
         _add_tensor(writer, model.config, name, parameter, kind_there, generator)
     for name, parameters in experts.items():
-        kind_there = FORMS[form] if name.endswith("weight") else Type.F32
+        kind_there = FORMATS[format] if name.endswith("weight") else Type.F32
         _add_experts(writer, name.replace("model.layers", "blk"), parameters, kind_there, generator)
     _add_divisors(writer, model)
     if model.config.model_type == "glm4_moe":
@@ -212,7 +212,7 @@ def _add_block_behind(writer: GGUFWriter, config: PretrainedConfig) -> None:
 def _add_tensor(
     writer: GGUFWriter, config: PretrainedConfig, name: str, parameter: Tensor, kind: Type, generator: np.random.Generator
 ) -> None:
-    """Writes what the parameter becomes in this form, and puts what comes of that into the parameter."""
+    """Writes what the parameter becomes in this format, and puts what comes of that into the parameter."""
     if name.endswith("e_score_correction_bias"):
         name = name.replace("correction_bias", "correction.bias")
     name += ".weight" * name.endswith(".sinks")

@@ -11,13 +11,16 @@ import pytest
 
 Name = str | tuple[str, ...]  # a tuple names what is chosen together: each of its values is a tuple as well
 Value = tuple[Name, int]  # what is chosen, and the number of a value of it
+Pair = tuple[Value, Value]
+Pairs = list[Pair]  # that a case is there for
 Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names of what is chosen, have to meet
 
 
 def covering(
     choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 24, needs: Needs = lambda pair: True
 ) -> list[dict[str, Any]]:
-    """Few cases in which all pairs meet that a test `needs`: the fewest of some ways to draw them."""
+    """Few cases in which all pairs meet that a test `needs`: the fewest of some ways to draw them. What a case need not have
+    is the first of its choice, which is to be the plainest."""
     names = list(choices)
     places = {name: range(len(choices[name])) for name in names}  # numbers instead of values, which may be long
     lacking: dict[Value, set[Value]] = {(name, place): set() for name in names for place in places[name]}
@@ -27,15 +30,14 @@ def covering(
                 lacking[one, first].add((other, second))
                 lacking[other, second].add((one, first))
     assert all(lacking.values()) or len(names) < 2, "a value is in no case"
-    drawn = (list(_drawn(places, lacking, Random(f"{seed} {number}"))) for number in range(tries))
-    return [each_apart({name: choices[name][case[name]] for name in names}) for case in min(drawn, key=len)]
+    drawn = (_fewer(list(_drawn(places, lacking, Random(f"{seed} {number}")))) for number in range(tries))
+    fewest = (_values(pairs) for pairs in min(drawn, key=len))
+    return [each_apart({name: choices[name][values.get(name, 0)] for name in names}) for values in fewest]
 
 
-def _drawn(
-    places: Mapping[Name, Sequence[int]], lacking: Mapping[Value, set[Value]], random: Random
-) -> Iterator[dict[Name, int]]:
-    """Each case is built value by value around a pair that has not met, each value one that meets most for the first time. Who
-    meets nobody new is the first of his choice, which is to be the plainest."""
+def _drawn(places: Mapping[Name, Sequence[int]], lacking: Mapping[Value, set[Value]], random: Random) -> Iterator[Pairs]:
+    """The pairs that meet in each case for the first time. A case is built value by value around a pair that has not met, each
+    value one that meets most for the first time."""
     missing = {value: set(others) for value, others in lacking.items()}
     while any(missing.values()):
         first = max(missing, key=lambda value: (len(missing[value]), random.random()))
@@ -45,10 +47,46 @@ def _drawn(
             if name not in taken:
                 values = [(name, place) for place in places[name]]
                 case.add(max(values, key=lambda one: (len(missing[one] & case), len(missing[one]), random.random())))
-        case = {value if missing[value] & case else (value[0], 0) for value in case}
+        yield [pair for pair in itertools.combinations(sorted(case, key=str), 2) if pair[1] in missing[pair[0]]]
         for value in case:
             missing[value] -= case
-        yield dict(case)
+
+
+def _fewer(cases: list[Pairs]) -> list[Pairs]:
+    """Without cases whose pairs can meet in others, where these are free to choose."""
+    values = [_values(pairs) for pairs in cases]
+    for number in sorted(range(len(cases)), key=lambda number: len(cases[number])):
+        if (moved := _moved(cases[number], values, number)) is not None:
+            for pair, into in moved:
+                cases[into].append(pair)
+                values[into].update(pair)
+            cases[number], values[number] = [], {}
+    return [pairs for pairs in cases if pairs]
+
+
+def _moved(pairs: Pairs, cases: Sequence[dict[Name, int]], gone: int) -> list[tuple[Pair, int]] | None:
+    """The cases that pairs can meet in instead of the one that goes; None where one has no place. The fullest is taken."""
+    moved, changed = list[tuple[Pair, int]](), dict[int, dict[Name, int]]()
+    for pair in pairs:
+        (one, first), (other, second) = pair
+        able = [
+            (len(values), number)
+            for number, values in enumerate(cases)
+            if values and number != gone and values.get(one, first) == first and values.get(other, second) == second
+        ]
+        for _, number in sorted(able, reverse=True):
+            values = changed.get(number, {})
+            if values.get(one, first) == first and values.get(other, second) == second:
+                changed.setdefault(number, {}).update(pair)
+                moved.append((pair, number))
+                break
+        else:
+            return None
+    return moved
+
+
+def _values(pairs: Pairs) -> dict[Name, int]:
+    return dict(itertools.chain.from_iterable(pairs))
 
 
 def pairs_first(choices: Mapping[Name, Sequence[object]]) -> list[Any]:

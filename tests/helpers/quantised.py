@@ -1,7 +1,7 @@
 """Tiny checkpoints as other tools quantise them: AWQ, GPTQ, compressed-tensors, FP8, MXFP4, written from their specifications.
 
-Nothing of the package is used here. A form takes the weight of a linear layer, and gives the tensors that stand in the file in
-its place, and what these mean, in fp32.
+Nothing of the package is used here. A method takes the weight of a linear layer, and gives the tensors that stand in the file
+in its place, and what these mean, in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Written = tuple[dict[str, Tensor], Tensor]  # tensors by the end of their names,
 
 
 @dataclass(frozen=True)
-class Form:
+class Method:
     config: Mapping[str, Any]  # the quantization_config
     written: Callable[[Tensor], Written]
     inputs: int = 1  # a matrix is written so if its inputs are a multiple of this
@@ -178,11 +178,11 @@ def _scales(wanted: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 # -- all of them -----------------------------------------------------------------------------------------------------------
 
 
-def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
+def compressed_config(format: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "observer": "minmax", **weights}, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": form,
+        "format": format,
         "ignore": ["lm_head"],
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
@@ -198,8 +198,8 @@ def awq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
 
 
-def gptq_config(group: int, form: str = "gptq", **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "checkpoint_format": form, **more}
+def gptq_config(group: int, format: str = "gptq", **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "checkpoint_format": format, **more}
 
 
 def fp8_config(*block: int) -> dict[str, Any]:
@@ -207,32 +207,32 @@ def fp8_config(*block: int) -> dict[str, Any]:
 
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-FORMS: Mapping[str, Form] = {
-    "awq": Form(awq_config(32), awq(), 32, 8),
-    "awq-64": Form(awq_config(64), awq(64), 64, 8),
-    "awq-columns": Form(awq_config(-1), awq(-1), 32, 8),
-    "gptq": Form(gptq_config(32), gptq(), 32, 8),
-    "gptq-v2": Form(gptq_config(32, "gptq_v2"), gptq(one_less=False), 32, 8),
-    "gptq-symmetric": Form(gptq_config(32, sym=True), gptq(symmetric=True), 32, 8),
-    "gptq-ordered": Form({**gptq_config(32), "desc_act": True}, gptq(shuffled=True), 32, 8),
-    "compressed": Form(int4_config(32, True), compressed(), 32),
-    "compressed-columns": Form(int4_config(-1, True), compressed(-1), 32),
-    "compressed-asymmetric": Form(int4_config(32, False), compressed(symmetric=False), 32),
-    "compressed-ordered": Form(int4_config(32, True, "group"), compressed(shuffled=True), 32),
-    "fp8": Form(fp8_config(128, 128), fp8(128, 128), bits=8),
-    "fp8-bfloat16": Form(fp8_config(128, 128), fp8(128, 128, "bfloat16"), bits=8),
-    "fp8-tensor": Form(fp8_config(), fp8(0, 0, name="weight_scale"), bits=8),
-    "mxfp8": Form(fp8_config(1, 32), fp8(1, 32, "e8m0"), 32, bits=8),
-    "compressed-fp8": Form(
+METHODS: Mapping[str, Method] = {
+    "awq": Method(awq_config(32), awq(), 32, 8),
+    "awq-64": Method(awq_config(64), awq(64), 64, 8),
+    "awq-columns": Method(awq_config(-1), awq(-1), 32, 8),
+    "gptq": Method(gptq_config(32), gptq(), 32, 8),
+    "gptq-v2": Method(gptq_config(32, "gptq_v2"), gptq(one_less=False), 32, 8),
+    "gptq-symmetric": Method(gptq_config(32, sym=True), gptq(symmetric=True), 32, 8),
+    "gptq-ordered": Method({**gptq_config(32), "desc_act": True}, gptq(shuffled=True), 32, 8),
+    "compressed": Method(int4_config(32, True), compressed(), 32),
+    "compressed-columns": Method(int4_config(-1, True), compressed(-1), 32),
+    "compressed-asymmetric": Method(int4_config(32, False), compressed(symmetric=False), 32),
+    "compressed-ordered": Method(int4_config(32, True, "group"), compressed(shuffled=True), 32),
+    "fp8": Method(fp8_config(128, 128), fp8(128, 128), bits=8),
+    "fp8-bfloat16": Method(fp8_config(128, 128), fp8(128, 128, "bfloat16"), bits=8),
+    "fp8-tensor": Method(fp8_config(), fp8(0, 0, name="weight_scale"), bits=8),
+    "mxfp8": Method(fp8_config(1, 32), fp8(1, 32, "e8m0"), 32, bits=8),
+    "compressed-fp8": Method(
         compressed_config("float-quantized", strategy="channel", **_FP8), fp8(1, 0, "bfloat16", "weight_scale"), bits=8
     ),
-    "compressed-fp8-block": Form(
+    "compressed-fp8-block": Method(
         compressed_config("float-quantized", strategy="block", block_structure=[128, 128], **_FP8),
         fp8(128, 128, "bfloat16", "weight_scale"),
         bits=8,
     ),
-    "mxfp4": Form({"quant_method": "mxfp4"}, mxfp4(), 32),
-    "compressed-mxfp4": Form(
+    "mxfp4": Method({"quant_method": "mxfp4"}, mxfp4(), 32),
+    "compressed-mxfp4": Method(
         compressed_config("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True),
         mxfp4("weight_packed", "weight_scale"),
         32,
@@ -251,34 +251,40 @@ class Quantised:
 
 
 def save_quantised(
-    kind: str, folder: Path, form: Form, dtype: torch.dtype = torch.float16, files: int = 1, head: bool = False, **changes: Any
+    kind: str,
+    folder: Path,
+    method: Method,
+    dtype: torch.dtype = torch.float16,
+    files: int = 1,
+    head: bool = False,
+    **changes: Any,
 ) -> Quantised:
-    """Writes a tiny model with every linear layer that the form takes, with its head only if it is said so; of gpt-oss with
+    """Writes a tiny model with every linear layer that the method takes, with its head only if it is said so; of gpt-oss with
     experts alone. Other tensors are of `dtype`. The parts of a matrix come into different `files`."""
     made = Quantised(tiny.save_tiny(kind, folder, dtype, **changes))
     tensors = {name: tensor.clone() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     if made.model.config.model_type == "gpt_oss":
-        _write_experts(made, tensors, form)
-        form = replace(form, config={**form.config, "modules_to_not_convert": list(NOT_CONVERTED)}, inputs=1 << 40)
+        _write_experts(made, tensors, method)
+        method = replace(method, config={**method.config, "modules_to_not_convert": list(NOT_CONVERTED)}, inputs=1 << 40)
     for name, module in made.model.named_modules():
         is_head = module is made.model.get_output_embeddings()
-        if isinstance(module, torch.nn.Linear) and form.takes(module.weight) and (head or not is_head):
-            parts, values = form.written(module.weight.detach())
+        if isinstance(module, torch.nn.Linear) and method.takes(module.weight) and (head or not is_head):
+            parts, values = method.written(module.weight.detach())
             tensors.pop(f"{name}.weight", None)
             tensors |= {f"{name}.{end}": part for end, part in parts.items()}
             made.values[f"{name}.weight"] = module.weight.data = values
     _save(folder, tensors, files)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(form.config)}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(method.config)}))
     return made
 
 
-def _write_experts(made: Quantised, tensors: dict[str, Tensor], form: Form) -> None:
+def _write_experts(made: Quantised, tensors: dict[str, Tensor], method: Method) -> None:
     """All experts of a layer in one tensor of blocks and one of scales, with outputs before inputs; the plain tensors that they
     take the place of have inputs first."""
     for name, parameter in made.model.named_parameters():
         if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            written = [form.written(own.T) for own in parameter.detach()]
+            written = [method.written(own.T) for own in parameter.detach()]
             del tensors[name]
             for end in ("blocks", "scales"):
                 tensors[f"{name}_{end}"] = torch.stack([parts[f"weight_{end}"] for parts, _ in written])

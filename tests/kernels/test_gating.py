@@ -11,6 +11,8 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_quick_gelu, gated_relu, gated_silu
 from h2o_flexgen.kernels.row_functions import (
+    clamped_silu,
+    clamped_silu_twin,
     gated_gelu_tanh_twin,
     gated_gelu_twin,
     gated_quick_gelu_twin,
@@ -62,3 +64,15 @@ def test_a_value_has_the_same_bits_in_any_company(variant: str, gating: Gating) 
     gate, up = torch.randn(3, 5001), torch.randn(3, 5001)
     with used(variant):
         assert torch.equal(gating(gate.clone(), up)[1:, -3:], gating(gate[1:, -3:].clone(), up[1:, -3:].contiguous()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", LAST_BITS)
+def test_a_clamped_silu_limits_and_rounds_as_torch_does(variant: str, dtype: torch.dtype) -> None:
+    gate, up = (6 * torch.randn(7, 333, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    gate.view(-1)[: len(SPECIAL)] = up.view(-1)[5 : 5 + len(SPECIAL)] = torch.tensor(SPECIAL)
+    gate, up = gate.to(dtype), up.to(dtype)
+    expected = clamped_silu_twin(gate.clone(), up.clone(), 7.0, 1.702)
+    with used(variant):
+        found = clamped_silu(gate.clone(), up, 7.0, 1.702)
+    torch.testing.assert_close(found, expected, rtol=LAST_BITS[dtype], atol=5e-6, equal_nan=True)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,7 +22,16 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, aligned
-from h2o_flexgen.memory.disk import Checked, DiskFiles, DiskRegion, DiskTier, FilePiece, OffloadFolder
+from h2o_flexgen.memory.disk import (
+    HUGE_PAGE_BYTES,
+    Checked,
+    DiskFiles,
+    DiskRegion,
+    DiskTier,
+    FilePiece,
+    OffloadFolder,
+    huge_pages,
+)
 from h2o_flexgen.memory.host import HostTier
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -317,6 +327,49 @@ def test_an_error_in_one_range_comes_out_after_all_have_ended(files: DiskFiles) 
     with pytest.raises(OSError, match="cable"):
         files.each(action, list(range(20)))
     assert running == [3]
+
+
+def test_every_item_is_done_once_and_the_caller_does_some_of_them(files: DiskFiles) -> None:
+    done, caller, is_here = list[int](), threading.get_ident(), threading.Event()
+
+    def action(place: int) -> None:
+        if threading.get_ident() == caller:
+            is_here.set()
+        assert is_here.wait(20)
+        done.append(place)
+
+    files.each(action, list(range(50)))
+    assert sorted(done) == list(range(50))
+
+
+def test_of_several_errors_the_first_items_comes_out(files: DiskFiles) -> None:
+    def action(place: int) -> None:
+        raise OSError(errno.EIO, f"cable {place}")
+
+    with pytest.raises(OSError, match="cable 0"):
+        files.each(action, list(range(20)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted so on Linux")
+@pytest.mark.parametrize("nbytes", [ALIGNMENT, HUGE_PAGE_BYTES, CHUNK_BYTES + 2 * ALIGNMENT])
+def test_a_readers_buffer_lies_on_huge_pages_as_far_as_it_fills_them(nbytes: int) -> None:
+    before = held_on_huge_pages()
+    if before is None:
+        pytest.skip("this system has no huge pages")
+    memory = huge_pages(nbytes)
+    memory[:] = bytes(nbytes)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert len(memory) == nbytes and address % HUGE_PAGE_BYTES == 0
+    assert held_on_huge_pages() == before + nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def held_on_huge_pages() -> int | None:
+    """Bytes of this process; None where the system gives no huge pages to memory that asks for them."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        return None
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
 
 
 def test_a_file_is_opened_once_and_closed_at_the_end(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.checkpoints.safetensors_format import TensorForm, read_header, write_safetensors
+from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, read_header, write_safetensors
 from h2o_flexgen.core.allowed_values import eos_ids_of
 from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.llm import LLM
@@ -181,8 +181,8 @@ def test_yaml_that_is_nested_too_deeply_is_an_error_of_one_line(opening: str, tm
 
 def test_a_header_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    forms = [TensorForm(name, torch.float32, (4,)) for name in ("first", "other")]
-    write_safetensors(file, forms, lambda name: torch.ones(4))
+    headers = [TensorHeader(name, torch.float32, (4,)) for name in ("first", "other")]
+    write_safetensors(file, headers, lambda name: torch.ones(4))
     file.write_bytes(file.read_bytes().replace(b"other", b"first"))
     message = one_line(lambda: read_header(file))
     assert str(file) in message and "'first' stands there twice" in message

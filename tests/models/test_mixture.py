@@ -55,7 +55,8 @@ def routed(model: MixtureOfExperts, dtype: torch.dtype) -> Tensor:
     likely = torch.rand(TOKENS, 1, model._mixture.experts, generator=draw)
     likely[:, :, 1] += 0.9  # asked by most
     weights, experts = likely.topk(CHOSEN, dim=-1)
-    return Routed(hidden, hidden.clone(), torch.zeros_like(hidden, dtype=torch.float32), weights, experts.int()).joined
+    parts = Routed(hidden, hidden.clone(), torch.zeros_like(hidden, dtype=torch.float32), weights, experts.int())
+    return torch.cat([one.view(dtype) for one in parts], dim=-1)
 
 
 def total(model: MixtureOfExperts, joined: Tensor, layers: list[Weights], may_overwrite: bool = False) -> Tensor:

@@ -32,6 +32,7 @@ from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
 from h2o_flexgen.formats.mxfp4 import Fp4
 from h2o_flexgen.formats.table import FORMATS, PLAIN
@@ -42,7 +43,7 @@ from h2o_flexgen.kv.judges import judge_of
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.memory.memories import site_of
+from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
@@ -154,7 +155,7 @@ def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
 
 def test_where_hidden_states_move_slices_of_experts_are_promised_two_wide_ones() -> None:
     spec, batch = create_model(tiny_config("olmoe"), "bfloat16").spec, Batch((0, 1, 2), (9, 9, 9))
-    held, plan, site = HeldKV.of(spec, Plan(), Block((batch,), 4)), Plan(), site_of("cpu", False)
+    held, plan, site = HeldKV.of(spec, Plan(), Block((batch,), 4)), Plan(), own_site("cpu", False)
     moving, resting = (working_bytes(held, 0, plan, site, moves_hidden=moves) for moves in (True, False))
     assert moving - resting == 27 * (spec.widest - spec.width) * spec.itemsize > 0
 
@@ -274,7 +275,7 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     plan = Plan.create(prefill_tokens=rows * tokens * batch.readings, **options)
     with used(variant):
         most = max(passing_bytes(model, plan, batch, gen_len, step) for step in (0, 1, gen_len - 1))
-        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), gen_len)), 0, plan, site_of("cpu", False))
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), gen_len)), 0, plan, own_site("cpu", False))
     assert 0.18 * estimate < most <= estimate
 
 
@@ -306,7 +307,7 @@ def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(value
         most = passing_bytes(model, in_pieces, batch, 4, 0)
         held = HeldKV.of(model.spec, in_pieces, Block((batch,), 4))
         estimate, at_once_estimate = (
-            SLACK * working_bytes(held, 0, plan, site_of("cpu", False)) for plan in (in_pieces, whole)
+            SLACK * working_bytes(held, 0, plan, own_site("cpu", False)) for plan in (in_pieces, whole)
         )
     assert 0.1 * estimate < most <= estimate < 0.9 * at_once_estimate
 
@@ -330,7 +331,7 @@ def test_an_mlp_far_wider_than_its_model_allocates_no_more_in_passing_than_is_es
     model, plan, batch = create_model(config, "float32", sep_layer=False), Plan(prefill_tokens=512), Batch((0, 1), (64,) * 2)
     with used(variant):
         most = passing_bytes(model, plan, batch, 4, 0)
-        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 4)), 0, plan, site_of("cpu", False))
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 4)), 0, plan, own_site("cpu", False))
     assert 0.4 * estimate < most <= estimate
 
 
@@ -354,9 +355,9 @@ def test_experts_allocate_no_more_in_passing_than_their_slice_says(values: dict[
     weights = {name: in_form(values["form"], tensor, getattr(torch, dtype)) for name, tensor in pairs}
     x = torch.randn(sum(counts), model.spec.width, dtype=getattr(torch, dtype))
     there = [x, *(one for weight in weights.values() for one in tensors_of(weight))]
-    asked = ExpertGroup([*range(len(counts))], [*counts], torch.arange(sum(counts)))
+    asked = ExpertGroup([*range(len(counts))], [*counts], x, torch.ones(len(x)), torch.arange(len(x)))
     with used(variant):
-        most = peak_allocated(lambda: model.made_by(asked, x, weights), there)
+        most = peak_allocated(lambda: model.made_by(asked, weights), there)
     said = 512 * slices[0].passing_width * x.itemsize
     assert most <= said
     assert kind != "gpt-oss-far" or len(counts) == 1 or most > 0.8 * said
@@ -398,7 +399,7 @@ def test_slices_of_experts_allocate_no_more_in_passing_than_is_estimated(values:
     with used(variant):
         most = peak_allocated(through_slices, there)
         held = HeldKV.of(spec, plan, Block((batch,), 4))
-        estimate = SLACK * working_bytes(held, 0, plan, site_of("cpu", False), moves_hidden=False)
+        estimate = SLACK * working_bytes(held, 0, plan, own_site("cpu", False), moves_hidden=False)
     assert len(slices) > 2 and 0.2 * estimate < most <= estimate
 
 
@@ -476,7 +477,7 @@ def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimat
     occupancy = plan.policy.occupancy(block.batches[0], block.gen_len)
     with used(variant):
         most = bytes_behind_prefixes(model, plan, workload.needs, occupancy.capacity)
-        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, block), 0, plan, site_of("cpu", False))
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, block), 0, plan, own_site("cpu", False))
     assert 0.08 * estimate < most <= estimate
 
 
@@ -533,7 +534,7 @@ def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[SeatNeed], c
 
 def weight_of(spec: ModelSpec, layer: LayerSpec, name: str) -> Tensor | PackedMatrix:
     tensor = dict(layer.tensors)[name]
-    values = torch.randn(tensor.shape, dtype=getattr(torch, spec.dtype))
+    values = torch.randn(tensor.shape, dtype=torch.float32 if tensor.itemsize == FLOAT_BYTES else getattr(torch, spec.dtype))
     if tensor.format == PLAIN or name == layer.token_table:
         return values
     data = encoded_with(tensor.format, values).view(-(-len(values) // FORMATS[tensor.format].rows_together), -1)
@@ -614,7 +615,7 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
     scorer = Scorer(asked, tokenizer, at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, own_site("cpu", False), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
     assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
 
@@ -638,7 +639,7 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     hidden = torch.randn(2 * tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
     most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, own_site("cpu", False), at_once)
     assert all(len(row.prompt_logprobs or ()) == tokens for row in states) and most <= estimate
 
 

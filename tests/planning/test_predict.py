@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -22,6 +23,7 @@ from h2o_flexgen.planning.predict import (
 )
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec
@@ -133,6 +135,25 @@ def test_reads_and_writes_share_the_disk() -> None:
         BlockPrediction.of(of, replace(on(SLOW_DISK, False), disk_both=share)).decode_seconds for share in (2.0, 1.0)
     )
     assert alone < together <= 2 * alone
+
+
+@pytest.mark.parametrize("disk", ["slow", "fast"])
+def test_reads_and_computing_share_the_processor(disk: str) -> None:
+    """With shares of 1 neither hinders the other, and with shares that add up to 1 they take turns, whichever is longer."""
+    of, machine = planned(5), replace(on(SLOW_DISK, False), host_read_per_s=inf, task_seconds=0.0)
+    machine = replace(machine, disk_read_per_s=machine.disk_read_per_s * (0.1 if disk == "slow" else 10.0))
+    lanes = Pricing(of, machine).lane_seconds(2)
+    reads, computing = lanes["read"], lanes["compute"]
+    assert (reads > computing) == (disk == "slow")
+    for of_reads, of_computing in ((1.0, 1.0), (0.5, 0.5), (0.75, 0.25)):
+        shared = replace(machine, reads_beside_computing=of_reads, computing_beside_reads=of_computing)
+        longer = Pricing(of, shared).stretches(2)
+        busy = reads * longer[Op.READ_W], computing * longer[Op.COMPUTE]
+        turns = reads + computing if of_reads < 1 else max(reads, computing)
+        assert max(busy) == pytest.approx(turns)
+        assert BlockPrediction.of(of, shared).decode_seconds >= BlockPrediction.of(of, machine).decode_seconds
+    with_device = replace(on(SLOW_DISK, True), reads_beside_computing=0.5, computing_beside_reads=0.5)
+    assert BlockPrediction.of(of, with_device) == BlockPrediction.of(of, on(SLOW_DISK, True))
 
 
 def test_all_that_crosses_the_memory_of_the_host_shares_it() -> None:

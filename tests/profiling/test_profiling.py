@@ -400,6 +400,22 @@ def test_reads_and_writes_at_once_share_what_the_disk_can_do(tmp_path: Path, mon
     assert sorted(taken) == sorted([moving.READ, moving.WRITE] * 2)
 
 
+@pytest.mark.parametrize(
+    ("rates", "shares"), [((80.0, 9.0), (0.8, 0.9)), ((120.0, 11.0), (1.0, 1.0)), ((30.0, 2.0), (0.6, 0.4))]
+)
+def test_reads_and_products_at_once_share_what_the_processor_can_do(
+    rates: tuple[float, float], shares: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is faster than alone, and together they have no less than if they took turns."""
+    monkeypatch.setattr(moving.DiskTrial, "_rate", lambda self, way, seconds: rates[0])
+    products = iter((10.0, rates[1]))
+    monkeypatch.setattr(moving.DiskTrial, "_per_second", lambda self, action, ended: next(products))
+    with closing(Memories(Device(), tmp_path)) as memories:
+        trial = moving.DiskTrial(memories, 0.0, time.perf_counter, ProfileWatch(), compute=lambda: None)
+        found = trial._beside(lambda: None, 100.0, 0.0)
+    assert (found[moving.READS_BESIDE], found[moving.COMPUTING_BESIDE]) == pytest.approx(shares)
+
+
 # -- sizes and time ------------------------------------------------------------------------------------------------------
 
 

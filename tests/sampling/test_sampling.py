@@ -24,12 +24,14 @@ from transformers.generation.logits_process import (
 
 from h2o_flexgen.core.allowed_values import Bounds, Several
 from h2o_flexgen.core.workload import MOST_TOKENS
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.pick_tokens import uniform
 from h2o_flexgen.sampling.history import History
 from h2o_flexgen.sampling.logits import score_changes
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler, resolve_seed
 from tests.helpers.adjusted_by_hand import adjusted_by_hand
+from tests.kernels.variants import VARIANTS, used
 
 DRAWS = 4000
 ADJUSTING = [
@@ -155,6 +157,27 @@ def test_a_rows_own_seed_goes_before_the_calls() -> None:
     assert torch.equal(
         Sampler(1).sample(logits, params, range(8), 0).tokens, Sampler(2).sample(logits, params, range(8), 0).tokens
     )
+
+
+DRAWN = (  # by the first versions of this engine, which sorted all tokens
+    (SamplingParams(temperature=1.0), [120, 975, 426, 275, 576, 298, 487, 296]),
+    (SamplingParams(temperature=0.7, top_k=50), [87, 167, 629, 224, 448, 749, 786, 245]),
+    (SamplingParams(temperature=1.3, top_p=0.6), [291, 261, 59, 666, 941, 239, 182, 721]),
+    (SamplingParams(temperature=1.0, min_p=0.3), [359, 863, 433, 836, 168, 86, 727, 891]),
+    (
+        SamplingParams(temperature=0.9, top_k=300, top_p=0.8, repetition_penalty=1.4, frequency_penalty=0.3),
+        [291, 30, 110, 683, 440, 222, 948, 738],
+    ),
+)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, TORCH])
+@pytest.mark.parametrize(("params", "tokens"), DRAWN, ids=str)
+def test_a_seed_draws_the_tokens_that_it_always_has(params: SamplingParams, tokens: list[int], variant: str) -> None:
+    logits = torch.sin(torch.arange(8 * 1000, dtype=torch.float64).view(8, 1000) * 0.7391).float() * 4
+    histories = [History([5, 17, 900, 17], 2, number=row % 2) for row in range(8)]
+    with used(variant):
+        assert Sampler(11).sample(logits, [params] * 8, range(8), 3, histories).tokens.tolist() == tokens
 
 
 def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:

@@ -6,14 +6,14 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
-from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
+from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of, noted, told
 from h2o_flexgen.cli.report.summary import (
     Timing,
     append_log,
@@ -22,6 +22,7 @@ from h2o_flexgen.cli.report.summary import (
     from_first_steps,
     log_name,
     measured,
+    peaks_entry,
     say_broken,
     summary,
 )
@@ -72,7 +73,7 @@ class RunOutcome:
         try:
             self._write_files(lines_of(self._summary))
         finally:  # last, to include what measuring the machine has held; and also if a file cannot be written
-            print(json.dumps(self._json(rates)), flush=True)
+            print(json.dumps(document_of(self._entries(rates))), flush=True)
 
     @cached_property
     def _summary(self) -> Sequence[Entry]:
@@ -130,11 +131,9 @@ class RunOutcome:
             yield f"only a part was run: decode and total are projected to {self.job.request.gen_len} tokens for each prompt"
 
     def _pictures(self) -> Iterable[str]:
-        trace = self.stats.last_block.trace
-        if self.job.request.breaks_down:
-            yield from ("", "the last block without overlap:", *breakdown_lines(trace))
+        yield from lines_of(self._breakdown)
         if self.job.request.verbose >= 2:
-            drawn = trace.text_timeline(self._timeline_width(), self._layer_names)
+            drawn = self.stats.last_block.trace.text_timeline(self._timeline_width(), self._layer_names)
             yield from ("", "the last block, lane by lane:", *drawn.split("\n"))
 
     def _timeline_width(self) -> int:
@@ -147,32 +146,38 @@ class RunOutcome:
         longest = max(job.workload.prompt_lens)
         return Path(log_name(job.request.model.name, job.llm.loaded.requested, longest, job.request.gen_len))
 
-    # -- JSON ----------------------------------------------------------------------------------------------------------
+    # -- entries -------------------------------------------------------------------------------------------------------
 
-    def _json(self, machine: Machine | None) -> dict[str, object]:
-        """The JSON document. `machine` was measured after the run."""
-        job, stats = self.job, self.stats
-        predicted = predicted_bytes(self.blocks, job.stop_at)
+    def _entries(self, machine: Machine | None) -> Iterator[Entry]:
+        """All that the JSON document says. `machine` was measured after the run."""
+        job, steps = self.job, self.stats.step_seconds
+        yield from job.plan_report.entries()
+        yield from self._summary
+        yield noted(
+            load_seconds=round(self.watch.load_seconds, 6),
+            step_seconds_median=round(statistics.median(steps), 6) if steps else None,
+        )
+        yield peaks_entry(self.stats.peaks)
+        yield noted(process_peak_bytes=peak_resident_bytes(), shrunk=[list(size) for size in self.stats.shrunk])
+        yield self._lanes(machine)
+        yield from _graphs(self.stats)
+        yield noted(seed=self.seed, threads=get_num_threads())
+        yield noted(machine=describe_machine(job.llm.device), rates=_rates(machine))
+        yield from self._breakdown
+        if job.predicted is not None:
+            yield noted(predicted=job.predicted.as_json())
+
+    def _lanes(self, machine: Machine | None) -> Entry:
+        predicted = predicted_bytes(self.blocks, self.job.stop_at)
         bounds = {} if machine is None else self._bounds(machine, predicted)
-        lanes = lane_reports(stats, by_lane(predicted), self.seconds, bounds)
-        steps = stats.step_seconds
-        return {
-            **job.plan_report.as_json(),
-            **document_of(self._summary),
-            "load_seconds": round(self.watch.load_seconds, 6),
-            "step_seconds_median": round(statistics.median(steps), 6) if steps else None,
-            **stats.peaks.as_json(),
-            "process_peak_bytes": peak_resident_bytes(),
-            "shrunk": [list(size) for size in stats.shrunk],
-            "lanes": {lane: asdict(one) for lane, one in lanes.items()},
-            **_graphs(stats),
-            "seed": self.seed,
-            "threads": get_num_threads(),
-            "machine": describe_machine(job.llm.device),
-            "rates": _rates(machine),
-            **({"breakdown_seconds": breakdown_seconds(stats.last_block.trace)} if job.request.breaks_down else {}),
-            **({} if job.predicted is None else {"predicted": job.predicted.as_json()}),
-        }
+        lanes = lane_reports(self.stats, by_lane(predicted), self.seconds, bounds)
+        return noted(lanes={lane: asdict(one) for lane, one in lanes.items()})
+
+    @property
+    def _breakdown(self) -> Iterator[Entry]:
+        if self.job.request.breaks_down:
+            seconds = breakdown_seconds(self.stats.last_block.trace)
+            yield told("", "the last block without overlap:", *breakdown_table(seconds), breakdown_seconds=seconds)
 
     def _rates_of_machine(self) -> Machine | None:
         """Measures the machine after the run, in memory that was given back. If this fails, the run is reported all the
@@ -225,13 +230,12 @@ class RunOutcome:
         return min(written, self.stats.peak_bytes["disk"])
 
 
-def _graphs(stats: Stats) -> dict[str, object]:
+def _graphs(stats: Stats) -> Iterator[Entry]:
     """What became of graphs, if anything did."""
     given_up = next((run.graphs_given_up for run in stats.blocks if run.graphs_given_up), None)
-    if not stats.replayed and given_up is None and not stats.unrecorded:
-        return {}
-    unrecorded = {"unrecorded": dict(stats.unrecorded)} if stats.unrecorded else {}
-    return {"graphs": {"replayed_visits": stats.replayed, "given_up": given_up, **unrecorded}}
+    if stats.replayed or given_up is not None or stats.unrecorded:
+        unrecorded = {"unrecorded": dict(stats.unrecorded)} if stats.unrecorded else {}
+        yield noted(graphs={"replayed_visits": stats.replayed, "given_up": given_up, **unrecorded})
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:
@@ -281,8 +285,8 @@ def breakdown_seconds(trace: Trace) -> dict[str, dict[str, float]]:
     return {str(op): seconds[str(op)] for op in Op if str(op) in seconds}
 
 
-def breakdown_lines(trace: Trace) -> Sequence[str]:
+def breakdown_table(seconds: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
     rows = [["operation", *(f"{phase} s" for phase in PHASES)]]
-    for op, phases in breakdown_seconds(trace).items():
+    for op, phases in seconds.items():
         rows.append([op, *(f"{phases[phase]:.3f}" for phase in PHASES)])
     return table(rows, page_width())

@@ -45,7 +45,7 @@ class StoredWeights:
         if checkpoint is None:
             return None
         kind = checkpoint.origins[0].suffix.removeprefix(".")
-        return cls(kind, opened.quantisation, forms_of(opened.spec(Plan()), checkpoint.dtype))
+        return cls(kind, opened.quantisation, format_shares(opened.spec(Plan()), checkpoint.dtype))
 
     def _line(self) -> str:
         found = f"{self.kind}, {self.method}" if self.method else self.kind
@@ -59,16 +59,16 @@ class StoredWeights:
         return entry("found", self._line(), stored={"files": self.kind, "method": self.method or None, "forms": forms})
 
 
-def forms_of(spec: ModelSpec, plain: str) -> tuple[FormatShare, ...]:
+def format_shares(spec: ModelSpec, plain: str) -> tuple[FormatShare, ...]:
     """The formats of a model's matrices; `plain` is the type of those that are not packed."""
     tensors = [tensor for tensor in spec.tensors.values() if len(tensor.shape) > 1]
     values = Counter[str]()
     for tensor in tensors:
         values[tensor.format] += tensor.numel
-    return tuple(_form(format, tensors, count / values.total(), plain) for format, count in values.most_common())
+    return tuple(_share(format, tensors, count / values.total(), plain) for format, count in values.most_common())
 
 
-def _form(format: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> FormatShare:
+def _share(format: str, tensors: Iterable[TensorSpec], share: float, plain: str) -> FormatShare:
     own = [tensor for tensor in tensors if tensor.format == format]
     stored, bits = FORMATS[format], 8 * sum(tensor.stored_nbytes for tensor in own) / sum(tensor.numel for tensor in own)
     return FormatShare(plain if format == PLAIN else format, stored.sharing if isinstance(stored, Stored) else "", bits, share)

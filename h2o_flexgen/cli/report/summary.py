@@ -200,13 +200,19 @@ def append_log(file: Path, lines: Sequence[str]) -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------------
 
 
+def peaks_entry(peaks: Peaks) -> Entry:
+    """The most that each tier held, in words where that was more than was promised."""
+    values = {name: dict(of_tiers) for name, of_tiers in peaks._asdict().items()}
+    return told(*(f"{MEMORY}: {line}" for line in _broken_lines(peaks)), **values)
+
+
 def say_broken(peaks: Peaks) -> None:
     """Says on stderr where a limit was exceeded. The exit status stays: what was computed is whole and right."""
-    for line in broken_lines(peaks):
-        print(f"{MEMORY}: {line}", file=sys.stderr, flush=True)
+    for line in peaks_entry(peaks).lines:
+        print(line, file=sys.stderr, flush=True)
 
 
-def broken_lines(peaks: Peaks) -> Iterator[str]:
+def _broken_lines(peaks: Peaks) -> Iterator[str]:
     """Peaks are exact, as the system and the allocators count them: a byte more than the limit is too much."""
     for tier, over in peaks.over_budget_bytes.items():
         if over:

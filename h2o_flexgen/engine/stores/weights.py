@@ -32,7 +32,7 @@ from h2o_flexgen.kernels.operations import in_one_order
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.memories import Memories, Ring, site_of
+from h2o_flexgen.memory.memories import Memories, Ring, own_site
 from h2o_flexgen.memory.pack import DTYPES, Layout, Pack, PackEntry, Range, copies_between, slices
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.schedule.ops import Task, Visit
@@ -56,7 +56,7 @@ class WeightStore:
         self._resident = self._fill(source, self._on(*self._stays_in), resident)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.at_rest)
         self._host_ring = self._device_ring = Ring(memories.weights, buffers=0, nbytes=0)
-        decoded = decoded_bytes(spec, site_of(memories.device.kind, accelerator))
+        decoded = decoded_bytes(spec, own_site(memories.device.kind, accelerator))
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
     @property

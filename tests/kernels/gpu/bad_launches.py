@@ -49,7 +49,7 @@ def sharing() -> None:
 
 
 LAUNCHES = (
-    Launch("narrow", narrow, loads={"narrow_kernel": 16}, narrowest={"narrow_kernel": 2}),
-    Launch("spilling", spilling, registers=40),
-    Launch("sharing", sharing, registers=255),
+    Launch("narrow", narrow, loads={"narrow_kernel": 16}, narrowest={"narrow_kernel": 2}, since=80),
+    Launch("spilling", spilling, registers=40, since=80),
+    Launch("sharing", sharing, registers=255, since=80),
 )

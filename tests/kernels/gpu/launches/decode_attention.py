@@ -33,6 +33,7 @@ def launch(
     widest: int,
     gathers: str | None = None,
     cap: float | None = None,
+    is_rare: bool = False,
 ) -> Launch:
     """`shape`: KV heads, queries of each, values of a head. Slots of packed heads begin where rows of a codec end: so far apart
     can threads read."""
@@ -42,16 +43,17 @@ def launch(
 
     loads = {"attend_chunk_kernel": widest, "join_chunks_kernel": 16}
     name = f"{format}, {dtype}, {shape}, gathering {gathers}, cap {cap}"
-    return Launch(name, call, registers, loads, {"attend_chunk_kernel": 2, "join_chunks_kernel": 4})
+    narrowest = {"attend_chunk_kernel": 2, "join_chunks_kernel": 4}
+    return Launch(name, call, registers, loads, narrowest, is_rare=is_rare)
 
 
 OWN, SHARED, NARROW = (56, 1, 128), (8, 8, 128), (12, 1, 64)  # of OPT-30B, of LLaMA-3-70B, of OPT-125m
 CAPPED = (8, 2, 256)  # of Gemma-2-9B
 LAUNCHES = (
-    launch("plain", torch.float16, OWN, 112, 16, SUM),
-    launch("group4", torch.float16, OWN, 144, 8),
-    launch("group8", torch.float16, NARROW, 168, 4),
+    launch("plain", torch.float16, OWN, 112, 16, SUM, is_rare=True),
+    launch("group4", torch.float16, OWN, 144, 8, is_rare=True),
+    launch("group8", torch.float16, NARROW, 168, 4, is_rare=True),
     launch("group4", torch.float16, SHARED, 232, 8),  # registers of sm_75, which has no tensor cores for Triton
-    launch("plain", torch.float32, (8, 4, 256), 255, 16, MAX),
+    launch("plain", torch.float32, (8, 4, 256), 255, 16, MAX, is_rare=True),
     launch("plain", torch.bfloat16, CAPPED, 255, 16, SUM, 50.0),
 )

@@ -33,6 +33,6 @@ def attended(
 WIDE = {"attend_prompt": 16, "gather_columns": 16}
 NARROW = {"attend_prompt": 4, "gather_columns": 4}
 LAUNCHES = (
-    Launch("heads of 128", lambda: attended(128, True, torch.float16, MAX), 192, WIDE, NARROW, SINCE),
+    Launch("heads of 128", lambda: attended(128, True, torch.float16, MAX), 192, WIDE, NARROW, SINCE, is_rare=True),
     Launch("heads of 256, capped", lambda: attended(256, False, torch.bfloat16, SUM, 128, 50.0), 255, WIDE, NARROW, SINCE),
 )

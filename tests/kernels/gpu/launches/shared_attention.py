@@ -11,7 +11,13 @@ from tests.kernels.gpu.launch import Launch
 
 
 def launch(
-    format: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int, cap: float | None = None
+    format: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    registers: int,
+    widest: int,
+    cap: float | None = None,
+    is_rare: bool = False,
 ) -> Launch:
     """`shape`: KV heads, queries of each, values of a head."""
     kv_heads, group, dim = shape
@@ -23,14 +29,12 @@ def launch(
         q = torch.empty(64, kv_heads * group, dim, dtype=dtype, device="meta")
         shared_attention(q, KVSlots(keys, format), KVSlots(values, format), cap)
 
-    loads = {"attend_text_kernel": widest, "join_text_kernel": 16}
-    return Launch(
-        f"{format}, {dtype}, {shape}, cap {cap}", call, registers, loads, {"attend_text_kernel": 2, "join_text_kernel": 4}
-    )
+    loads, narrowest = {"attend_text_kernel": widest, "join_text_kernel": 16}, {"attend_text_kernel": 2, "join_text_kernel": 4}
+    return Launch(f"{format}, {dtype}, {shape}, cap {cap}", call, registers, loads, narrowest, is_rare=is_rare)
 
 
 LAUNCHES = (
     launch("group4", torch.float16, (32, 1, 128), 248, 8),
-    launch("plain", torch.float32, (8, 4, 256), 255, 16),
+    launch("plain", torch.float32, (8, 4, 256), 255, 16, is_rare=True),
     launch("plain", torch.bfloat16, (8, 2, 256), 255, 16, 50.0),
 )

@@ -22,6 +22,6 @@ def product(dtype: torch.dtype, bits: int, rows: int) -> None:
 
 LAUNCHES = (
     Launch("one row, 4 bits", partial(product, torch.float16, 4, 1), 96, {"tile_product_kernel": 16}),
-    Launch("four rows, 4 bits", partial(product, torch.bfloat16, 4, 4), 192, {"tile_product_kernel": 16}),
+    Launch("four rows, 4 bits", partial(product, torch.bfloat16, 4, 4), 192, {"tile_product_kernel": 16}, is_rare=True),
     Launch("eight rows, 8 bits", partial(product, torch.float16, 8, 8), 192, {"tile_product_kernel": 16}),
 )
