@@ -2,6 +2,7 @@
    the rate of memory. Values of 16 bits are widened in registers. A row and an output have one chain of operations, whatever is beside
    them. */
 
+#include "asked_products.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -11,7 +12,6 @@ typedef struct {
     const char *bias; /* (outputs), or NULL */
     char *out;        /* (rows, outputs) */
     long rows, inputs, outputs;
-    int kind; /* type of all */
 } dots;
 
 #define TOGETHER 4 /* outputs whose values come side by side, and rows that meet them */
@@ -72,13 +72,33 @@ static ALWAYS_INLINE void dot_part(const dots *d, long number, int kind)
     }
 }
 
-static void dot_bf16(const void *d, long number, int member) { dot_part(d, number, BF16); }
-static void dot_float(const void *d, long number, int member) { dot_part(d, number, FLOAT); }
-static void dot_half(const void *d, long number, int member) { dot_part(d, number, HALF); }
+/* Some products; threads take parts of them. */
+typedef struct {
+    const dots *products;
+    const long *begins; /* of the parts of each */
+    long count;
+} some_dots;
 
+static ALWAYS_INLINE void dot_number(const some_dots *some, long number, int kind)
+{
+    const long at = work_of_part(some->begins, some->count, number);
+    dot_part(some->products + at, number - some->begins[at], kind);
+}
+
+static void dot_bf16(const void *some, long number, int member) { dot_number(some, number, BF16); }
+static void dot_float(const void *some, long number, int member) { dot_number(some, number, FLOAT); }
+static void dot_half(const void *some, long number, int member) { dot_number(some, number, HALF); }
+
+/* Some products, with rows each, of values of one kind. */
 void plain_dots(const void *given, int threads)
 {
-    const dots *d = given;
     static part_action *const actions[] = {[BF16] = dot_bf16, [FLOAT] = dot_float, [HALF] = dot_half};
-    share_out(given, (d->outputs + OF_PART - 1) / OF_PART, threads, actions[d->kind]);
+    const asked_products *asked = given;
+    const dots *products = asked->products;
+    long begins[asked->count + 1];
+    begins[0] = 0;
+    for (long at = 0; at < asked->count; at++)
+        begins[at + 1] = begins[at] + (products[at].rows ? (products[at].outputs + OF_PART - 1) / OF_PART : 0);
+    const some_dots some = {products, begins, asked->count};
+    share_out(&some, begins[asked->count], threads, actions[asked->told]);
 }
