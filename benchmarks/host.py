@@ -45,7 +45,7 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import Action, Executor
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.formats.kernel_table import DECODE_ATTENTION, Kernel
+from h2o_flexgen.formats.kernel_table import DECODE_ATTENTION, PRODUCT_OPS, TRITON, Kernel, kernels_of
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
@@ -186,6 +186,10 @@ def kernels_counted(here: Here) -> Iterator[None]:
 
     @cache
     def watched(kernel: Kernel) -> Callable[..., Any]:
+        others = kernels_of(kernel.op, kernel.format)
+        has_kernel = kernel.op in PRODUCT_OPS or any(TRITON in other.libraries for other in others)
+        if not has_kernel:  # a GPU has the twin, whose launches are torch's
+            return function_of(next((other for other in others if not other.libraries), kernel))
         function, launches = function_of(kernel), LAUNCHES_OF.get(kernel.op, 1)
 
         def call(*values: Any) -> Any:

@@ -25,7 +25,6 @@ from h2o_flexgen.cli import chat_request, chat_work, run_request
 from h2o_flexgen.cli.report.summary import peaks_entry
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import PlainStyle
 from tests.helpers.commands import called
@@ -95,19 +94,6 @@ def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama:
         assert "\n".join(printable(text).splitlines()) in "\n".join(out[:-1])
     assert told["seen"] == told["held"] == 2 + 6 + 1 + 5 and told["endless"] is False
     assert [turn["tokens_read"] for turn in told["turns"]] == [2, 2]
-
-
-@pytest.mark.parametrize("is_quiet", [True, False])
-def test_a_small_model_far_below_what_memory_allows_is_named_once_behind_the_first_reply(
-    llama: Path, offload: Path, tmp_path: Path, monkeypatch: Any, capfd: Any, is_quiet: bool
-) -> None:
-    """No profile is kept here, and beside busy processes nothing is known."""
-    monkeypatch.setattr(Others, "are_quiet", lambda self: is_quiet)
-    file = tmp_path / "turns.txt"
-    file.write_text("ab\nc")
-    flags = ("--style", "plain", "--gen-len", "6", "--ignore-eos", *BYTES, "--offload-dir", str(offload))
-    assert chat.main(["--model", str(llama), "--input", str(file), *flags]) == 0
-    assert capfd.readouterr().err.count("slow: a step of 1 row took ") == is_quiet
 
 
 def test_a_talk_that_held_more_than_its_budget_says_so(talk: Any, monkeypatch: Any, capfd: Any) -> None:

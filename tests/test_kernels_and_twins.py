@@ -29,12 +29,11 @@ from h2o_flexgen.kernels.evict import Notes, evict_twin, weighed
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_codes import group_encode_twin
 from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows_twin
+from h2o_flexgen.kernels.routing import Chosen, RouterRule, route_twin
 from h2o_flexgen.kv import slots
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.glm import GlmMoe
-from h2o_flexgen.models.mixture import MixtureOfExperts
+from h2o_flexgen.models import mixture
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.helpers.contract import POLICIES, Case, Checkpoints
@@ -83,9 +82,10 @@ def of_encoding(decisions: list[Decision], encode: Callable[..., Tensor]) -> Cal
 def of_rounding(decisions: list[Decision], made: Callable[..., Any]) -> Callable[..., Any]:
     """What the factor of matrices becomes in 8 bits, once for all that it is multiplied with."""
 
-    def making(self: Factor, function: Callable[[Tensor], Any]) -> Any:
-        is_new, outcome = function not in self._made, made(self, function)
-        if is_new and isinstance(outcome, Int8Rows):
+    def making(self: Factor, function: Callable[..., Any], *runs: Any) -> Any:
+        known = len(self._made)
+        outcome = made(self, function, *runs)
+        if len(self._made) > known and isinstance(outcome, Int8Rows):
             codes, twin = outcome.codes.clone(), int8_rows_twin(self.values).codes
             decisions.append(Decision(ROUNDING, self.values.float().clone(), codes, twin))
         return outcome
@@ -127,15 +127,14 @@ def of_tokens(decisions: list[Decision], sample: Callable[..., Any]) -> Callable
     return sampling
 
 
-def of_experts(decisions: list[Decision], choose: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch chooses with and without kernels, so it is its own twin."""
+def of_experts(decisions: list[Decision], route: Callable[..., None]) -> Callable[..., None]:
+    def routing(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor) -> None:
+        twin = Chosen(*(torch.empty_like(part) for part in out))
+        route_twin(scores, correction, rule, twin, None)
+        route(scores, correction, rule, out, total)
+        decisions.append(Decision("which experts", scores.float().clone(), out.numbers.clone(), twin.numbers))
 
-    def choosing(self: MixtureOfExperts, x: Tensor, weights: Weights) -> Any:
-        shares, experts = choose(self, x, weights)
-        decisions.append(Decision("which experts", x.float().clone(), experts, experts))
-        return shares, experts
-
-    return choosing
+    return routing
 
 
 @contextmanager
@@ -144,25 +143,30 @@ def written_down() -> Iterator[list[Decision]]:
     with (
         patch.object(Coding, "encode", of_encoding(decisions, Coding.encode)),
         patch.object(Factor, "made", of_rounding(decisions, Factor.made)),
+        patch.object(Factor, "arranged", of_rounding(decisions, Factor.arranged)),
         patch.object(slots, "evict", of_eviction(decisions, slots.evict)),
         patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
-        patch.object(MixtureOfExperts, "chosen", of_experts(decisions, MixtureOfExperts.chosen)),
-        patch.object(GlmMoe, "chosen", of_experts(decisions, GlmMoe.chosen)),
+        patch.object(mixture, "route", of_experts(decisions, mixture.route)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
     ):
         yield decisions
 
 
 def decisions_of(case: Case, checkpoints: Checkpoints, offload: Path) -> tuple[list[Decision], list[tuple[int, ...]]]:
-    with case.open(checkpoints, offload) as llm, written_down() as decisions:
+    with case.open(checkpoints, offload, graphs="off") as llm, written_down() as decisions:
         completions = llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
     return decisions, [tuple(completion.token_ids) for completion in completions]
 
 
 def together(decisions: Iterable[Decision]) -> list[Decision]:
-    """Kernels round the rows of several experts in one call, twins expert by expert: one after the other is one decision."""
+    """Kernels round the rows of several experts in one call, twins expert by expert: one after the other is one decision. Twins
+    round the rows of a head again for each of its parts."""
     found: list[Decision] = []
+    before: Decision | None = None
     for one in decisions:
+        if before is not None and before.what == one.what == ROUNDING and torch.equal(before.made_of, one.made_of):
+            continue
+        before = one
         if found and all(each.is_of_experts for each in (found[-1], one)) and found[-1].width == one.width:
             last = found.pop()
             pairs = (last.made_of, one.made_of), (last.outcome, one.outcome), (last.by_the_twin, one.by_the_twin)

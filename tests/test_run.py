@@ -31,7 +31,6 @@ from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import measure, profile_cache
-from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.plan_finder import WITH_ROOM, PlanFinder
 from tests.helpers.commands import Result, called
@@ -1001,17 +1000,6 @@ def test_fewer_bits_say_what_is_packed_and_move_what_was_predicted(
         assert any("with matrices as group4" in line for line in result.out)
         assert any(line.startswith("KV ") and line.endswith(", as group4") for line in result.out)
     assert first.json["kernels"] in (TORCH, *(f"C ({name})" for name in LIBRARIES))
-
-
-@pytest.mark.parametrize(("rows", "is_quiet", "times"), [(1, True, 1), (1, False, 0), (2, True, 0)])
-def test_a_row_that_waits_for_visits_is_named_without_a_profile(
-    command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch, rows: int, is_quiet: bool, times: int
-) -> None:
-    monkeypatch.setattr(Others, "are_quiet", lambda self: is_quiet)
-    flags = ("--gpu-batch-size", rows, "--num-prompts", rows, "--prompt-len", 7, "--gen-len", 5, *IN_MEMORY)
-    result = command("--model", opt, *flags)
-    assert result.status == 0
-    assert sum(line.startswith("slow: a step of 1 row took ") for line in result.err) == times
 
 
 def test_a_profile_at_hand_tells_of_faster_products(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,6 +271,11 @@ def first_part(path: Path) -> Path:
     return path.with_name(_name_of_part(found["prefix"], 1, int(found["count"]))) if found else path
 
 
+def refuse_no_file(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is no file" if path.exists() else f"{path} is missing; give a file that is there")
+
+
 def read_metadata(path: Path) -> Metadata:
     """What the file says of its model, without its tensors."""
     metadata, _ = _read(first_part(path), with_tensors=False)
@@ -294,8 +299,7 @@ def read_gguf(path: Path) -> Gguf:
 
 def _read(path: Path, with_tensors: bool = True) -> tuple[Metadata, list[GgufTensor]]:
     try:
-        if not path.is_file():
-            raise ValueError(f"{path} is no file" if path.exists() else f"{path} is missing; give a file that is there")
+        refuse_no_file(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             header = HeaderBytes(path, file, size)

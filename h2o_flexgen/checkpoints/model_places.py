@@ -126,6 +126,15 @@ ADVICE = f"give a local folder or {SUFFIX} file, or dummy weights (--dummy-weigh
 def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
     """The folder with config, tokenizer and, if wanted, weights, or the GGUF file that has all of them. Code from the
     repository is never downloaded."""
+    if (place := place_here(name_or_path)) is not None:
+        return place
+    if is_gguf(Path(name_or_path)):
+        return first_part(_gguf_from_hub(name_or_path))
+    return _from_hub(name_or_path, with_weights)
+
+
+def place_here(name_or_path: str) -> Path | None:
+    """The folder or GGUF file without the hub; None for a name that only the hub may have."""
     if not name_or_path:
         raise ValueError(f"model {name_or_path!r} is empty; {ADVICE}")
     folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
@@ -137,12 +146,12 @@ def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
         return folder
     if is_gguf(folder):
         is_elsewhere = ON_HUB.fullmatch(name_or_path) and not folder.exists()
-        return first_part(_gguf_from_hub(name_or_path) if is_elsewhere else folder)
+        return None if is_elsewhere else first_part(folder)
     if folder.exists():
         raise ValueError(f"model {name_or_path!r} is a file; {_what_instead(folder)}")
     if name_or_path.count("/") > 1 or name_or_path[0] in "./~":
         raise ValueError(f"model {name_or_path!r} is neither an existing folder nor a name on the hub; {ADVICE}")
-    return _from_hub(name_or_path, with_weights)
+    return None
 
 
 def _what_instead(file: Path) -> str:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from types import FrameType
 
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
@@ -18,7 +17,7 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.report.entry import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.report.summary import say_broken
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, row_reason, say_slow, visits_reason
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, say_threads
 from h2o_flexgen.core.hints import did_you_mean
@@ -34,7 +33,6 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style, choose_style
 
 PROMPT = "> "
-STEPS_TO_TELL = 3  # fewer say little of the time of a step
 
 
 def work(request: ChatRequest) -> None:
@@ -51,23 +49,12 @@ def work(request: ChatRequest) -> None:
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:
             say_slow(experts_reason(talk.planned_reply, is_talk=True))
-            machine = llm.loaded.machines().at_hand(llm.spec.dtype)
-            if machine is not None:
-                say_slow(visits_reason(talk.planned_reply, machine, is_talk=True))
-            chat = Chat(
-                talk, style, params, is_typed, None if machine is not None else partial(_say_slow_row, request, llm, talk)
-            )
+            chat = Chat(talk, style, params, is_typed)
             say(chat.greeting(llm))
             chat.run(turns)
             say_broken(llm.peaks())
             if not is_typed:
                 print(json.dumps(chat.as_json(llm)), flush=True)
-
-
-def _say_slow_row(request: ChatRequest, llm: LLM, talk: Conversation, step_seconds: float) -> None:
-    """Says, of a quiet machine that is not known, that the steps of a reply took long."""
-    if request.others.are_quiet():
-        say_slow(row_reason(talk.planned_reply, llm.loaded.machines().before_measuring(), step_seconds, is_talk=True))
 
 
 def _opened(request: ChatRequest, llm: LLM) -> Conversation:
@@ -119,7 +106,6 @@ class Chat:
     style: Style
     params: SamplingParams
     is_typed: bool
-    on_first: Callable[[float], None] | None = None  # hears how long a step of the first reply took
     before: Completion | None = None  # the reply before the turn
     answered: list[AnsweredTurn] = field(default_factory=list)
     is_crowded: bool = False  # it was said
@@ -173,21 +159,17 @@ class Chat:
 
             reply = self.talk.reply(self.style.turn(turn, self.before), self.params, show, stops)
         print(flush=True)
-        self._tell_of_speed(reply, crowded)
+        self._tell_of_crowd(crowded)
         self.before = reply.completion
         self.answered.append(AnsweredTurn.of(turn, reply))
         if reply.fills_context:
             say([f"({self._end()})"])
 
-    def _tell_of_speed(self, reply: Reply, crowded: Sequence[str]) -> None:
+    def _tell_of_crowd(self, crowded: Sequence[str]) -> None:
         """Says once what makes replies slow."""
         for line in () if self.is_crowded else crowded:
             print(line, file=sys.stderr, flush=True)
         self.is_crowded |= bool(crowded)
-        steps = len(reply.completion.token_ids) - 1
-        if self.on_first is not None and steps >= STEPS_TO_TELL:
-            self.on_first(reply.decode_seconds / steps)
-            self.on_first = None
 
     def _end(self) -> str:
         return f"the text has {self.talk.seen + 1} tokens, and the limit is {self.talk.extent.limit}; {self._ways_on()}"

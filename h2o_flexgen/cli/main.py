@@ -1,5 +1,6 @@
-"""How a command begins: its request is made without torch, so that --help and wrong flags are answered at once, and then handed
-to the module that does the work. The h2o-flexgen command, which contains the others, is also here."""
+"""How a command begins: its request is made, and its model looked for on this machine, without torch, so that --help, wrong
+flags and missing files are answered at once; then the module that does the work gets the request. The h2o-flexgen command,
+which contains the others, is also here."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import Protocol, runtime_checkable
 
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.flags import Parser, UnknownFlag
 from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.session.open_request import ModelRequest
 
 PROGRAM = "h2o-flexgen"
 COMMANDS = {
@@ -26,6 +29,14 @@ COMMANDS = {
 }
 
 
+@runtime_checkable
+class OfModel(Protocol):
+    """The request of a command that opens a model."""
+
+    @property
+    def model(self) -> ModelRequest: ...
+
+
 def door(
     name: str,
     own: str,
@@ -38,6 +49,8 @@ def door(
 
     def work(flags: Namespace) -> None:
         request = request_of(flags)
+        if isinstance(request, OfModel):
+            request.model.refuse_missing()
         with working_half("failures").told_in_one_line():
             (working_half(f"{name}_work") if worker is None else _below_package(worker)).work(request)
 

@@ -73,7 +73,7 @@ def request_of(flags: Namespace) -> PlanRequest:
     plan = plan_of(flags)
     for flag in ("plot", "timeline"):
         check_picture(getattr(flags, flag), f"--{flag}")
-    return PlanRequest(
+    request = PlanRequest(
         model=model_of(flags),
         site=site_of(flags),
         plan=plan if flags.evaluate else asked_of(flags, plan),
@@ -89,6 +89,8 @@ def request_of(flags: Namespace) -> PlanRequest:
         head_flags=tuple(_typed(flags, (HEAD_BUDGETS, PROBE))),
         site_flags=(*_typed(flags, ("dtype",)), *flags_written(site_of(flags), SiteRequest)),
     )
+    request.model.without_weights().refuse_missing()  # as it will be opened
+    return request
 
 
 def _typed(flags: Namespace, names: Sequence[str]) -> Iterator[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
 
 from h2o_flexgen.cli.output_files import CompletionsFile
 from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
@@ -13,7 +12,7 @@ from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
-from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, row_reason, say_slow, visits_reason
+from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.dealing import longest_part
 from h2o_flexgen.core.workload import Workload
@@ -176,13 +175,7 @@ class RunJob:
         say_slow(experts_reason(self.planned.blocks.first))
         if self._known_machine is not None:
             say_slow(int8_reason(self.planned.blocks.first, self._known_machine))
-            say_slow(visits_reason(self.planned.blocks.first, self._known_machine))
 
     @cached_property
     def _known_machine(self) -> Machine | None:
         return self.machine or self.machines.at_hand(self.llm.spec.dtype)
-
-    def say_slow_row(self, step_seconds: Sequence[float]) -> None:
-        """Says, of a quiet machine that is not known, that the steps of a single row took long."""
-        if self._known_machine is None and step_seconds and self.stop_at is None and self.request.others.are_quiet():
-            say_slow(row_reason(self.planned_run.blocks.first, self.machines.before_measuring(), median(step_seconds)))

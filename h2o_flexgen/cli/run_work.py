@@ -59,7 +59,6 @@ def run(job: RunJob) -> None:
         )
         seconds = watch.seconds
     assert llm.stats is not None
-    job.say_slow_row(llm.stats.step_seconds)
     say_slow(unrecorded_reason(llm.stats.unrecorded))
     RunOutcome(job, watch.blocks, llm.stats, completions, watch, seconds, seed).tell()
 

@@ -8,24 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
-from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
-from h2o_flexgen.planning.pricing import SHARED_MEMORY, Pricing
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, Op
 
 SLOW = "slow"  # the first word of each line
 WORTH_SAYING = 1.3  # times that int8 products must be faster to be named
-SLOW_MEMORY = 10e9  # bytes a second, which processors of the last ten years read and more
-FAR, MOST_OF_IT = 3.0, 0.5  # times what memory needs; the share of a step in which nothing is worked at
-SHARE_IT, ALONE = "more rows at once share it", "a talk has no other rows to share it"
 NO_KERNELS = (
     "no kernels in C were built, and what takes their place in torch is slower; get a C compiler (`apt install gcc` or "
     "`dnf install gcc`), and install again, from a checkout with `pip install -e .`"
@@ -121,51 +114,6 @@ def small_job_reason(workers: int, start_seconds: float, run_seconds: float) -> 
         return None
     took = f"Ray took {start_seconds:.1f} s to start, and {workers} workers {run_seconds:.1f} s for the requests"
     return f"{took}; without --ray one process has so few sooner"
-
-
-def visits_reason(first: BlockPlan, machine: Machine, is_talk: bool = False) -> Iterator[str]:
-    """The reason that a step of few rows on a small model takes far longer than memory would, if the machine's profile says
-    so: each visit of a layer costs time beside its work. GPUs may replay visits, and a disk that is waited for costs more."""
-    step = first.block.gen_len // 2
-    if step == 0 or first.block.is_running or machine.has_accelerator or not isfinite(machine.host_read_per_s):
-        return
-    pricing = Pricing(first, machine, averaged=True)
-    lanes = pricing.lane_seconds(step)
-    if lanes.keys() != {COMPUTE_LANE}:
-        return
-    visits = [key for key in pricing.schedule.in_step(step) if key.op is Op.COMPUTE]
-    taken, needed = lanes[COMPUTE_LANE], pricing.bounds(step)[SHARED_MEMORY]
-    beside = sum(pricing.compute_parts(key)["overhead"] for key in visits)
-    if taken < FAR * needed or beside < MOST_OF_IT * taken:
-        return
-    rows, read = first.block.num_rows, format_bytes(round(needed * machine.host_read_per_s))
-    yield (
-        f"a step of {rows} row{'s' * (rows > 1)} takes {1000 * taken:.3g} ms, says the profile of {machine.name}, and memory "
-        f"gives its {read} of weights and KV in {1000 * needed:.3g} ms: {beside / taken:.0%} is what {len(visits)} visits of "
-        f"layers cost beside their work, whatever their rows; {ALONE if is_talk else SHARE_IT}"
-    )
-
-
-def row_reason(first: BlockPlan, machine: Machine, seconds: float, is_talk: bool = False) -> Iterator[str]:
-    """The reason that a step of one row took these seconds, if it took far longer than slow memory would: what `visits_reason`
-    says before a run, for a machine without a kept profile. Products of one row wait for memory; of more rows nothing is known,
-    and a disk may be what a step waits for."""
-    step = first.block.gen_len // 2
-    if step == 0 or first.block.num_rows > 1 or first.block.is_running or machine.has_accelerator:
-        return
-    pricing = Pricing(first, machine, averaged=True)
-    if any(key.op is not Op.COMPUTE for key in pricing.schedule.in_step(step)):
-        return
-    read = pricing.memory_bytes(step)
-    needed = read / SLOW_MEMORY
-    if seconds < FAR * needed:
-        return
-    yield (
-        f"a step of 1 row took {1000 * seconds:.3g} ms, and slow memory ({SLOW_MEMORY / 1e9:g} GB/s) gives its "
-        f"{format_bytes(round(read))} of weights and KV in {1000 * needed:.3g} ms: most of it is what "
-        f"{first.schedule.traffic.layers} visits of layers cost beside their work, whatever their rows; "
-        f"{ALONE if is_talk else SHARE_IT}"
-    )
 
 
 def _seconds(planned: BlockPlan, machine: Machine) -> float:

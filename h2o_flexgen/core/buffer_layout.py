@@ -26,6 +26,8 @@ READERS = 6  # threads that read and write files
 SLOT_NUMBER_BYTES = 8
 PICKED_VALUES = 1 << 20  # logits that tokens are picked from at once: temporaries in float64 have 8 MiB, whatever the batch
 CHUNK_BYTES = 4 << 20  # bytes of a file that one reader takes at a time
+HUGE_PAGE_BYTES = 2 << 20
+WHOLE_HUGE_PAGES_FROM = 4 * HUGE_PAGE_BYTES  # a smaller buffer might become larger by more than a quarter
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
@@ -35,6 +37,12 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 def region_bytes(nbytes: int) -> int:
     """Bytes of host memory that are allocated for this many: whole pages, one at least."""
     return aligned(max(nbytes, 1))
+
+
+def read_buffer_bytes(nbytes: int) -> int:
+    """Bytes of a buffer that weights are read into. A large one has whole huge pages: disks read into small pages at half their
+    rate."""
+    return aligned(nbytes, HUGE_PAGE_BYTES if nbytes >= WHOLE_HUGE_PAGES_FROM else ALIGNMENT)
 
 
 def disk_buffer_bytes(nbytes: int) -> int:

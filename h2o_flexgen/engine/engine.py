@@ -34,7 +34,7 @@ from h2o_flexgen.engine.stores.layer_judges import judges_of
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
-from h2o_flexgen.kernels.recording import kept
+from h2o_flexgen.kernels.recording import enter, kept
 from h2o_flexgen.kv.layer_cache import LayerCache
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -526,6 +526,7 @@ class Engine:
                 lasting = kept(experts)
                 afterwards.append(lambda now: weights.wanted.chose(now, lasting))
 
+            enter(self._spec.layers[visit.layer].name.title)
             weights.forget_decoded()
             if cache is not None:
                 cache.forget_replaced()

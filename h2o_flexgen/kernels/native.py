@@ -147,6 +147,8 @@ class CallRecorder(Protocol):
 
     def lasting(self, values: Tensor) -> Tensor: ...
 
+    def enter(self, place: str) -> None: ...
+
 
 RECORDER: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)  # of what this thread does
 
@@ -169,10 +171,10 @@ def run(name: str, given: ctypes.Structure, threads: int) -> None:
         recorder.note(name, given, threads)
 
 
-def pointer(tensor: Tensor, writes: bool = False) -> ctypes.c_void_p:
+def pointer(tensor: Tensor, writes: bool = False) -> int:
     """`writes`: the tensor is not the kernel's own, and is written."""
     assert tensor.is_contiguous()
-    return ctypes.c_void_p(address_of(tensor, writes))
+    return address_of(tensor, writes)
 
 
 class ValuePlaces(ctypes.Structure):
@@ -186,5 +188,6 @@ class ValuePlaces(ctypes.Structure):
 
     @classmethod
     def of(cls, tensor: Tensor, kind: int = NO_KIND, writes: bool = False) -> ValuePlaces:
-        assert tensor.stride(3) == 1
-        return cls(address_of(tensor, writes), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)
+        (row, head, slot, value), size = tensor.stride(), tensor.itemsize
+        assert value == 1
+        return cls(address_of(tensor, writes), row * size, head * size, slot * size, kind)

@@ -18,7 +18,7 @@ def touched(tensor: Tensor, writes: bool) -> None:
 
 
 def address_of(tensor: Tensor, writes: bool = False) -> int:
-    assert tensor.device.type == "cpu"
+    assert tensor.is_cpu
     touched(tensor, writes)
     return tensor.data_ptr()
 

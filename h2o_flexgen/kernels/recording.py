@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from h2o_flexgen.kernels.working_room import WorkingRoom
 
 aten = torch.ops.aten
 Work: TypeAlias = Callable[[], object]
+BETWEEN_LAYERS = b"no layer"
 
 
 class CannotBeRecorded(RuntimeError):
@@ -34,7 +35,11 @@ class CannotBeRecorded(RuntimeError):
 
 
 class _Call(ctypes.Structure):
-    _fields_ = (("kernel", ctypes.c_void_p), ("given", ctypes.c_void_p), ("threads", ctypes.c_int))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("kernel", "given")),
+        ("threads", ctypes.c_int),
+        *((name, ctypes.c_char_p) for name in ("name", "place")),
+    )
 
 
 class _Calls(ctypes.Structure):
@@ -45,8 +50,16 @@ class _Moment(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p),)
 
 
-class NotedCall(tuple[str, ctypes.Structure, int]):
-    """A call of a kernel: its name, what it is given, and its threads."""
+class NotedCall(NamedTuple):
+    """A call of a kernel."""
+
+    name: str
+    given: ctypes.Structure
+    threads: int
+    place: bytes  # of the model, which a crash is reported with
+
+    def in_c(self) -> _Call:
+        return _Call(entry_of(self.name), ctypes.addressof(self.given), self.threads, self.name.encode(), self.place)
 
 
 # What a recording does instead of an operation of torch, which it gets with its arguments; None where it cannot.
@@ -78,7 +91,7 @@ class Program:
 
 
 def _note_of(moment: Tensor) -> NotedCall:
-    return NotedCall(("note_time", _Moment(address_of(moment, writes=True)), 1))
+    return NotedCall("note_time", _Moment(address_of(moment, writes=True)), 1, BETWEEN_LAYERS)
 
 
 def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
@@ -86,7 +99,7 @@ def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
         if not is_noted:
             yield from each  # type: ignore[misc]
             continue
-        noted = [_Call(entry_of(name), ctypes.addressof(given), threads) for name, given, threads in each]  # type: ignore[misc]
+        noted = [step.in_c() for step in each if isinstance(step, NotedCall)]
         calls = (_Call * len(noted))(*noted)
         yield partial(_run, _Calls(ctypes.addressof(calls), len(calls)), calls)
 
@@ -104,6 +117,7 @@ class CallRecording(TorchDispatchMode):
         self._room = room
         self._steps: list[Step] = []
         self._kept: list[object] = []
+        self._place = BETWEEN_LAYERS
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -130,7 +144,7 @@ class CallRecording(TorchDispatchMode):
 
     def note(self, name: str, given: ctypes.Structure, threads: int) -> None:
         """Notes a call of a kernel."""
-        self._steps.append(NotedCall((name, given, threads)))
+        self._steps.append(NotedCall(name, given, threads, self._place))
 
     def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None:
         """Notes work of torch between calls of kernels, work(out, *given): large products, which it does faster."""
@@ -144,6 +158,10 @@ class CallRecording(TorchDispatchMode):
         copy_values(values, there)
         self._kept.append(there)
         return there
+
+    def enter(self, place: str) -> None:
+        """Says which layer the work that follows is for."""
+        self._place = place.encode()
 
     # -- what it asks of torch ---------------------------------------------------------------------------------------------
 
@@ -215,6 +233,12 @@ def kept(values: Tensor) -> Tensor:
     """Values that are needed when the work is over: in a recording, those of the present replay."""
     recorder = RECORDER.get()
     return values if recorder is None else recorder.lasting(values)
+
+
+def enter(place: str) -> None:
+    """Says which layer the work that follows is for. A crash of a recorded program is reported with it."""
+    if (recorder := RECORDER.get()) is not None:
+        recorder.enter(place)
 
 
 # Operations of torch that kernels do instead, with the same bits.

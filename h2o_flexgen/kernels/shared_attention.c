@@ -12,7 +12,7 @@ typedef struct {
     slots q;              /* (1, heads, queries, dim) */
     slots keys, values;   /* (1, kv_heads, length, dim); they may be packed */
     float *out;           /* (queries, heads, dim) */
-    float *tops, *totals; /* (queries, heads): the largest score, and the sum of exponentials, the largest of which is 1 */
+    float *scores;        /* (queries, heads): the logarithm of the sum of exponentials of scores */
     float *room;          /* rooms of all threads, one behind the other */
     prompt_room wide;     /* the layout of each room */
     long queries, heads, kv_heads, length, dim;
@@ -141,8 +141,7 @@ static ALWAYS_INLINE void put_out(const sharing *s, part own, const progress *do
     for (long number = 0; number < own.count; number++) {
         const long place = query_of(own, number) * s->heads + head_of(own, number);
         const float part = 1.0f / done->totals[number];
-        s->tops[place] = done->tops[number];
-        s->totals[place] = done->totals[number];
+        s->scores[place] = done->tops[number] + logf(done->totals[number]);
         for (long at = 0; at < s->dim; at++)
             s->out[place * s->dim + at] = done->sums[number * s->wide.dim + at] * part;
     }

@@ -20,20 +20,20 @@ def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | Non
     kv_heads, length = keys.data.shape[:2]
     assert keys.format == values.format and keys.data.shape == values.data.shape and length
     out = torch.empty(1, queries, heads, dim, dtype=torch.float32)
-    tops, totals = (torch.empty(1, queries, heads, dtype=torch.float32) for _ in range(2))
+    scores = torch.empty(1, queries, heads, dtype=torch.float32)
     threads, laid = torch.get_num_threads(), PromptRoom.of_shared(dim)
     room = torch.empty(threads, laid.end, dtype=torch.float32)
     given = _Sharing(
         ValuePlaces.of(q.transpose(0, 1)[None], KINDS[q.dtype]),
         *(ValuePlaces.of(kept.data[None], kind_of(kept)) for kept in (keys, values)),
-        *(pointer(x) for x in (out, tops, totals, room)),
+        *(pointer(x) for x in (out, scores, room)),
         *laid,
         *(queries, heads, kv_heads, length, dim),
         dim**-0.5,
         cap or 0.0,
     )
     run("shared_attention", given, threads)
-    return More(totals.log_().add_(tops), out)
+    return More(scores, out)
 
 
 def shared_attention_twin(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:
@@ -59,7 +59,7 @@ def shared_attention_twin(q: Tensor, keys: KVSlots, values: KVSlots, cap: float 
 class _Sharing(ctypes.Structure):
     _fields_ = (
         *((name, ValuePlaces) for name in ("q", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("out", "tops", "totals", "room")),
+        *((name, ctypes.c_void_p) for name in ("out", "scores", "room")),
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
         *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "length", "dim")),
         ("scale", ctypes.c_float),

@@ -1,5 +1,6 @@
 /* A team of threads for this library, started when it is first wanted, which sleep when there is nothing to do. */
 
+#include "crashes.h"
 #include "team.h"
 #include <pthread.h>
 #include <signal.h>
@@ -189,6 +190,8 @@ static int start_helper(int member)
     pthread_t thread;
     sigset_t all, before;
     sigfillset(&all);
+    for (int at = 0; at < CRASHES; at++)
+        sigdelset(&all, crashes[at]); /* of the thread itself: blocked, they would end the process without a report */
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);

@@ -22,6 +22,7 @@ class WorkingRoom:
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self._free: list[tuple[int, int]] = []  # address and bytes of each gap, by address
+        self._returned: list[tuple[int, int]] = []  # parts that are free again, and are not among the gaps yet
 
     @property
     def nbytes(self) -> int:
@@ -35,7 +36,13 @@ class WorkingRoom:
         finalize(part, self._give_back, address, whole).atexit = False
         return torch.frombuffer(part, dtype=torch.uint8)[:nbytes]
 
+    def _give_back(self, address: int, nbytes: int) -> None:
+        """Called by the collector of garbage, at any moment and in any thread."""
+        self._returned.append((address, nbytes))
+
     def _address_of(self, nbytes: int) -> int:
+        while self._returned:
+            self._add_gap(*self._returned.pop())
         for place, (address, gap) in enumerate(self._free):
             if gap >= nbytes:
                 self._free[place : place + 1] = [(address + nbytes, gap - nbytes)] if gap > nbytes else []
@@ -44,10 +51,10 @@ class WorkingRoom:
         self._chunks.append(chunk)
         begin = address_of(chunk)
         first = -(-begin // PART) * PART
-        self._give_back(first, (begin + chunk.nbytes - first) // PART * PART)
+        self._add_gap(first, (begin + chunk.nbytes - first) // PART * PART)
         return self._address_of(nbytes)
 
-    def _give_back(self, address: int, nbytes: int) -> None:
+    def _add_gap(self, address: int, nbytes: int) -> None:
         insort(self._free, (address, nbytes))
         joined: list[tuple[int, int]] = []
         for begin, gap in self._free:

@@ -8,6 +8,7 @@ them again would lose a little each time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,16 @@ from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Notes
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
+from h2o_flexgen.kernels.operations import (
+    append,
+    decode_attention,
+    prompt_attention,
+    put_rows,
+    rotate,
+    shared_attention,
+    take_rows,
+    take_slots,
+)
 from h2o_flexgen.kv.judges import Held, Judge, Written
 from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo
 from h2o_flexgen.kv.slots import Coding, SlotScores
@@ -239,12 +249,13 @@ class KVCache:
         (rows, tokens, heads), dim = q.shape[:3], q.shape[3]
         if len(now.groups) == 1 and len(now.groups[0][1]) == rows:
             return self._of_prefix(now.groups[0][0], q)
-        scores = torch.full((rows, tokens, heads), -torch.inf, device=q.device)
+        scores = _nothing_attended(q.device).expand(rows, tokens, heads).clone()
         values = torch.zeros(rows, tokens, heads, dim, device=q.device)
         for prefix, own in now.groups:
-            scores[own], made = self._of_prefix(prefix, q[own])
-            assert made is not None, "a prefix has values"
-            values[own] = made
+            made = self._of_prefix(prefix, take_rows(q, own))
+            assert made.values is not None, "a prefix has values"
+            put_rows(scores, own, 0, made.scores)
+            put_rows(values, own, 0, made.values)
         return More(scores, values)
 
     def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
@@ -318,6 +329,12 @@ class KVCache:
             q, k, turn = rotate(q, turn), rotate(k, turn), None
         there = self.living(q.shape[0])
         return append(there.image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, there.notes, worth)
+
+
+@cache
+def _nothing_attended(device: torch.device) -> Tensor:
+    """The score of a query that attends nothing elsewhere: made once, as steps that are repeated read it where it lies."""
+    return torch.tensor(-torch.inf, device=device)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotation: Rotation) -> Tensor:

@@ -23,13 +23,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, READERS, aligned, disk_buffer_bytes
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, HUGE_PAGE_BYTES, READERS, aligned, disk_buffer_bytes
 from h2o_flexgen.core.files import Check
 from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
 from h2o_flexgen.memory.host import Meter
 from h2o_flexgen.memory.threads import SharedWork, started_pool
 
-HUGE_PAGE_BYTES = 2 << 20
 COPY_VALUES = 1 << 15  # torch copies fewer values than this in the calling thread, as readers need
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -10,9 +11,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from h2o_flexgen.checkpoints.gguf_config import OWN_KEYS, config_in
-from h2o_flexgen.checkpoints.gguf_format import SUFFIX, Gguf, is_gguf, read_gguf
+from h2o_flexgen.checkpoints.gguf_format import SUFFIX, Gguf, is_gguf, read_gguf, refuse_no_file
 from h2o_flexgen.checkpoints.model_files import read_object
-from h2o_flexgen.checkpoints.model_places import resolve_model
+from h2o_flexgen.checkpoints.model_places import place_here, resolve_model
 from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, TensorNames
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import one_line, shown
@@ -76,17 +77,24 @@ def gguf_architectures() -> Mapping[str, GgufArchitecture]:
 
 def load_config(name_or_path: str, read: Callable[[Path], Gguf] = read_gguf) -> Config:
     """The config in a local folder or GGUF file, or by its name from the hub. `read` reads a GGUF file."""
-    name = name_or_path if Path(name_or_path).is_dir() else hub_name(name_or_path) or name_or_path
-    try:
-        place = resolve_model(name, with_weights=False)
-    except ValueError as error:
-        hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
-        raise ValueError(f"{error}{hint}") from error
+    with _nearest_named(name_or_path):
+        place = resolve_model(_full_name(name_or_path), with_weights=False)
     if is_gguf(place):
         values = config_in(read(place), gguf_architectures())
         _check(values, name_or_path)
         return cast("Config", SimpleNamespace(**values))  # it says all that an architecture reads
     return _config_of(_read_folder(place), name_or_path)
+
+
+def refuse_missing(name_or_path: str, with_weights: bool) -> None:
+    """Refuses a folder or GGUF file that is not there, as opening it would. A name on the hub is not looked up, and nothing
+    slow is imported. Without weights, shapes that ship with the package are enough."""
+    if not with_weights and hub_name(name_or_path) is not None:
+        return
+    with nullcontext() if with_weights else _nearest_named(name_or_path):
+        place = place_here(name_or_path)
+    if place is not None and is_gguf(place):
+        refuse_no_file(place)
 
 
 def known_config(name: str, **changes: object) -> Config | None:
@@ -155,6 +163,20 @@ def _known_type(model_type: object) -> str:
     if not isinstance(model_type, str) or model_type not in MODELS:
         raise ValueError(f"architecture {shown(model_type)} is not supported; known are {', '.join(MODELS)}")
     return model_type
+
+
+def _full_name(name_or_path: str) -> str:
+    return name_or_path if Path(name_or_path).is_dir() else hub_name(name_or_path) or name_or_path
+
+
+@contextmanager
+def _nearest_named(name_or_path: str) -> Iterator[None]:
+    """A context in which an error that nothing has this name ends with the known names that look like it."""
+    try:
+        yield
+    except ValueError as error:
+        hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
+        raise ValueError(f"{error}{hint}") from error
 
 
 def _nearest(name: str) -> str:

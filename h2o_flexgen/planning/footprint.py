@@ -22,6 +22,7 @@ from h2o_flexgen.core.buffer_layout import (
     hidden_bytes,
     probe_bytes,
     read_arena,
+    read_buffer_bytes,
     region_bytes,
 )
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
@@ -136,11 +137,11 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 
 def _largest_read(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
     """The same where layers are computed with as they were read."""
-    return max(read_arena(own, accelerator=False).nbytes for own in _of_layers(spec, placement, tiers))
+    return read_buffer_bytes(max(read_arena(own, accelerator=False).nbytes for own in _of_layers(spec, placement, tiers)))
 
 
 def _largest_read_and_copied(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
-    return max(read_arena(own, accelerator=True).nbytes for own in _of_layers(spec, placement, tiers))
+    return read_buffer_bytes(max(read_arena(own, accelerator=True).nbytes for own in _of_layers(spec, placement, tiers)))
 
 
 def _of_layers(spec: ModelSpec, placement: Placement, tiers: tuple[str, ...]) -> Iterator[list[TensorSpec]]:

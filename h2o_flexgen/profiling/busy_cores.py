@@ -35,10 +35,6 @@ class Others:
         """The cores that others kept busy since the beginning, on average."""
         return max(0.0, (_busy_seconds() - self._busy - (_own_seconds() - self._own)) / self.seconds)
 
-    def are_quiet(self) -> bool:
-        """Whether they took so little since the beginning that what was slow is not their doing."""
-        return self.cores() <= DISTURBING
-
     def own_cores(self) -> float:
         """Those that this process had."""
         return (_own_seconds() - self._own) / self.seconds

@@ -13,6 +13,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import check_options, option
 from h2o_flexgen.core.units import SIZE
+from h2o_flexgen.models import refuse_missing
 from h2o_flexgen.planning.machine import DEVICES, Machine
 from h2o_flexgen.planning.plan import MOST_GPUS, Plan
 from h2o_flexgen.text.tokenizer import BYTES
@@ -47,6 +48,10 @@ class ModelRequest:
         """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
         has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
         return self if has_headers else replace(self, dummy_weights=True)
+
+    def refuse_missing(self) -> None:
+        """Refuses a model that is nowhere on this machine, and no name on the hub, as opening it would but without torch."""
+        refuse_missing(self.source, with_weights=not self.dummy_weights)
 
     @property
     def folder(self) -> Path:

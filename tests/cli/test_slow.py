@@ -15,9 +15,7 @@ from h2o_flexgen.cli.slow import (
     experts_reason,
     int8_reason,
     kernel_reasons,
-    row_reason,
     say_slow,
-    visits_reason,
 )
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats import kernel_table
@@ -165,75 +163,3 @@ def test_otherwise_nothing_is_said_of_experts(changes: dict[str, int]) -> None:
 def test_reasons_go_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     say_slow(["one", "two"])
     assert capsys.readouterr() == ("", f"{slow.SLOW}: one\n{slow.SLOW}: two\n")
-
-
-# -- visits ----------------------------------------------------------------------------------------------------------------
-
-READS = 2e9  # bytes per second of the memory of a machine on which a visit takes a millisecond
-
-
-def small(percent: int = 100, gen_len: int = 3, rows: int = 1) -> BlockPlan:
-    plan = Plan(gpu_batch_size=rows).with_percent((percent, 0, 100, 0, 100, 0)).at(Site())
-    return BlockPlan.of(tiny_spec(), plan, block_of([[4] * rows], gen_len), Site())
-
-
-def visiting(seconds: float = 1e-3, reads: float = READS, device: str = "cpu") -> Machine:
-    own = replace(machine(9e6), device=device, host_read_per_s=reads, visit_seconds={"attention": seconds, "mlp": seconds})
-    return replace(own, flops_per_s={"float32": ((1, 1e12),)}, attention_bytes_per_s={})
-
-
-def test_visits_of_layers_are_named_where_a_step_takes_far_longer_than_memory_does() -> None:
-    first = small()
-    (line,) = visits_reason(first, visiting())
-    read = sum(matrix.nbytes for layer in first.spec.layers for matrix, _ in layer.multiplied)
-    kv = 4 * first.spec.kv_bytes_per_slot * len(first.spec.kv_layers)  # of the prompt
-    layers = len(first.spec.layers)
-    assert line.startswith(f"a step of 1 row takes {layers} ms, says the profile of this one, and memory gives its")
-    assert f"in {1000 * (read + kv) / READS:.3g} ms: 100% is what {layers} visits of layers cost beside their work" in line
-    assert line.endswith("whatever their rows; more rows at once share it")
-    (talk,) = visits_reason(first, visiting(), is_talk=True)
-    assert talk.endswith("a talk has no other rows to share it")
-    assert "a step of 7 rows takes" in next(visits_reason(small(rows=7), visiting()))
-
-
-@pytest.mark.parametrize(
-    ("first", "known"),
-    [
-        (small(), visiting(1e-6)),
-        (small(), replace(visiting(), values_per_s=1e4)),
-        (small(), visiting(reads=1e4)),
-        (small(), visiting(reads=float("inf"))),
-        (small(percent=0), visiting()),
-        (small(gen_len=1), visiting()),
-        (small(), visiting(device="cuda")),
-    ],
-    ids=["near memory", "another cause", "slow memory", "not measured", "from disk", "no step", "another device"],
-)
-def test_otherwise_nothing_is_said_of_visits(first: BlockPlan, known: Machine) -> None:
-    assert list(visits_reason(first, known)) == []
-
-
-# -- a row, on a machine without a profile ---------------------------------------------------------------------------------
-
-
-def test_a_step_of_one_row_that_took_far_longer_than_slow_memory_is_named() -> None:
-    first = small()
-    (line,) = row_reason(first, visiting(), 0.002)
-    assert line.startswith("a step of 1 row took 2 ms, and slow memory (10 GB/s) gives its ")
-    assert line.endswith("visits of layers cost beside their work, whatever their rows; more rows at once share it")
-    assert next(row_reason(first, visiting(), 0.002, is_talk=True)).endswith("a talk has no other rows to share it")
-
-
-@pytest.mark.parametrize(
-    ("first", "seconds", "device"),
-    [
-        (small(), 1e-9, "cpu"),
-        (small(rows=2), 1.0, "cpu"),
-        (small(percent=0), 1.0, "cpu"),
-        (small(gen_len=1), 1.0, "cpu"),
-        (small(), 1.0, "cuda"),
-    ],
-    ids=["near memory", "more rows", "from disk", "no step", "another device"],
-)
-def test_otherwise_nothing_is_said_of_a_row(first: BlockPlan, seconds: float, device: str) -> None:
-    assert list(row_reason(first, visiting(device=device), seconds)) == []

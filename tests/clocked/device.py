@@ -39,6 +39,8 @@ class ClockedMarker:
 class ClockedDevice(Device):
     accelerator = True
     captures = True
+    chains = False
+    steps_before_capture = 2
     kind = NAME
 
     def __init__(self, number: int = 0) -> None:

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.core.buffer_layout import (
     ALIGNMENT,
+    HUGE_PAGE_BYTES,
     PAGE_ALIGNED_FROM,
     VIEW_ALIGNMENT,
     Arena,
     aligned,
     keeps_its_place,
     read_arena,
+    read_buffer_bytes,
 )
 from h2o_flexgen.core.model_spec import TensorSpec
 from h2o_flexgen.formats.table import PLAIN
@@ -25,6 +27,13 @@ KEPT = KINDS[2:]
 MATRICES = st.tuples(st.sampled_from(KINDS), st.integers(1, 3 * PAGE_ALIGNED_FROM // BLOCK_BYTES))
 PLACES = st.integers(0, ALIGNMENT - 1)
 Kind = tuple[str, int, int]
+
+
+@given(st.integers(0, 100 << 20))
+def test_a_large_buffer_for_reads_has_whole_huge_pages_and_is_little_larger(nbytes: int) -> None:
+    found = read_buffer_bytes(nbytes)
+    assert aligned(nbytes) <= found <= max(aligned(nbytes), nbytes * 5 // 4)
+    assert found % (HUGE_PAGE_BYTES if nbytes >= 8 << 20 else ALIGNMENT) == 0
 
 
 @settings(max_examples=200, deadline=None)

@@ -144,6 +144,23 @@ def test_rows_that_come_and_go_have_the_tokens_of_rows_alone(any_device: str, ch
     assert [list(each.token_ids) for each in sorted(done, key=lambda each: each.index)] == expected
 
 
+@pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
+def test_steps_of_rows_that_share_prefixes_are_recorded(checkpoints: Checkpoints, offload: Path) -> None:
+    """Some rows share one prefix, others another one, and one shares nothing."""
+    texts = [list(range(first, first + 40)) for first in (1, 51)]
+    prompts = [*([*texts[0][:36], 7, row] for row in (1, 2, 3)), *([*texts[1][:34], row] for row in (4, 5)), [9, 8, 7]]
+    requests = [Request(prompt, SamplingParams(max_tokens=9 + place)) for place, prompt in enumerate(prompts)]
+    found = {}
+    for graphs in ("off", "auto"):
+        case = Case("llama-gqa", RESIDENT, (5,), STEPS, gpu_batch_size=6, num_gpu_batches=1)
+        with case.open(checkpoints, offload, graphs=graphs, shared_prefixes=True, least_prefix=16) as llm:
+            done = sorted(llm.generate_stream(requests), key=lambda each: each.index)
+            found[graphs] = [each.token_ids for each in done]
+            assert llm.stats is not None and llm.stats.unrecorded == {}
+            assert (llm.stats.replayed > 0) == (graphs == "auto")
+    assert found["off"] == found["auto"]
+
+
 class Refusing(PretendedDevice):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,6 +44,32 @@ def test_a_program_repeats_the_work_on_new_values(dtype: torch.dtype) -> None:
         x.copy_(torch.randn(3, 64))
         program()
         assert torch.equal(out, layer(x, weight, matrix))
+
+
+class _Emptied(list[tuple[int, int]]):
+    """Gaps; while they are looked through, parts are given back, as the collector of garbage may do at any moment."""
+
+    def __init__(self, gaps: Iterable[tuple[int, int]], held: list[Tensor]) -> None:
+        super().__init__(gaps)
+        self._held = held
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for place, gap in enumerate(list(super().__iter__())):
+            if place == 2:
+                self._held.clear()
+            yield gap
+
+
+def test_parts_may_come_back_while_another_is_taken() -> None:
+    room = WorkingRoom()
+    first, middle, third, last = (room.take(PART) for _ in range(4))
+    held = [middle]
+    del first, third, middle
+    room.take(PART)  # the first ones are gaps from here on
+    room._free = _Emptied(room._free, held)
+    taken = [room.take(size * PART) for size in (2, 4, 8)]
+    begins = sorted((each.data_ptr(), each.nbytes) for each in (*taken, last))
+    assert all(begin + nbytes <= behind for (begin, nbytes), (behind, _) in pairwise(begins))
 
 
 def test_programs_one_after_the_other_share_their_room() -> None:

@@ -21,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, aligned
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, HUGE_PAGE_BYTES, aligned
 from h2o_flexgen.memory.disk import (
-    HUGE_PAGE_BYTES,
     Checked,
     DiskFiles,
     DiskRegion,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.checkpoints.stored_tensors import Located, Segment
-from h2o_flexgen.core.buffer_layout import ALIGNMENT, decoded_bytes, keeps_its_place, part_starts, read_arena
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, decoded_bytes, keeps_its_place, part_starts, read_arena, read_buffer_bytes
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.engine.stores.needed_experts import NOTHING, Wanted
@@ -143,7 +143,7 @@ class WeightStore:
         self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that no row chose
         memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
-        self._host_ring = self._host_ring or Ring(memories.weights, buffers, _largest(self._disk_layouts))
+        self._host_ring = self._host_ring or Ring(memories.weights, buffers, read_buffer_bytes(_largest(self._disk_layouts)))
         self._device_ring = self._device_ring or Ring(memories.compute, buffers, largest_moved)
 
     @cached_property

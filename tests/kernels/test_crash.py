@@ -1,0 +1,64 @@
+"""A crash in a recorded program: the process ends as it did before, and a line says which layer and operation it was."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.kernels.variants import VARIANTS
+
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="there are no kernels in C")
+CRASHES = """
+import ctypes, sys, torch
+from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.recording import CallRecording, enter
+from h2o_flexgen.kernels.working_room import WorkingRoom
+
+threads, enters, bad = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(threads)
+x, weight = torch.ones(4000, 64), torch.ones(64)
+
+def work():
+    operations.rms_norm(x, weight, 1e-5)
+    if enters:
+        enter(enters)
+    operations.rms_norm(x, weight, 1e-5)
+    operations.rms_norm(x, weight, 1e-5)
+    operations.rms_norm(x, weight, 1e-5)
+
+program = CallRecording.of(work, WorkingRoom())
+if bad:
+    program.steps[2].given.x = bad
+print(program(), flush=True)
+ctypes.string_at(8)  # a crash of another kind
+"""
+
+
+def crashed(*arguments: object, handler: str = "-Xfaulthandler") -> tuple[int, str, str]:
+    command = [sys.executable, *([handler] if handler else []), "-c", CRASHES, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("handler", ["-Xfaulthandler", ""])
+def test_a_line_names_the_layer_and_the_operation(threads: int, handler: str) -> None:
+    status, out, error = crashed(threads, "attention of block 3", 8, handler=handler)
+    assert (status, out) == (-signal.SIGSEGV, "")
+    line, _, rest = error.partition("\n")
+    assert line == "crash in the recorded program for attention of block 3: operation rms_norm (call 2 of 3)"
+    assert ("Fatal Python error: Segmentation fault" in rest) == bool(handler)
+    assert "most recent call first" in rest or not handler or threads > 1, "two threads crash at once, and end the process"
+
+
+def test_without_a_layer_the_call_is_counted_among_all() -> None:
+    assert crashed(1, "", 8)[2].startswith("crash in the recorded program for no layer: operation rms_norm (call 3 of 4)\n")
+
+
+def test_a_crash_elsewhere_is_not_taken_for_one_of_a_program() -> None:
+    status, out, error = crashed(1, "attention of block 3", 0)
+    assert (status, out) == (-signal.SIGSEGV, "None\n")
+    assert error.startswith("Fatal Python error: Segmentation fault")
