@@ -71,12 +71,19 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
     if plan.may_capture if site.accelerator else plan.may_record and site.processor.build != TORCH:
         most += max(graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
-        traffic = planned.schedule.traffic
-        moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
-        each = GRAPH_BYTES if site.accelerator else RECORDED_BYTES
-        most += each * len(spec.layers) * len(batches) * (plan.buffers if moves_weights else 1)
+        most += (GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
+
+
+def graph_count(planned: BlockPlan) -> int:
+    """Graphs of a block: for each layer and batch as many as there are buffers through which weights or KV come. Both change
+    their buffers in step."""
+    schedule, traffic = planned.schedule, planned.schedule.traffic
+    moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
+    moves_kv = any(traffic.moves_kv(*place) for place in traffic.kv)
+    buffers = max(schedule.weight_buffers if moves_weights else 1, schedule.buffers if moves_kv else 1)
+    return traffic.layers * traffic.batches * buffers
 
 
 def loading_bytes(tensor: TensorSpec) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from h2o_flexgen.engine.graphs import StepGraphs
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.formats.kernel_sizes import ROOM_CHUNK
 from h2o_flexgen.formats.kernel_table import TORCH
@@ -16,7 +18,7 @@ from h2o_flexgen.kernels import working_room
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.working_space import SLACK, graph_bytes
+from h2o_flexgen.planning.working_space import SLACK, graph_bytes, graph_count
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
 from tests.helpers.pretended import PretendedDevice
@@ -210,6 +212,28 @@ def test_the_room_of_programs_is_counted(
         taken = llm.loaded.device._room.nbytes
     assert taken <= SLACK * graph_bytes(planned.kv, 0, planned.plan, site) - ROOM_CHUNK
     assert taken > 0
+
+
+@pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
+@pytest.mark.parametrize("schedule", ["zigzag", "flexgen_barrier", "row_by_row"])
+@pytest.mark.parametrize("percent", [RESIDENT, (0, 40, 100, 0, 100, 0), (100, 0, 0, 0, 100, 0), (0, 40, 0, 0, 100, 0)])
+def test_there_are_no_more_programs_than_are_counted(
+    percent: tuple[float, ...], schedule: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = list[StepGraphs](), StepGraphs.__init__
+
+    def noted(self: StepGraphs, *given: Any) -> None:
+        make(self, *given)
+        made.append(self)
+
+    monkeypatch.setattr(StepGraphs, "__init__", noted)
+    case = Case("opt", percent, (5, 9, 2, 7), 12, buffers=3, schedule=schedule)
+    with case.open(checkpoints, offload) as llm:
+        generate_with(llm, case)
+        assert llm.stats is not None
+        counted = graph_count(llm.stats.last_block.planned)
+    recorded = sum(len(batch.graphs) for own in made for batch in own._batches.values())
+    assert 0 < recorded <= counted
 
 
 # -- what is held to be fit for a graph -------------------------------------------------------------------------------------
