@@ -46,6 +46,7 @@ ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster t
 ROWS_OF_DOTS = 16  # up to here dot products of stored formats were measured to be faster than panels made of them
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
+ROWS_OF_PLAIN_DOTS = 4  # up to here dot products of plain matrices were measured to be faster than torch's and than panels
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 WIDE_SIDE = 4096  # of a matrix so large that all else that a format stores is small beside its values
 MEASURED_BY_BITS = {5.0: "q4_K", 7.0: "q6_K", inf: "q8_0"}  # formats of checkpoints that a profile measures: up to so many bits
@@ -191,6 +192,7 @@ def _of_stored(format: str) -> Iterator[Kernel]:
 
 def _of_plain_products() -> Iterator[Kernel]:
     yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
+    yield Kernel(PRODUCT, PLAIN, "plain_dots", CPU, FUSED, DTYPES, most_rows=ROWS_OF_PLAIN_DOTS, within=FLOAT32)
     for dtype in HALVES:
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), instructions=dtype)
     for dtype in ("float32", "bfloat16"):

@@ -39,6 +39,8 @@ from h2o_flexgen.kernels.products import (
     pair_product,
     pair_products,
     plain_decode,
+    plain_dot_products,
+    plain_dots,
     plain_encode,
     plain_product,
     tile_product,
@@ -92,7 +94,7 @@ Function = Callable[..., Any]  # kernels of one operation take the same argument
 FUNCTIONS: Mapping[str, Function] = {
     function.__name__: function
     for function in (
-        *(plain_encode, plain_decode, plain_product),
+        *(plain_encode, plain_decode, plain_product, plain_dots),
         *(group_encode, group_encode_twin, group_decode, group_decode_twin),
         *(int8_product, int8_product_twin, tile_product, wide_product, wide_product_twin, pair_product),
         *(tile_encode, tile_encode_twin, tile_decode, tile_decode_twin, tile_decode_rows, tile_decode_rows_twin),
@@ -114,6 +116,7 @@ FUNCTIONS: Mapping[str, Function] = {
 # What does the products of several matrices at once, each with rows of its own, with the bits of one after the other.
 SEVERAL: Mapping[Function, Function] = {
     pair_product: pair_products,
+    plain_dots: plain_dot_products,
     tile_product: tile_products,
     wide_product: wide_products,
     stored_dots: stored_dot_products,

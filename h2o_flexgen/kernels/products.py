@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
@@ -16,8 +17,9 @@ from h2o_flexgen.formats.table import PlainFormat
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
-from h2o_flexgen.kernels.native import KINDS, RECORDER, run
-from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, RowsInRuns, panel_products
+from h2o_flexgen.kernels.native import KINDS, RECORDER, pointer, run
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, RowsInRuns, call, panel_products
+from h2o_flexgen.kernels.raw_memory import address_of
 
 # -- plain product ---------------------------------------------------------------------------------------------------------
 # Plain values: encoding and decoding are copies, and a product is torch's.
@@ -62,6 +64,44 @@ def _each_into(counted: CountedRows, out: Tensor, x: Tensor, begins: Tensor, *gi
 
 def _into(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
     out.copy_(functional.linear(x, matrix, bias))
+
+
+# -- plain dots ------------------------------------------------------------------------------------------------------------
+# The product of few rows and a transposed plain matrix, read as it lies. Sums are in float32; C and torch sum in different
+# orders. With C what becomes of a row depends on nothing but the row and the matrix.
+
+
+def plain_dots(format: PlainFormat, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (outputs, inputs), bias (outputs,) -> (..., outputs)"""
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    plain_dot_products(format, x, Meeting.of_all(x, data.contiguous(), bias), out)
+    return out
+
+
+def plain_dot_products(format: PlainFormat, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of rows that meet matrices of their own, into out (..., outputs)."""
+    rows, outcome = x.values.reshape(-1, x.values.shape[-1]).contiguous(), out.view(-1, out.shape[-1])
+    of_row, of_outcome = (each.shape[1] * each.itemsize for each in (rows, outcome))
+    from_rows, to = address_of(rows), address_of(outcome)
+    asked = (_Dots * len(meetings))()
+    for told, (first, count, data, bias) in zip(asked, meetings):
+        assert data.shape == (outcome.shape[1], rows.shape[1]) and data.dtype == rows.dtype == outcome.dtype
+        assert bias is None or (bias.dtype == rows.dtype and bias.shape == outcome.shape[1:])
+        added = None if bias is None else pointer(bias)
+        places = from_rows + first * of_row, address_of(data), added, to + first * of_outcome
+        told.x, told.data, told.bias, told.out = places
+        told.rows, told.inputs, told.outputs = count, rows.shape[1], outcome.shape[1]
+    if x.counted is not None:
+        placed = {_Dots.x.offset: (from_rows, of_row), _Dots.out.offset: (to, of_outcome)}
+        x.counted.place_each(asked, _Dots.rows.offset, placed)
+    call("plain_dots", asked, KINDS[rows.dtype])
+
+
+class _Dots(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "data", "bias", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "inputs", "outputs")),
+    )
 
 
 # -- wide product ----------------------------------------------------------------------------------------------------------
