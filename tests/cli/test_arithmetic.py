@@ -99,7 +99,7 @@ def test_forms_of_a_checkpoint_are_named_and_those_that_stay_exact() -> None:
     ("own", "plain", "packed"),
     [
         (Processor("cpu", "avx512bf16", (BF16,)), (BF16,), ("float32", BF16)),
-        (Processor("cpu", "avx512vnni", (BF16,)), (BF16,), ("float32",)),
+        (Processor("cpu", "avx512vnni", (BF16,)), ("float32", BF16), ("float32",)),
         (Processor("cpu", "avx2"), ("float32",), ("float32",)),
         (Processor("cpu"), ("float32",), ("float32",)),
         (Processor("cuda", "avx2"), (BF16,), (BF16,)),

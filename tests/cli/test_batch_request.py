@@ -48,7 +48,7 @@ def test_flags_say_what_lines_leave_open(asked: Any) -> None:
 
 def test_a_plan_of_ones_own_is_taken_as_it_is(asked: Any) -> None:
     request = asked("--percent", 0, 50, 0, 100, 0, 100, "--gpu-batch-size", 3, "--kv-policy", "h2o")
-    assert isinstance(request.plan, Plan) and request.first_plan.gpu_batch_size == 3
+    assert isinstance(request.plan, Plan) and request.plan.first_plan.gpu_batch_size == 3
     assert request.plan.kv_policy == "h2o" and request.plan.percent == (0, 50, 0, 100, 0, 100)
     assert "is for a search" in one_line(lambda: asked("--percent", 0, 50, 0, 100, 0, 100, "--allow-4bit"))
 
