@@ -185,6 +185,10 @@ class CallRecording(TorchDispatchMode):
         self._kept.append(made := func(*args, **given))
         return made
 
+    def filled(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
+        """A copy of what is made once, as later work may change it."""
+        return self.cloned(self.constant(func, args, given))
+
     def empty(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
         return self._made(func(*args, **{**given, "device": "meta"}))
 
@@ -255,6 +259,7 @@ MADE: Mapping[Any, TakenOver] = {
     **dict.fromkeys((aten.new_empty.default, aten.new_empty_strided.default), CallRecording.empty),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), CallRecording.zeros),
     **dict.fromkeys((aten.arange.default, aten.arange.start), CallRecording.constant),
+    **dict.fromkeys((aten.full.default, aten.new_full.default), CallRecording.filled),
     aten._unsafe_view.default: CallRecording.viewed,
 }
 FROM_PYTHON = (aten.lift.default, aten.lift_fresh.default)  # a tensor of numbers of Python, which may be others in another step

@@ -8,7 +8,6 @@ them again would lose a little each time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -249,7 +248,7 @@ class KVCache:
         (rows, tokens, heads), dim = q.shape[:3], q.shape[3]
         if len(now.groups) == 1 and len(now.groups[0][1]) == rows:
             return self._of_prefix(now.groups[0][0], q)
-        scores = _nothing_attended(q.device).expand(rows, tokens, heads).clone()
+        scores = torch.full((rows, tokens, heads), -torch.inf, device=q.device)
         values = torch.zeros(rows, tokens, heads, dim, device=q.device)
         for prefix, own in now.groups:
             made = self._of_prefix(prefix, take_rows(q, own))
@@ -329,12 +328,6 @@ class KVCache:
             q, k, turn = rotate(q, turn), rotate(k, turn), None
         there = self.living(q.shape[0])
         return append(there.image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, there.notes, worth)
-
-
-@cache
-def _nothing_attended(device: torch.device) -> Tensor:
-    """The score of a query that attends nothing elsewhere: made once, as steps that are repeated read it where it lies."""
-    return torch.tensor(-torch.inf, device=device)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotation: Rotation) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -75,12 +74,6 @@ class OneByOne(Judge):
 UNJUDGED = torch.finfo(torch.float32).min  # below all judged tokens, but above minus infinity, the rank of empty places
 
 
-@cache
-def unjudged(device: torch.device) -> Tensor:
-    """The worth of a token that is not judged yet: made once, as steps that are repeated read it where it lies."""
-    return torch.tensor(UNJUDGED, device=device)
-
-
 class JudgeOfRows(Judge):
     """Compares the tokens of a row with each other, after every pass of several tokens. Decode steps only add
     tokens that are not judged yet: comparing would need all keys of all layers at every step. These tokens are evicted
@@ -93,7 +86,7 @@ class JudgeOfRows(Judge):
 
     def newest(self, new: Written) -> Tensor:
         rows, _, heads, _ = new.k.shape
-        return unjudged(new.k.device).expand(rows, heads)
+        return new.k.new_full((rows, heads), UNJUDGED, dtype=torch.float32)
 
     def of_all(self, new: Written, held: Held | None) -> Tensor:
         """Judges row by row, so that a row does not depend on others, and the working memory is that of one row."""
