@@ -63,14 +63,15 @@ def slices(tensors: Mapping[str, int], parts: int, places: Mapping[str, int]) ->
     name; others begin with a page."""
     total = sum(tensors.values())
     cut: list[list[Range]] = [[] for _ in range(parts)]
-    offset = 0
+    offset = latest = 0  # the latest part that has something: no tensor begins in an earlier one than that before it
     for name, nbytes in tensors.items():
         before = places.get(name, 0)
         bounds = [(total * part // parts - offset) // ALIGNMENT * ALIGNMENT - before for part in range(parts)] + [nbytes]
-        bounds = [min(max(bound, 0), nbytes) for bound in bounds]
+        bounds = [0 if part <= latest else min(max(bound, 0), nbytes) for part, bound in enumerate(bounds)]
         for part in range(parts):
             if bounds[part] < bounds[part + 1]:
                 cut[part].append(Range(name, bounds[part], bounds[part + 1]))
+                latest = part
         offset += nbytes
     return cut
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as draw
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, PAGE_ALIGNED_FROM
@@ -67,6 +67,7 @@ def test_what_is_encoded_into_its_bytes_is_decoded_beside_them(
 BEGUN_AT = draw.integers(0, ALIGNMENT - 1)  # the place in a page at which a tensor begins
 
 
+@example([(3149, 1), (29, 4095), (17649, 4095), (8858, 381)], 4)  # a place near the end of a page moves a cut the most
 @given(draw.lists(draw.tuples(draw.integers(1, 200_000), BEGUN_AT), max_size=6), draw.integers(1, 7))
 def test_slices_are_every_byte_once_in_order_and_cut_at_pages(drawn: list[tuple[int, int]], parts: int) -> None:
     tensors = {str(place): nbytes for place, (nbytes, _) in enumerate(drawn)}
