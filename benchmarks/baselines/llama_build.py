@@ -1,6 +1,6 @@
 """The programs of llama.cpp: found, or compiled once from its sources into the user's cache.
 
-python -m benchmarks.baselines.llama_build SOURCES [native | avx2] [PROGRAM ...]
+python -m benchmarks.baselines.llama_build SOURCES [native | native-without-amx | avx2] [PROGRAM ...]
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ BENCH, QUANTIZE = "llama-batched-bench", "llama-quantize"
 COMPLETION, PERPLEXITY, TOKENIZE = "llama-completion", "llama-perplexity", "llama-tokenize"
 COMPARED = (BENCH, QUANTIZE)  # the programs that compare.py runs
 Programs = Sequence[str]
-NATIVE, AVX2 = "native", "avx2"
+NATIVE, WITHOUT_AMX, AVX2 = "native", "native-without-amx", "avx2"
+NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 INSTRUCTIONS: Mapping[str, Sequence[str]] = {  # what is compiled for: this processor, or any with AVX2 and without AVX-512
-    NATIVE: ("GGML_NATIVE=ON",),
-    AVX2: ("GGML_NATIVE=OFF", "GGML_AVX2=ON", "GGML_FMA=ON", "GGML_F16C=ON", "GGML_BMI2=ON"),
+    NATIVE: ("GGML_NATIVE=ON", "CMAKE_C_FLAGS=", "CMAKE_CXX_FLAGS="),
+    # llama.cpp of llama-cpp-python 0.3.36 crashes in its product with AMX of a matrix in Q4_1
+    WITHOUT_AMX: ("GGML_NATIVE=ON", f"CMAKE_C_FLAGS={NO_AMX}", f"CMAKE_CXX_FLAGS={NO_AMX}"),
+    AVX2: (
+        *("GGML_NATIVE=OFF", "GGML_AVX2=ON", "GGML_FMA=ON", "GGML_F16C=ON", "GGML_BMI2=ON"),
+        *("CMAKE_C_FLAGS=", "CMAKE_CXX_FLAGS="),
+    ),
 }
 OPTIONS = (
     *("CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "LLAMA_OPENSSL=OFF", "LLAMA_BUILD_COMMON=ON"),
@@ -75,7 +81,7 @@ def compiled_programs(folder: str | None, instructions: str, wanted: Programs = 
 
 
 def _compiled(sources: Path, instructions: str, wanted: Programs) -> Path:
-    """Both kinds are compiled in one folder, one after the other, because most of the code is the same for both."""
+    """All kinds are compiled in one folder, one after the other, because most of the code is the same for all."""
     target, build = cache_of(sources) / instructions, cache_of(sources) / "build"
     print(f"compiling {_listed(wanted)} for {instructions} from {sources} into {target}: minutes", file=sys.stderr)
     options = [f"-D{option}" for option in (*OPTIONS, *INSTRUCTIONS[instructions])]
