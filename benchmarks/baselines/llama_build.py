@@ -24,7 +24,7 @@ NATIVE, WITHOUT_AMX, AVX2 = "native", "native-without-amx", "avx2"
 NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 INSTRUCTIONS: Mapping[str, Sequence[str]] = {  # what is compiled for: this processor, or any with AVX2 and without AVX-512
     NATIVE: ("GGML_NATIVE=ON", "CMAKE_C_FLAGS=", "CMAKE_CXX_FLAGS="),
-    # llama.cpp of llama-cpp-python 0.3.36 crashes in its product with AMX of a matrix in Q4_1
+    # the products of llama.cpp with AMX (llama-cpp-python 0.3.36) crash on virtual machines that do not allow AMX
     WITHOUT_AMX: ("GGML_NATIVE=ON", f"CMAKE_C_FLAGS={NO_AMX}", f"CMAKE_CXX_FLAGS={NO_AMX}"),
     AVX2: (
         *("GGML_NATIVE=OFF", "GGML_AVX2=ON", "GGML_FMA=ON", "GGML_F16C=ON", "GGML_BMI2=ON"),
