@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.cuda._gpu_trace import EventSynchronizationCallbacks as HearOfEnds
 
 from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels.native import processor
@@ -183,11 +184,107 @@ class Device:
         """Returns freed memory that the allocator keeps to the device."""
 
 
-class CudaDevice(Device):
+class StreamEvent(Protocol):
+    """An event of a driver: a point in a stream, which can be recorded again somewhere else."""
+
+    cuda_event: int  # its address in the driver
+
+    def record(self, stream: Any) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds up to another event."""
+
+
+class EventMarker:
+    """A marker that returns its event to the unused ones when nothing references the marker any more. So no event is recorded
+    again while a thread may still begin to wait for it. A stream that already waits does so for the point recorded before."""
+
+    __slots__ = ("_unused", "event")
+
+    def __init__(self, event: StreamEvent, unused: deque[StreamEvent]) -> None:
+        self.event = event
+        self._unused = unused
+
+    def __del__(self) -> None:
+        self._unused.append(self.event)
+
+    def query(self) -> bool:
+        is_over = bool(self.event.query())
+        if is_over and HearOfEnds.callback_list:  # torch's stream sanitizer, which torch tells of waits, but not of this
+            HearOfEnds.fire_callbacks(self.event.cuda_event)
+        return is_over
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class Accelerator(Device):
+    """A device with memory and streams of its own: all that it does with them but for what its driver is asked."""
+
     accelerator = True
     captures = True
     chains = False
     steps_before_capture = 2  # libraries initialise in the first, and rows that leave soon are not worth a capture
+
+    def __init__(self) -> None:
+        super().__init__()
+        # to make an event is expensive, and threads that make them wait for each other
+        self._unused: dict[tuple[bool, bool], deque[StreamEvent]] = {
+            (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
+        }
+
+    # -- what the driver is asked ----------------------------------------------------------------------------------------
+
+    def _new_event(self, timed: bool, blocking: bool) -> StreamEvent:
+        raise NotImplementedError
+
+    def _current_stream(self) -> Any:
+        """The stream to which the calling thread issues its work."""
+        raise NotImplementedError
+
+    def _page_locked(self, like: Tensor) -> Tensor:
+        """New page-locked memory of the host, of this shape and type. When it is dropped, it is kept until the streams that
+        copy from or to it have done so."""
+        raise NotImplementedError
+
+    # -- what follows from that ------------------------------------------------------------------------------------------
+
+    def mark(self, timed: bool = False, blocking: bool = False) -> Marker | None:
+        unused = self._unused[timed, blocking]
+        try:
+            event = unused.pop()
+        except IndexError:  # all are in use
+            event = self._new_event(timed, blocking)
+        event.record(self._current_stream())
+        return EventMarker(event, unused)
+
+    def wait(self, marker: Marker | None) -> None:
+        if isinstance(marker, EventMarker):
+            self._current_stream().wait_event(marker.event)
+
+    def seconds_between(self, start: Marker, end: Marker) -> float:
+        assert isinstance(start, EventMarker) and isinstance(end, EventMarker)
+        return float(start.event.elapsed_time(end.event)) / 1000
+
+    def upload(self, values: Tensor, device: torch.device) -> Tensor:
+        return self._page_locked(values).copy_(values).to(device, non_blocking=True)
+
+    def read_back(self, values: Tensor) -> Tensor:
+        read = self._page_locked(values).copy_(values, non_blocking=True)
+        there = self.mark(blocking=True)
+        assert there is not None
+        there.synchronize()  # torch's own wait would keep a core busy
+        return read
+
+    def memory(self, host: HostTier) -> DeviceTier:
+        return DeviceTier(self.torch_device)
+
+
+class CudaDevice(Accelerator):
     kind = "cuda"
 
     def __init__(self, index: int | None = None) -> None:
@@ -207,9 +304,6 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         torch.cuda.set_device(self.torch_device)  # for work that this thread issues outside of lanes
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
-            (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
-        }  # unused events: making one is expensive, and threads that make them wait for each other
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that are still referenced
         self._graph_memory: Any = None  # the working memory of all graphs: they are replayed one after the other
         self._locks = CudaPageLocks(torch.cuda.cudart(), torch.zeros(1, device=self.torch_device).cos)
@@ -226,34 +320,15 @@ class CudaDevice(Device):
             stream = self._streams[lane] = torch.cuda.Stream(self.torch_device)
         return torch.cuda.stream(stream)
 
-    def mark(self, timed: bool = False, blocking: bool = False) -> Marker | None:
-        spare = self._events[timed, blocking]
-        try:
-            event = spare.pop()
-        except IndexError:  # all are in use
-            event = torch.cuda.Event(enable_timing=timed, blocking=blocking)
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return CudaMarker(event, spare)
+    def _new_event(self, timed: bool, blocking: bool) -> StreamEvent:
+        event: StreamEvent = torch.cuda.Event(enable_timing=timed, blocking=blocking)
+        return event
 
-    def wait(self, marker: Marker | None) -> None:
-        if isinstance(marker, CudaMarker):
-            torch.cuda.current_stream(self.torch_device).wait_event(marker.event)
+    def _current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
 
-    def seconds_between(self, start: Marker, end: Marker) -> float:
-        assert isinstance(start, CudaMarker) and isinstance(end, CudaMarker)
-        return float(start.event.elapsed_time(end.event)) / 1000
-
-    def upload(self, values: Tensor, device: torch.device) -> Tensor:
-        # torch keeps page-locked copies until the streams have read them
-        return values.pin_memory().to(device, non_blocking=True)
-
-    def read_back(self, values: Tensor) -> Tensor:
-        read = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        read.copy_(values, non_blocking=True)
-        there = self.mark(blocking=True)
-        assert there is not None
-        there.synchronize()  # torch's own wait would keep a core busy
-        return read
+    def _page_locked(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         if not self._graphs:  # torch refuses a pool after its last graph was freed, and cannot free it during a capture
@@ -270,9 +345,6 @@ class CudaDevice(Device):
         graph.capture_end()
         self._graphs.add(graph)
         return graph.replay
-
-    def memory(self, host: HostTier) -> DeviceTier:
-        return DeviceTier(self.torch_device)
 
     def names_of(self, count: int) -> list[str]:
         there = torch.cuda.device_count()
@@ -316,26 +388,6 @@ def _let_pools_share() -> None:
     its two names, this one is known to all releases."""
     if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
-
-
-class CudaMarker:
-    """A marker that returns its event to the unused ones when nothing references the marker any more. So no event is recorded
-    again while a thread may still begin to wait for it. A stream that already waits does so for the point recorded before."""
-
-    __slots__ = ("_spare", "event")
-
-    def __init__(self, event: torch.cuda.Event, spare: deque[torch.cuda.Event]) -> None:
-        self.event = event
-        self._spare = spare
-
-    def __del__(self) -> None:
-        self._spare.append(self.event)
-
-    def query(self) -> bool:
-        return bool(self.event.query())
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
 
 
 class DeviceTier:

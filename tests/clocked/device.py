@@ -1,46 +1,83 @@
-"""The clocked device: the engine takes an accelerator's way on it, and every wait and every access is checked."""
+"""The clocked device: the engine takes an accelerator's way on it, and every wait and every access is checked.
+
+What an accelerator does with its driver is the engine's own code; the driver is here. It tells of streams and events as CUDA
+tells torch's stream sanitizer.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import _gpu_trace as traced
 
-from h2o_flexgen.memory.device import Device, DeviceTier, Marker
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.device import Accelerator, StreamEvent
 from tests.clocked.backend import registered
-from tests.clocked.checker import current
+from tests.clocked.checker import Checker, current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
-from tests.clocked.tensor import NAME, ClockedTensor, own_block
+from tests.clocked.tensor import NAME
 from tests.helpers.recorded import repeated
 
 
-class ClockedMarker:
-    """A point in a stream's work. It is passed when somebody has waited for it, and not before: luck proves nothing."""
+class ClockedPoint:
+    """An event of a stream. It is passed when somebody has waited for it, and not before: luck proves nothing. Where streams
+    are quick, it is passed whenever somebody asks."""
 
-    def __init__(self, clock: Clock, is_timed: bool) -> None:
-        self.clock = Clock(clock)
-        self.is_timed = is_timed
+    def __init__(self, is_timed: bool) -> None:
+        self._is_timed = is_timed
+        self._clock = Clock()
+
+    @property
+    def cuda_event(self) -> int:
+        return id(self)
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    def record(self, stream: ClockedStream) -> None:
+        checker = current()
+        with checker.lock:
+            self._clock = Clock(checker.launch("a marker")[1])
+            traced.EventRecordCallbacks.fire_callbacks(self.cuda_event, stream.name)  # type: ignore[arg-type]
 
     def synchronize(self) -> None:
         checker = current()
         with checker.lock:
-            checker.wait_for(self.clock, "a marker")
+            checker.wait_for(self._clock, "a marker")
+            traced.EventSynchronizationCallbacks.fire_callbacks(self.cuda_event)
 
     def query(self) -> bool:
         checker = current()
         with checker.lock:
-            return checker.host.knows_all({who: at for who, at in self.clock.items() if who.startswith("stream ")})
+            if checker.streams_are_quick:
+                checker.host.join(self._clock)
+            return checker.host.knows_all({who: at for who, at in self._clock.items() if who.startswith("stream ")})
+
+    def elapsed_time(self, end: ClockedPoint) -> float:
+        if not (self._is_timed and end._is_timed):
+            raise RuntimeError("seconds are asked for between markers that have no times")
+        if not (self.query() and end.query()):
+            current().faults.append("seconds are asked for between markers that may not be passed")
+        return 0.0
 
 
-class ClockedDevice(Device):
-    accelerator = True
-    captures = True
-    chains = False
-    steps_before_capture = 2
+class ClockedStream(NamedTuple):
+    name: str
+
+    def wait_event(self, event: ClockedPoint) -> None:
+        checker = current()
+        with checker.lock:
+            checker.issued.join(event.clock)
+            traced.EventWaitCallbacks.fire_callbacks(event.cuda_event, self.name)  # type: ignore[arg-type]
+
+
+class ClockedDevice(Accelerator):
     kind = NAME
 
     def __init__(self, number: int = 0) -> None:
@@ -59,33 +96,26 @@ class ClockedDevice(Device):
     def names_of(self, count: int) -> list[str]:
         return [NAME, *(f"{NAME}:{number}" for number in range(1, count))]
 
-    def mark(self, timed: bool = False, blocking: bool = False) -> ClockedMarker:
-        checker = current()
-        with checker.lock:
-            return ClockedMarker(checker.launch("a marker")[1], timed)
+    def _new_event(self, timed: bool, blocking: bool) -> StreamEvent:
+        return ClockedPoint(timed)
 
-    def wait(self, marker: Marker | None) -> None:
-        checker = current()
-        with checker.lock:
-            if isinstance(marker, ClockedMarker):
-                checker.issued.join(marker.clock)
+    def _current_stream(self) -> ClockedStream:
+        return ClockedStream(current().stream)
 
-    def seconds_between(self, start: Marker, end: Marker) -> float:
-        assert isinstance(start, ClockedMarker) and isinstance(end, ClockedMarker)
-        if not (start.is_timed and end.is_timed):
-            raise RuntimeError("seconds are asked for between markers that have no times")
-        if not (start.query() and end.query()):
-            current().faults.append("seconds are asked for between markers that may not be passed")
-        return 0.0
-
-    def upload(self, values: Tensor, device: torch.device) -> Tensor:
-        """The copy that streams read goes when they have read it, and nobody has it but they."""
+    def _page_locked(self, like: Tensor) -> Tensor:
+        """As torch's own allocator has it: memory that was dropped is not had again before the streams have used it."""
         checker = current()
-        with checker.lock:
-            copied = ClockedTensor(values.clone(), own_block(values, checker))
-            checker.launched[checker.task, "upload"] += 1
-            checker.access(copied.block, copied.inner, True, *checker.launch("upload"))
-        return copied
+        made = torch.empty(like.shape, dtype=like.dtype)
+        if made.numel():
+            with checker.lock:
+                checker.page_lock(made.data_ptr(), made.nbytes)
+            weakref.finalize(made, _forget, checker, made.data_ptr()).atexit = False
+        return made
+
+    def read_back(self, values: Tensor) -> Tensor:
+        read = super().read_back(values)
+        current().touched(read, writes=False)  # as whoever has asked for the values is about to do, past torch
+        return read
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return repeated(work)
@@ -96,10 +126,13 @@ class ClockedDevice(Device):
     def page_unlock(self, address: int) -> None:
         current().page_unlock(address)
 
-    def memory(self, host: HostTier) -> DeviceTier:
-        return DeviceTier(self.torch_device)
-
     def settle(self) -> None:
         checker = current()
         with checker.lock:
             checker.settle()
+            traced.DeviceSynchronizationCallbacks.fire_callbacks()
+
+
+def _forget(checker: Checker, address: int) -> None:
+    with checker.lock:
+        checker.forget_locked(address)

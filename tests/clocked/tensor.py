@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import _gpu_trace as traced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.clocked.block import Block, Moment
@@ -54,7 +55,7 @@ class ClockedTensor(torch.Tensor):
             dtype=inner.dtype,
             device=torch.device(NAME, 0),
         )
-        made.inner, made.block = inner, block
+        made.block, made.inner = block, inner  # in the order in which they go: the memory is told of before it goes
         return made
 
     @classmethod
@@ -111,21 +112,26 @@ def tensors_in(*given: object) -> list[Tensor]:
 
 def own_block(inner: Tensor, checker: Checker) -> Block:
     """The memory of a tensor that is made now, from the pool of the current stream."""
-    return _Pooled(f"a tensor {tuple(inner.shape)} made in {checker.task or 'no task'}", checker, checker.stream)
+    name = f"a tensor {tuple(inner.shape)} made in {checker.task or 'no task'}"
+    return _Pooled(name, checker, checker.stream, inner.data_ptr() if inner.numel() else None)
 
 
 class _Pooled(Block):
     """Memory of a stream's pool."""
 
-    def __init__(self, name: str, checker: Checker, stream: str) -> None:
+    def __init__(self, name: str, checker: Checker, stream: str, address: int | None) -> None:
         super().__init__(name)
-        self._checker, self._stream = checker, stream
+        self._checker, self._stream, self._address = checker, stream, address
+        if address is not None:
+            traced.MemoryAllocationCallbacks.fire_callbacks(address)
 
     def __del__(self) -> None:
         if self._checker.is_over:
             return
         with self._checker.lock:
             self._checker.given_back(self, self._stream)
+            if self._address is not None:
+                traced.MemoryDeallocationCallbacks.fire_callbacks(self._address)
 
 
 class Facts(NamedTuple):

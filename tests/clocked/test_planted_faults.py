@@ -18,12 +18,13 @@ from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.memory.device import Marker
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.clocked.checker import Checker, current
 from tests.clocked.context import checked
-from tests.clocked.device import ClockedDevice, ClockedMarker
+from tests.clocked.device import ClockedDevice
 from tests.clocked.tensor import NAME
 from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.kernels.variants import used
@@ -78,9 +79,9 @@ def no_wait_of_the_host_before(op: Op) -> Fault:
 
 def events_before_the_work() -> AbstractContextManager[object]:
     """The marker that a task leaves is the one it began with."""
-    mark, begun = ClockedDevice.mark, dict[str, ClockedMarker]()
+    mark, begun = ClockedDevice.mark, dict[str, Marker | None]()
 
-    def first(device: ClockedDevice, timed: bool = False, blocking: bool = False) -> ClockedMarker:
+    def first(device: ClockedDevice, timed: bool = False, blocking: bool = False) -> Marker | None:
         task = current().task
         if not task:
             return mark(device, timed, blocking)

@@ -7,30 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from random import Random
-from typing import Any
 
 import torch
 
 from h2o_flexgen.memory.device import CudaDevice, Device, Marker
-from h2o_flexgen.memory.threads import Handover
+from tests.delayed.watched import Watch, WatchedHandover
 
-Watch = Callable[[], AbstractContextManager[object]]  # what a thread enters before it issues anything
 LEAST, MOST = 1 << 10, 1 << 21  # cycles that a stream is late: a millisecond at most, on most GPUs
 ON_TIME = 0.5  # share of the marks and waits at which it is not
-
-
-class WatchedHandover(Handover):
-    """The threads of lanes enter the watch."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def thread(self, work: Callable[..., None], given: tuple[object, ...], name: str) -> threading.Thread:
-        def watched(*handed: Any) -> None:
-            with self._watch():
-                work(*handed)
-
-        return super().thread(watched, given, name)
 
 
 class Delays:
@@ -79,7 +63,7 @@ def delayed(kind: type[Device], delays: Delays, watch: Watch = nullcontext) -> D
             delays.some()
 
     device = Delayed()
-    device.handover = WatchedHandover(watch)
+    device.handover = WatchedHandover(device.handover, watch)
     return device
 
 

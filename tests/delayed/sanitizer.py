@@ -1,39 +1,202 @@
-"""torch's stream sanitizer in every thread: by itself it sees only what the thread launches that has entered it."""
+"""torch's stream sanitizer, in every thread and without what makes it cry wolf.
+
+By itself it sees only what the thread launches that has entered it; its hooks run in any thread, without a lock; empty tensors
+count as each other's memory if Python gives them one number; and what is made in the likeness of a tensor counts as a read of
+it. Here alarms are collected, and nothing is raised or printed. What torch does not see, kernels of others, is declared.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
+from torch import Tensor
+from torch.cuda import _gpu_trace as traced
 from torch.utils._python_dispatch import TorchDispatchMode
 
+REGISTRIES = {
+    "event_creation": traced.EventCreationCallbacks,
+    "event_deletion": traced.EventDeletionCallbacks,
+    "event_record": traced.EventRecordCallbacks,
+    "event_wait": traced.EventWaitCallbacks,
+    "event_synchronization": traced.EventSynchronizationCallbacks,
+    "memory_allocation": traced.MemoryAllocationCallbacks,
+    "memory_deallocation": traced.MemoryDeallocationCallbacks,
+    "stream_creation": traced.StreamCreationCallbacks,
+    "stream_synchronization": traced.StreamSynchronizationCallbacks,
+    "device_synchronization": traced.DeviceSynchronizationCallbacks,
+}
 
-class InThread(TorchDispatchMode):
-    """Hands what a thread launches to the one sanitizer of the process, one operation at a time."""
 
-    def __init__(self, sanitizer: Any, lock: threading.Lock) -> None:
-        super().__init__()
-        self._sanitizer, self._lock = sanitizer, lock
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._lock:
-            return self._sanitizer.__torch_dispatch__(func, types, args, kwargs or {})
+def _unheard() -> Any:
+    """torch's module, which makes a sanitizer of its own when it is imported: that one hears of nothing."""
+    with ExitStack() as stack:
+        for registry in REGISTRIES.values():
+            stack.enter_context(patch.object(registry, "callback_list", []))
+        from torch.cuda import _sanitizer
+    return _sanitizer
 
 
-class LaneSanitizer:
-    def __init__(self, sanitizer: Any) -> None:
-        self._sanitizer, self._lock = sanitizer, threading.Lock()
+of_torch = _unheard()
+
+
+class Place(NamedTuple):
+    """Where a device of a test has things."""
+
+    stream: Callable[[], Any]  # the current one
+    address: Callable[[Tensor], int | None]  # of a tensor on the device; None for others
+
+
+def on_a_gpu() -> Place:
+    def address(tensor: Tensor) -> int | None:
+        return tensor.data_ptr() if tensor.is_cuda else None
+
+    return Place(lambda: torch.cuda.current_stream().cuda_stream, address)
+
+
+class StreamSanitizer:
+    def __init__(self, place: Place, as_torch_has_it: bool = False) -> None:
+        """`as_torch_has_it`: empty tensors and likenesses count as accesses."""
+        self.alarms: Counter[str] = Counter()  # by the pair of accesses
+        self._place, self._as_torch_has_it = place, as_torch_has_it
+        self._handler = of_torch.EventHandler()
+        self._lock = threading.RLock()
+        self._own = threading.local()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context in which it hears of streams, events and memory."""
+        with ExitStack() as stack:
+            for name, registry in REGISTRIES.items():
+                stack.enter_context(patch.object(registry, "callback_list", [partial(self._hear, name)]))
+            yield
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with InThread(self._sanitizer, self._lock):
+        """A context in which it sees what this thread launches."""
+        with _InThread(self):
             yield
 
+    @property
+    def launches(self) -> int:
+        """The accesses that it has judged."""
+        return int(self._handler.seq_num)
 
-def of_torch() -> LaneSanitizer:
-    """torch makes its own when the module is imported, and from then on notes every event."""
-    from torch.cuda._sanitizer import cuda_sanitizer
+    def _hear(self, what: str, *given: int) -> None:
+        with self._lock:
+            getattr(self._handler, f"_handle_{what}")(*given)
 
-    return LaneSanitizer(cuda_sanitizer.dispatch)
+    # -- launches --------------------------------------------------------------------------------------------------------
+
+    def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        schema, arguments = func._schema, _Arguments(self._place.address, counts_empty=self._as_torch_has_it)
+        named = schema.name if self._as_torch_has_it else schema.name.partition("::")[2]
+        is_likeness = bool(of_torch.FACTORY_FUNCTION_REGEX.match(named))
+        arguments.parse_inputs(schema, args, kwargs, is_factory=is_likeness)
+        outcome = func(*args, **kwargs)
+        arguments.parse_outputs(schema, outcome, is_factory=is_likeness)
+        self._launched(schema.name.partition("::")[2], arguments)
+        return outcome
+
+    def declare(self, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Tells of a launch that torch does not see."""
+        arguments = _Arguments(self._place.address)
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                arguments._handle_argument(tensor, is_write, metadata_only=False)
+        self._launched(name, arguments)
+
+    def _launched(self, name: str, arguments: Any) -> None:
+        launch = Launch(name, frozenset(arguments.dataptrs_read), frozenset(arguments.dataptrs_written))
+        if (captured := getattr(self._own, "captured", None)) is not None:
+            captured.append(launch)
+        elif launch.reads or launch.writes:
+            self._judge(launch)
+
+    def _judge(self, launch: Launch) -> None:
+        aliases: dict[int, list[str]] = {address: [] for address in (*launch.reads, *launch.writes)}
+        with self._lock:
+            found = self._handler._handle_kernel_launch(
+                self._place.stream(), set(launch.reads - launch.writes), set(launch.writes), set(), launch.name, aliases
+            )
+        for error in found:
+            self.alarms[f"{_told(error.current_access)} is not behind {_told(error.previous_access)}"] += 1
+
+    # -- graphs ----------------------------------------------------------------------------------------------------------
+
+    def captured(self, work: Callable[[], None]) -> tuple[Callable[[], None], list[Launch]]:
+        """Work that is captured, not done, and the launches that it consists of once it was captured."""
+        launches = list[Launch]()
+
+        def noted() -> None:
+            self._own.captured = launches
+            try:
+                work()
+            finally:
+                self._own.captured = None
+
+        return noted, launches
+
+    def replayed(self, launches: Iterable[Launch]) -> None:
+        for launch in launches:
+            self._judge(launch)
+
+
+class Launch(NamedTuple):
+    name: str
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+class _InThread(TorchDispatchMode):
+    def __init__(self, sanitizer: StreamSanitizer) -> None:
+        super().__init__()
+        self._sanitizer = sanitizer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.record_stream.default:
+            return func(*args, **(kwargs or {}))
+        return self._sanitizer.dispatched(func, args, kwargs or {})
+
+
+class _Arguments(of_torch.ArgumentHandler):  # type: ignore[misc, name-defined]
+    """The accesses of a launch, as torch's schema of a function says."""
+
+    def __init__(self, address: Callable[[Tensor], int | None], counts_empty: bool = False) -> None:
+        super().__init__()
+        self._address, self._counts_empty = address, counts_empty
+
+    def _handle_argument(
+        self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
+    ) -> None:
+        if not isinstance(value, Tensor) or (place := self._address(value)) is None:
+            return
+        if not value.numel():
+            if not self._counts_empty:
+                return
+            place = place or id(value)
+        if is_write:
+            self.dataptrs_written.add(place)
+        elif not metadata_only:
+            self.dataptrs_read.add(place)
+
+
+def _told(access: Any) -> str:
+    """What an access does, and the line of the package that asks for it."""
+    lines = [f"{one.filename.rsplit('/h2o_flexgen/')[-1]}:{one.lineno}" for one in access.stack_trace if _is_own(one.filename)]
+    verb = "writing" if access.type is of_torch.AccessType.WRITE else "reading"
+    return f"{access.operator} {verb} at {lines[-1] if lines else 'a test'}"
+
+
+def _is_own(file: str) -> bool:
+    return "/h2o_flexgen/" in file and "/tests/" not in file

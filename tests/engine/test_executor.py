@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import pytest
-import torch
 
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.executor import Action, Executor, TaskFailed, shortage_in
 from h2o_flexgen.engine.recorder import TIMED_EVERY
-from h2o_flexgen.memory.device import CudaMarker, Device, Marker, open_device
+from h2o_flexgen.memory.device import Device, EventMarker, Marker, StreamEvent, open_device
 from h2o_flexgen.memory.shortage import Shortage
 from h2o_flexgen.memory.threads import Latch
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Op, Task
@@ -490,9 +489,9 @@ def test_the_host_sleeps_until_what_the_disk_needs_is_over() -> None:
 
 
 def test_an_event_is_used_again_once_nobody_holds_its_marker() -> None:
-    spare: deque[torch.cuda.Event] = deque()
+    spare: deque[StreamEvent] = deque()
     event = object()
-    held = [CudaMarker(event, spare)]  # type: ignore[arg-type]
+    held = [EventMarker(event, spare)]  # type: ignore[arg-type]
     held.append(held[0])
     held.pop()
     assert not spare
