@@ -21,8 +21,9 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
-from h2o_flexgen.engine.graphs import Afterwards, Compute, GraphPlace, StepGraphs
+from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, StepGraphs
 from h2o_flexgen.engine.head import AtHead, LogitsOf
+from h2o_flexgen.engine.like_layers import Likeness
 from h2o_flexgen.engine.reports import OnPass, Pass
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, PartsThere, RowsPart
@@ -517,7 +518,7 @@ class Engine:
     def _kv_for(self, visit: Visit, state: _Progress) -> KVLevels:
         return state.kv[self._device_of(visit.layer)]
 
-    def _captured(self, visit: Visit, cache: LayerCache | None) -> Compute:
+    def _captured(self, visit: Visit, cache: LayerCache | None) -> LayerWork:
         """Computes a layer in a way that may be captured: it does not depend on what was done before."""
         weights = self._weights_for(visit)
 
@@ -537,7 +538,14 @@ class Engine:
                 afterwards += cache.replacements(kept)
             return made
 
-        return compute
+        return LayerWork(compute, partial(self._likeness, visit, cache))
+
+    def _likeness(self, visit: Visit, cache: LayerCache | None) -> Likeness:
+        """What a layer computes depends on its functions, on its weights, and on the keys and values that it attends."""
+        layer, weights = self._spec.layers[visit.layer], self._weights_for(visit)
+        of_kv, kv = (None, ()) if cache is None else (cache.kind, cache.memory)
+        of_weights, data = weights.kind(visit), weights.memory(visit)
+        return Likeness((layer.functions, layer.window, of_weights, of_kv), (*data, *kv), layer.name.title)
 
     def _attend(self, task: Task, state: _Progress) -> int:
         """Attends on the host for a COMPUTE."""

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.engine.executor import Past
+from h2o_flexgen.engine.like_layers import LikeLayers, Likeness
 from h2o_flexgen.engine.rows import BatchRows, RowsPart
-from h2o_flexgen.kernels.recording import CannotBeRecorded
+from h2o_flexgen.kernels.recording import CannotBeRecorded, Program
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
 from h2o_flexgen.schedule.ops import Task, Visit
@@ -31,6 +32,15 @@ Afterwards = Callable[[Visit], None]  # what Python does once a visit is compute
 # Computes a layer on the rows of a part, and adds to the list what is to be done after this and after each replay.
 Compute = Callable[[RowsPart, "Tensor | None", list[Afterwards]], Tensor]
 Replay = Callable[[], None]
+
+
+class LayerWork(NamedTuple):
+    """What is done for a layer and batch."""
+
+    compute: Compute
+    likeness: Callable[[], Likeness]  # asked for where the work is recorded
+
+
 WORTH_STEPS = 3  # that rows stay together: to capture a layer takes about twice as long as to compute it
 Where = Callable[[Collection[int]], tuple[int, ...]]  # the places of prefixes
 
@@ -92,6 +102,7 @@ class _Batch:
     chains: dict[int, Chain] = field(default_factory=dict)  # by their first layer
     past: dict[int, Past] = field(default_factory=dict)  # layers of this step that a chain has computed
     refused: dict[int, str] = field(default_factory=dict)  # layer -> why it is computed without a graph
+    like: LikeLayers = field(default_factory=LikeLayers)
     ready: set[int] = field(default_factory=set)  # layers that may be captured before they were computed without a graph
 
     @classmethod
@@ -164,7 +175,7 @@ class StepGraphs:
         batch = self._batches.get(task.batch)
         return batch.past.pop(task.layer, None) if batch is not None and batch.past else None
 
-    def compute(self, place: GraphPlace, visit: Visit, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
+    def compute(self, place: GraphPlace, visit: Visit, rows: BatchRows, hidden: Tensor | None, work: LayerWork) -> Tensor:
         """Computes a layer on a batch, by its graph if there is one, and the layers that are chained behind it. `hidden`: what
         the layer before left."""
         batch, layer = self._batch(visit.batch, rows), place.layer
@@ -174,10 +185,10 @@ class StepGraphs:
         is_known = place in batch.graphs or layer in batch.refused
         is_worth_it = batch.eager[layer] >= self._device.steps_before_capture and rows.steps_together >= WORTH_STEPS
         if is_worth_it and not is_known:
-            self._capture(batch, place, hidden, compute)
+            self._capture(batch, place, hidden, work)
         if place not in batch.graphs:
             afterwards = list[Afterwards]()
-            batch.ends[layer] = batch.put(compute(batch.part, hidden, afterwards))
+            batch.ends[layer] = batch.put(work.compute(batch.part, hidden, afterwards))
             batch.eager[layer] += 1
             _do(afterwards, visit)
             return batch.ends[layer]
@@ -191,14 +202,9 @@ class StepGraphs:
             self._batches[number] = _Batch.of(kind, rows.parts[0], None if self._device.accelerator else known)
         return self._batches[number]
 
-    def _capture(self, batch: _Batch, place: GraphPlace, hidden: Tensor | None, compute: Compute) -> None:
-        afterwards = list[Afterwards]()
-
-        def work() -> None:
-            batch.put(compute(batch.part, hidden, afterwards))
-
+    def _capture(self, batch: _Batch, place: GraphPlace, hidden: Tensor | None, work: LayerWork) -> None:
         try:
-            batch.graphs[place] = Graph(self._device.capture(work), afterwards)
+            batch.graphs[place] = self._captured(batch, hidden, work)
         except RuntimeError as error:
             if self._is_asked and place.layer not in batch.ready:
                 raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error
@@ -210,6 +216,20 @@ class StepGraphs:
                 self.refused[place.layer] = batch.refused[place.layer] = reason
             else:
                 self.given_up = reason
+
+    def _captured(self, batch: _Batch, hidden: Tensor | None, work: LayerWork) -> Graph:
+        likeness = None if self._device.accelerator else work.likeness()
+        if likeness is not None and (made := batch.like.made(likeness)) is not None:
+            return Graph(made, ())
+        afterwards = list[Afterwards]()
+
+        def once() -> None:
+            batch.put(work.compute(batch.part, hidden, afterwards))
+
+        graph = Graph(self._device.capture(once), afterwards)
+        if likeness is not None and isinstance(graph.replay, Program) and not afterwards:
+            batch.like.add(likeness, graph.replay)
+        return graph
 
     def _replay(self, batch: _Batch, place: GraphPlace, visit: Visit) -> Tensor:
         chain = self._chain(batch, place, visit.batch)

@@ -48,7 +48,7 @@ class CountedRows:
 
 
 class _Address(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_long) for name in ("at", "base", "bytes"))
+    _fields_ = (("at", ctypes.c_long), ("base", ctypes.c_void_p), ("bytes", ctypes.c_long))
 
 
 class _Placing(ctypes.Structure):

@@ -124,6 +124,11 @@ def _multiplied_as(matrix: Matrix) -> tuple[str, str]:
 
 
 def _data(matrix: Matrix) -> Tensor:
+    return memory_of(matrix) if isinstance(matrix, PackedMatrix) else memory_of(matrix).contiguous()
+
+
+def memory_of(matrix: Matrix) -> Tensor:
+    """Where its stored values lie."""
     if isinstance(matrix, PackedMatrix):
         return matrix.data
-    return (matrix.values if isinstance(matrix, SteadyMatrix) else matrix).contiguous()
+    return matrix.values if isinstance(matrix, SteadyMatrix) else matrix

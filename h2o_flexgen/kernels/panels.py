@@ -133,11 +133,14 @@ class RowsInRuns(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("count", "inputs", "columns")),
         *((name, ctypes.c_int) for name in ("kind", "bits")),
     )
+    kept: object  # what it points to
 
     @classmethod
     def of(cls, joined: JoinedRuns, out: Tensor, columns: int, bits: int) -> RowsInRuns:
         rows, runs = joined.rows, joined.runs
-        return cls(pointer(rows), pointer(out), runs, len(runs), rows.shape[1], columns, KINDS[rows.dtype], bits)
+        made = cls(pointer(rows), pointer(out), runs, len(runs), rows.shape[1], columns, KINDS[rows.dtype], bits)
+        made.kept = runs
+        return made
 
 
 class _AskedProducts(ctypes.Structure):

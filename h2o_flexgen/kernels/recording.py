@@ -11,17 +11,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h2o_flexgen.kernels.call_image import CallImage, Moves, NotedCall, extent, text_range
 from h2o_flexgen.kernels.copies import copy_values, zero_bytes
-from h2o_flexgen.kernels.native import KINDS, RECORDER, entry_of, run
+from h2o_flexgen.kernels.native import KINDS, RECORDER
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.working_room import WorkingRoom
 
@@ -34,81 +36,114 @@ class CannotBeRecorded(RuntimeError):
     """Raised where work asks torch for an operation that no kernel does."""
 
 
-class _Call(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("kernel", "given")),
-        ("threads", ctypes.c_int),
-        *((name, ctypes.c_char_p) for name in ("name", "place")),
-    )
-
-
-class _Calls(ctypes.Structure):
-    _fields_ = (("calls", ctypes.c_void_p), ("count", ctypes.c_long))
-
-
 class _Moment(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p),)
 
 
-class NotedCall(NamedTuple):
-    """A call of a kernel."""
-
-    name: str
-    given: ctypes.Structure
-    threads: int
-    place: bytes  # of the model, which a crash is reported with
-
-    def in_c(self) -> _Call:
-        return _Call(entry_of(self.name), ctypes.addressof(self.given), self.threads, self.name.encode(), self.place)
-
-
 # What a recording does instead of an operation of torch, which it gets with its arguments; None where it cannot.
 TakenOver: TypeAlias = "Callable[[CallRecording, Any, Sequence[Any], Mapping[str, Any]], Any]"
-Step: TypeAlias = "NotedCall | Work"
+
+
+class TorchCall(NamedTuple):
+    """Work of torch between calls of kernels, work(out, *given)."""
+
+    work: Callable[..., object]
+    tensors: Sequence[Tensor | None]  # out, and what is given
+
+    def __call__(self) -> None:
+        self.work(*self.tensors)
+
+    def moved(self, moves: Moves) -> TorchCall:
+        addresses = [0 if each is None else address_of(each) for each in self.tensors]
+        places = moves.of(numpy.array(addresses, numpy.int64)).tolist()
+        return TorchCall(
+            self.work, [None if each is None else _alike(each, place) for each, place in zip(self.tensors, places)]
+        )
+
+    def does_as(self, other: TorchCall) -> bool:
+        return self.work is other.work and [*map(_memory, self.tensors)] == [*map(_memory, other.tensors)]
+
+
+def _memory(tensor: Tensor | None) -> object:
+    return None if tensor is None else (address_of(tensor), tensor.dtype, tensor.shape, tensor.stride())
+
+
+Step: TypeAlias = NotedCall | TorchCall
+Piece: TypeAlias = CallImage | TorchCall
 
 
 class Program:
     """Recorded steps. Calls of kernels that follow each other are one call of the library."""
 
-    def __init__(self, steps: Sequence[Step], room: WorkingRoom, kept: Sequence[object] = ()) -> None:
-        """`kept`: what must stay as long as the program."""
-        self.steps = steps
+    def __init__(self, pieces: Sequence[Piece], room: WorkingRoom, kept: Sequence[object] = (), place: bytes = b"") -> None:
+        """`kept`: what must stay as long as the program. `place`: of the model, for which all of it was recorded."""
+        self.pieces = pieces
         self.room = room
+        self.place = place
         self._kept = kept
-        self._pieces = [*_pieces(steps)]
 
     def __call__(self) -> None:
         with self.room.in_use:
-            for piece in self._pieces:
+            for piece in self.pieces:
                 piece()
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], room: WorkingRoom, kept: Sequence[object], place: bytes) -> Program:
+        return cls([*_pieces(steps)], room, kept, place)
 
     @classmethod
     def timed(cls, programs: Sequence[Program], moments: Tensor) -> Program:
         """Programs one after the other; `moments` (programs + 1,), int64, gets when each begins and the last one ends, in
         nanoseconds."""
-        steps: list[Step] = [_note_of(moments[0])]
-        for number, program in enumerate(programs, start=1):
-            steps += *program.steps, _note_of(moments[number])
-        return cls(steps, programs[0].room, [programs, moments])
+        notes = [CallImage.of([_note_of(moment)]) for moment in moments]
+        pieces: list[Piece] = [notes[0]]
+        for program, note in zip(programs, notes[1:], strict=True):
+            pieces += *program.pieces, note
+        return cls([*_joined(pieces)], programs[0].room, [programs, moments])
+
+    def moved(self, memory: Sequence[tuple[Tensor, Tensor]], place: bytes) -> Program:
+        """The same steps for another place of the model, on other memory: pairs of what was used and what is used instead."""
+        moves = Moves((*_ranges(memory), text_range(self.place, place)))
+        return Program([piece.moved(moves) for piece in self.pieces], self.room, [self, place], place)
+
+    def does_as(self, other: Program, memory: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Whether the other one, which was recorded, is what comes of moving this one. Constants may lie elsewhere."""
+        constants = [(own, its) for own, its in zip(self._kept, other._kept) if _are_equal(own, its)]
+        if not len(constants) == len(self._kept) == len(other._kept) or len(self.pieces) != len(other.pieces):
+            return False
+        moved = self.moved([*memory, *constants], other.place)  # type: ignore[list-item]
+        return all(
+            type(own) is type(its) and own.does_as(its)  # type: ignore[arg-type]
+            for own, its in zip(moved.pieces, other.pieces)
+        )
+
+
+def _ranges(memory: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, int, int]]:
+    return ((*extent(before), address_of(after)) for before, after in memory)
+
+
+def _are_equal(own: object, its: object) -> bool:
+    return isinstance(own, Tensor) and isinstance(its, Tensor) and own.dtype == its.dtype and torch.equal(own, its)
 
 
 def _note_of(moment: Tensor) -> NotedCall:
     return NotedCall("note_time", _Moment(address_of(moment, writes=True)), 1, BETWEEN_LAYERS)
 
 
-def _pieces(steps: Iterable[Step]) -> Iterator[Work]:
+def _pieces(steps: Iterable[Step]) -> Iterator[Piece]:
     for is_noted, each in groupby(steps, lambda step: isinstance(step, NotedCall)):
-        if not is_noted:
-            yield from each  # type: ignore[misc]
-            continue
-        noted = [step.in_c() for step in each if isinstance(step, NotedCall)]
-        calls = (_Call * len(noted))(*noted)
-        yield partial(_run, _Calls(ctypes.addressof(calls), len(calls)), calls)
+        if is_noted:
+            yield CallImage.of([step for step in each if isinstance(step, NotedCall)])
+        else:
+            yield from (step for step in each if isinstance(step, TorchCall))
 
 
-def _run(program: _Calls, calls: object) -> None:
-    """`calls`: what the program points to."""
-    run("run_program", program, 1)
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    for is_image, each in groupby(pieces, lambda piece: isinstance(piece, CallImage)):
+        if is_image:
+            yield CallImage.joined([piece for piece in each if isinstance(piece, CallImage)])
+        else:
+            yield from each
 
 
 class CallRecording(TorchDispatchMode):
@@ -132,7 +167,7 @@ class CallRecording(TorchDispatchMode):
         recording = cls(room)
         with room.in_use, recording, recording._listening():
             work()
-        return Program(recording._steps, room, recording._kept)
+        return Program.of(recording._steps, room, recording._kept, recording._place)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -150,8 +185,8 @@ class CallRecording(TorchDispatchMode):
 
     def by_torch(self, work: Callable[..., object], given: Sequence[Tensor | None], out: Tensor) -> None:
         """Notes work of torch between calls of kernels, work(out, *given): large products, which it does faster."""
-        seen = [None if each is None else _seen(each) for each in (out, *given)]
-        self._steps.append(partial(work, *seen))
+        seen = [None if each is None else _alike(each, address_of(each)) for each in (out, *given)]
+        self._steps.append(TorchCall(work, seen))
 
     def lasting(self, values: Tensor) -> Tensor:
         """Values that no other program overwrites: a copy outside of the room."""
@@ -227,11 +262,11 @@ class CallRecording(TorchDispatchMode):
         return self._room.take(values * like.itemsize).view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def _seen(values: Tensor) -> Tensor:
-    """The same memory, without keeping it from others: in a program each value is used before its place is."""
+def _alike(values: Tensor, address: int) -> Tensor:
+    """A tensor of this kind at an address. It does not keep its memory from others: in a program each value is used before its
+    place is."""
     with _unheard():
-        nbytes = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride()))
-        there = (ctypes.c_uint8 * (nbytes * values.itemsize)).from_address(address_of(values))
+        there = (ctypes.c_uint8 * extent(values)[1]).from_address(address)
         return torch.frombuffer(there, dtype=values.dtype).as_strided(values.shape, values.stride())
 
 

@@ -7,7 +7,7 @@ them again would lose a little each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,6 +94,17 @@ class KVCache:
         """Appends the new keys and values, and attends to them and to all tokens held. One prompt may come in pieces, with a
         call for each."""
         return self._prefill(now, tokens) if now.is_prefill else self._decode(now, tokens)
+
+    @property
+    def kind(self) -> Hashable:
+        """What is done here, apart from what is held: equal for two caches that do the same."""
+        judge = None if self._judge is None else id(self._judge)  # it has weights of its own layer
+        return self._coding, self._cap, judge, None if self._scores is None else self._scores.policy
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """Where it lies, in the order of `kind`."""
+        return [self.image, *(() if self._scores is None else self._scores.tensors)]
 
     def living(self, rows: int) -> Living:
         """Views of the first rows; steps with as many rows have the same ones."""

@@ -7,7 +7,7 @@ level passes everything on as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -79,6 +79,19 @@ class LayerCache:
         """What says again which slots a step has changed one by one, each time that the step is repeated."""
         changed = [(cache, kept(cache.replaced)) for cache in self._caches if cache.replaced is not None]
         return [partial(_replaces, cache, slots) for cache, slots in changed]
+
+    @property
+    def kind(self) -> Hashable:
+        """What attention does here, apart from what is held: equal for two layers that do the same."""
+        levels = tuple(level for level, _ in self._heads), tuple(cache.kind for cache in self._caches)
+        return levels, tuple((group, prefix.kind) for group, prefix in self.prefixes.items())
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """Where it lies, in the order of `kind`."""
+        heads = [heads for _, heads in self._heads] if len(self._heads) > 1 else []
+        own = [*heads, *chain.from_iterable(cache.memory for cache in self._caches)]
+        return [*own, *chain.from_iterable(prefix.memory for prefix in self.prefixes.values())]
 
     # -- attention on the host -------------------------------------------------------------------------------------------
 

@@ -14,24 +14,27 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason="there are no kernels in C"
 CRASHES = """
 import ctypes, sys, torch
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.recording import CallRecording, enter
+from h2o_flexgen.kernels.call_image import Moves
+from h2o_flexgen.kernels.recording import CallRecording, Program, enter
 from h2o_flexgen.kernels.working_room import WorkingRoom
 
 threads, enters, bad = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(threads)
 x, weight = torch.ones(4000, 64), torch.ones(64)
+other = torch.ones(4000, 64)
 
 def work():
     operations.rms_norm(x, weight, 1e-5)
     if enters:
         enter(enters)
     operations.rms_norm(x, weight, 1e-5)
-    operations.rms_norm(x, weight, 1e-5)
+    operations.rms_norm(other, weight, 1e-5)
     operations.rms_norm(x, weight, 1e-5)
 
 program = CallRecording.of(work, WorkingRoom())
 if bad:
-    program.steps[2].given.x = bad
+    moves = Moves([(other.data_ptr(), 1, bad)])
+    program = Program([piece.moved(moves) for piece in program.pieces], program.room)
 print(program(), flush=True)
 ctypes.string_at(8)  # a crash of another kind
 """

@@ -9,7 +9,7 @@ tokens; for logits, one part after the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from h2o_flexgen.engine.stores.needed_experts import NOTHING, Wanted
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import PRODUCT
 from h2o_flexgen.formats.table import PLAIN
-from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, SteadyMatrix
+from h2o_flexgen.kernels.matrix import DecodeBuffer, Matrix, PackedMatrix, SteadyMatrix, memory_of
 from h2o_flexgen.kernels.operations import in_one_order
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
@@ -249,6 +249,16 @@ class WeightStore:
                 if isinstance(weight, PackedMatrix):
                     weight.renew()
         return self._views[layer, slot]
+
+    def kind(self, visit: Visit) -> Hashable:
+        """What the matrices of a layer are, apart from their values."""
+        each = ((local, tensor.shape, tensor.format) for local, tensor in self._spec.layers[visit.layer].tensors)
+        return tuple(each), tuple((local, type(weight)) for local, weight in self.views(visit).items())
+
+    def memory(self, visit: Visit) -> Sequence[Tensor]:
+        """Where a layer's weights lie, in the order of `kind`."""
+        self.views(visit)
+        return [memory_of(weight) for weight in self._views[visit.layer, self._schedule.weight_buffer(visit)].values()]
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which a layer's weights come; the same number for all visits of a layer that is not moved."""
