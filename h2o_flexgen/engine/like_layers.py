@@ -1,8 +1,8 @@
 """LikeLayers: recordings of layers that do the same work, each on memory of its own.
 
 The first two layers of a kind are recorded. If the second recording is the first one with the second layer's memory, those of
-all other layers of the kind are made in the same way, in a fraction of the time. Otherwise each layer is recorded. So nothing is
-taken on trust: memory of a layer that its likeness does not name would show in the second recording.
+all other layers of the kind are made in the same way, in a fraction of the time. Otherwise each layer is recorded. So nothing
+is taken on trust: memory of a layer that its likeness does not name would show in the second recording.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class CallImage:
 
     def _in_itself(self) -> Words:
         """The words, with addresses of the image counted from its beginning."""
-        words = self.words.copy()
+        words: Words = self.words.copy()
         words[self.pointers] = Moves([(self.address, words.nbytes, 0)]).of(words[self.pointers])
         return words
 
