@@ -161,7 +161,7 @@ class CallImage:
 
 @cache
 def pointer_words(kind: type) -> tuple[int, ...]:
-    """Which words of a struct or an array in C are addresses."""
+    """The words of a struct or an array in C that are addresses."""
     if issubclass(kind, ctypes.Array):
         element: Any = kind
         own, size = pointer_words(element._type_), ctypes.sizeof(element._type_) // WORD
@@ -173,6 +173,6 @@ def pointer_words(kind: type) -> tuple[int, ...]:
 
 
 def _fields_of(kind: type[ctypes.Structure]) -> Iterator[tuple[str, type]]:
-    """With those of the structs that it extends."""
+    """The fields of a struct, with those of the structs that it extends."""
     for base in reversed(kind.__mro__):
         yield from ((field[0], field[1]) for field in vars(base).get("_fields_", ()))

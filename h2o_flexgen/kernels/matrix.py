@@ -128,7 +128,7 @@ def _data(matrix: Matrix) -> Tensor:
 
 
 def memory_of(matrix: Matrix) -> Tensor:
-    """Where its stored values lie."""
+    """The tensor with its values as they are stored."""
     if isinstance(matrix, PackedMatrix):
         return matrix.data
     return matrix.values if isinstance(matrix, SteadyMatrix) else matrix

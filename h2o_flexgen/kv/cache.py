@@ -103,7 +103,7 @@ class KVCache:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """Where it lies, in the order of `kind`."""
+        """The tensors in which it lies, in the order of `kind`."""
         return [self.image, *(() if self._scores is None else self._scores.tensors)]
 
     def living(self, rows: int) -> Living:

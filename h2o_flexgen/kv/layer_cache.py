@@ -88,7 +88,7 @@ class LayerCache:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """Where it lies, in the order of `kind`."""
+        """The tensors in which it lies, in the order of `kind`."""
         heads = [heads for _, heads in self._heads] if len(self._heads) > 1 else []
         own = [*heads, *chain.from_iterable(cache.memory for cache in self._caches)]
         return [*own, *chain.from_iterable(prefix.memory for prefix in self.prefixes.values())]

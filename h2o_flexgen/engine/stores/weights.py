@@ -256,7 +256,7 @@ class WeightStore:
         return tuple(each), tuple((local, type(weight)) for local, weight in self.views(visit).items())
 
     def memory(self, visit: Visit) -> Sequence[Tensor]:
-        """Where a layer's weights lie, in the order of `kind`."""
+        """The tensors in which a layer's weights lie, in the order of `kind`."""
         self.views(visit)
         return [memory_of(weight) for weight in self._views[visit.layer, self._schedule.weight_buffer(visit)].values()]
 
