@@ -27,8 +27,9 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import FACTOR, Bounds, Config, Number
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import FULL, SINKS, SLIDING, Traits, windows_by_kind
+from h2o_flexgen.models.llama import SINKS, Traits
 from h2o_flexgen.models.mixture import ExpertGroup, Mixture, MixtureOfExperts
+from h2o_flexgen.models.windows import FULL, SLIDING, windows_by_kind
 
 ROUTER = "mlp.router"
 ROUTER_IN_FILES = {"ffn_gate_inp": ROUTER}

@@ -74,6 +74,10 @@ class Origin:
     block: int | None = None
     stored_as: Mapping[str, str] = field(default_factory=dict)
 
+    def with_names(self, within: Mapping[str, str]) -> Origin:
+        """The same for a layer that has its own names for some tensors; the block has these."""
+        return replace(self, stored_as={own: self.prefix + there for own, there in within.items()})
+
     def tensor(self, name: str, parameter: Parameter) -> TensorSpec:
         stored, stored_as = DTYPE_BYTES[self.dtype], self.stored_as.get(name, self.prefix + name)
         itemsize = FLOAT_BYTES if parameter.is_wide else stored
@@ -102,6 +106,11 @@ def attention(before: Parameters, behind: Parameters, out_width: int, origin: Or
     functions = InHalves.attention, InHalves.before_attended, InHalves.behind_attended
     halves = tuple(function.__name__ for function in functions)
     return replace(whole, has_kv=True, window=window, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
+
+
+def attending_by(layer: LayerSpec, whole: str, first_half: str) -> LayerSpec:
+    """A layer of attention with other methods of its model."""
+    return replace(layer, functions=(whole,), halves=(whole, first_half, *layer.halves[2:]))
 
 
 def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import ATTENTION, OF_LLAMA, GgufArchitecture, biases
 from h2o_flexgen.checkpoints.stored_architecture import MLP as MLP_IN_FILES
-from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import add_scaled, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
@@ -23,7 +23,9 @@ from h2o_flexgen.models.base import Given, InHalves, Weights
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.norms import BEFORE, RMS, NormKind, NormPlaces
 from h2o_flexgen.models.rotary import Rope, Rotary
+from h2o_flexgen.models.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Traits:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    gated: bool = True  # an mlp has a gate beside what goes up
+    norm: NormKind = RMS
+    norms: NormPlaces = BEFORE
+    is_parallel: bool = False  # attention and mlp get the same hidden states, and without a norm of its own the mlp shares one
     head_norm: bool = False  # queries and keys are normalised head by head
     whole_norm: bool = False  # all heads of a query, and of a key, are normalised at once
     windows: Windows = None
@@ -46,31 +52,41 @@ class Traits:
     logit_cap: float | None = None  # logits come near it and no further
 
 
-SLIDING, FULL, SINKS = "sliding_attention", "full_attention", "self_attn.sinks"
-Windows: TypeAlias = tuple[int | None, ...] | None  # of each layer, the tokens that a token sees; None: all that are before it
+SINKS = "self_attn.sinks"
 
 
-class GatedMlp(NamedTuple):
+class MlpNames(NamedTuple):
     """The names of the matrices of an mlp."""
 
-    gate: str
+    gate: str  # empty: there is none
     up: str
     down: str
 
     @classmethod
-    def of(cls, name: str) -> GatedMlp:
-        return cls(f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj")
+    def of(cls, name: str, gated: bool = True) -> MlpNames:
+        return cls(f"{name}.gate_proj" if gated else "", f"{name}.up_proj", f"{name}.down_proj")
+
+    @property
+    def ways_in(self) -> tuple[str, ...]:
+        return (self.gate, self.up) if self.gate else (self.up,)
 
     def parameters(self, width: int, inner: int, bias: bool = False, share: float = 1.0) -> Parameters:
         """`share`: of the tokens, that pass through it."""
-        return layout.joined(
-            layout.linear(self.gate, inner, width, bias, share),
-            layout.linear(self.up, inner, width, bias, share),
-            layout.linear(self.down, width, inner, bias, share),
-        )
+        ways_in = (layout.linear(name, inner, width, bias, share) for name in self.ways_in)
+        return layout.joined(*ways_in, layout.linear(self.down, width, inner, bias, share))
 
 
-MLP = GatedMlp.of("mlp")
+class AttentionFunctions(NamedTuple):
+    """The methods of a layer that attends: all of it, and its first half."""
+
+    whole: str
+    first_half: str
+
+
+USUAL = AttentionFunctions("attention", "before_attended")
+NEAR = AttentionFunctions("near_attention", "before_near_attended")  # with the rotation of layers that have a window
+UNROTATED = AttentionFunctions("unrotated_attention", "before_unrotated_attended")
+SHARED_NORM = "shared_layernorm"  # an mlp's own name for the norm that it has with the attention beside it
 
 
 class Decoder(InHalves):
@@ -80,10 +96,12 @@ class Decoder(InHalves):
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._traits = self.traits_of(config)
+        self._mlp = MlpNames.of("mlp", self._traits.gated)
         self.spec = self._spec(config, dtype, sep_layer, name)
         self._gating = tensor_ops.gating(self.activation_of(config))
-        self._eps = config.rms_norm_eps
-        self._rotary = self.rotary_of(config)
+        self._eps = self.eps_of(config)
+        rotations = [rope.rotary(int(rope.share * self.spec.head_dim)) for rope in self.ropes_of(config)]
+        self._rotary, self._rotary_near = rotations[0], rotations[-1]
         self._embedding_scale = self._traits.embedding_scale
         self._interleaved = bool(getattr(config, "rope_interleave", False))
 
@@ -98,26 +116,32 @@ class Decoder(InHalves):
         name: str = config.hidden_act
         return name
 
-    def rotary_of(self, config: Config) -> Rotary:
-        (rope,) = self.ropes_of(config)
-        return rope.rotary(int(rope.share * self.spec.head_dim))
+    @staticmethod
+    def eps_of(config: Config) -> float:
+        """What norms add before they divide."""
+        eps: float = config.rms_norm_eps
+        return eps
 
     def ropes_of(self, config: Config) -> Sequence[Rope]:
-        """The rotations that its layers have."""
+        """The rotation that its layers have, and the one of layers with a window, where that is another."""
         return [Rope.of(config, partly=self.rotates_parts)]
+
+    def attends_by(self, config: Config, block: int) -> AttentionFunctions:
+        """How the attention of a block rotates queries and keys."""
+        return USUAL
 
     def attention_layer(
         self, width: int, q_width: int, kv_width: int, head_dim: int, origin: Origin, window: int | None
     ) -> LayerSpec:
-        parameters = attention_parameters(width, q_width, kv_width, head_dim, self._traits)
-        return layout.attention(*parameters, width, origin, window)
+        parameters = self.attention_parameters(width, q_width, kv_width, head_dim)
+        return layout.attention(*parameters, 2 * width if self._traits.is_parallel else width, origin, window)
 
     def projected(self, x: Tensor, weights: Weights) -> Sequence[Tensor]:
         """Queries, keys and values, all heads of each side by side."""
         return [*tensor_ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))]
 
-    def normed(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        return tensor_ops.rms_norm(x, weights, name, self._eps)
+    def normed(self, x: Tensor, weights: Weights, name: str | None) -> Tensor:
+        return x if name is None else self._traits.norm.function(x, weights, name, self._eps)
 
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         """The layers of a block behind its attention."""
@@ -132,14 +156,26 @@ class Decoder(InHalves):
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         return self.attended_by(self._rotary, hidden, weights, given)
 
-    def attended_by(self, rotary: Rotary, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+    def near_attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return self.with_attended(hidden, self.attended_by(self._rotary_near, hidden, weights, given), weights)
+
+    def before_near_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return torch.cat((hidden, self.attended_by(self._rotary_near, hidden, weights, given)), dim=-1)
+
+    def unrotated_attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return self.with_attended(hidden, self.attended_by(None, hidden, weights, given), weights)
+
+    def before_unrotated_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return torch.cat((hidden, self.attended_by(None, hidden, weights, given)), dim=-1)
+
+    def attended_by(self, rotary: Rotary | None, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
         q = q if self._traits.query_scale == 1.0 else add_scaled(q, scale=self._traits.query_scale)
         return given.attend(NewTokens(q, k, v, rotary, x, tensor_ops.plain(weights, SINKS)))
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a layer makes queries, keys and values of, and these, head by head."""
-        x = self.normed(hidden, weights, "input_layernorm")
+        x = self.normed(hidden, weights, self._traits.norms.before_attention)
         q, k, v = self.projected(x, weights)
         if self._traits.whole_norm:
             q, k = self._normed(q, k, weights)
@@ -156,17 +192,26 @@ class Decoder(InHalves):
         return self.normed(q, weights, "self_attn.q_norm"), self.normed(k, weights, "self_attn.k_norm")
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
-        return self.added(tensor_ops.linear(out, weights, "self_attn.o_proj"), hidden)
+        out = self.normed(tensor_ops.linear(out, weights, "self_attn.o_proj"), weights, self._traits.norms.behind_attention)
+        out = self.added(out, hidden)
+        return tensor_ops.side_by_side(hidden, out) if self._traits.is_parallel else out
 
     def added(self, out: Tensor, hidden: Tensor) -> Tensor:
         """The hidden states behind attention or mlp, of what it made, which is not used elsewhere."""
         return add_scaled(out, hidden, self._traits.residual_scale)
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        return self.added(self.gated(self.normed(hidden, weights, "post_attention_layernorm"), weights, MLP), hidden)
+        x, sums = hidden.chunk(2, dim=-1) if self._traits.is_parallel else (hidden, hidden)
+        made = self.gated(self.normed(x, weights, self._norm_of_mlp), weights, self._mlp)
+        return self.added(self.normed(made, weights, self._traits.norms.behind_mlp), sums)
 
-    def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
-        made = self._gating(*tensor_ops.linears(x, weights, names.gate, names.up))  # from here on nothing holds gate or up
+    @property
+    def _norm_of_mlp(self) -> str | None:
+        """Its name inside the layer."""
+        return self._traits.norms.before_mlp or (SHARED_NORM if self._traits.is_parallel else None)
+
+    def gated(self, x: Tensor, weights: Weights, names: MlpNames) -> Tensor:
+        made = self._gating(*tensor_ops.linears(x, weights, *names.ways_in))  # from here on nothing holds gate or up
         return tensor_ops.linear(made, weights, names.down)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
@@ -186,14 +231,14 @@ class Decoder(InHalves):
         def parts(index: int) -> Sequence[LayerSpec]:
             origin = Origin(dtype, f"model.layers.{index}.", index)
             window = None if self._traits.windows is None else self._traits.windows[index]
-            own = self.attention_layer(*widths, origin, window)
+            own = layout.attending_by(self.attention_layer(*widths, origin, window), *self.attends_by(config, index))
             return own, *self.behind_attention(config, sep_layer, origin)
 
         head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight})
         embed = layout.embedding(Decoder.embed, layout.table("embed_tokens", config.vocab_size, width), {}, width, outside)
         logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
-        head = layout.head(Decoder.head, layout.norm("norm", width, bias=False), logits, outside)
+        head = layout.head(Decoder.head, self._traits.norm.parameters("norm", width), logits, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
         own = {
             "kv_heads": kv_heads,
@@ -204,11 +249,33 @@ class Decoder(InHalves):
         }
         return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
 
-    def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
-        parameters = layout.joined(
-            layout.norm("post_attention_layernorm", width, bias=False), MLP.parameters(width, inner, self._traits.mlp_bias)
+    def attention_parameters(self, width: int, q_width: int, kv_width: int, head_dim: int) -> tuple[Parameters, Parameters]:
+        """Those of attention up to its outcome, and those behind it."""
+        traits = self._traits
+        whole, each = {"q": q_width, "k": kv_width}, dict.fromkeys("qk", head_dim)
+        of_heads = whole if traits.whole_norm else each if traits.head_norm else {}
+        before = layout.joined(
+            self.norm_parameters(width, traits.norms.before_attention),
+            layout.linear("self_attn.q_proj", q_width, width, traits.qkv_bias),
+            layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
+            layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
+            *(traits.norm.parameters(f"self_attn.{part}_norm", own) for part, own in of_heads.items()),
+            layout.scores(SINKS, q_width // head_dim) if traits.sinks else {},
         )
+        out = layout.linear("self_attn.o_proj", width, q_width, traits.out_bias)
+        return before, layout.joined(out, self.norm_parameters(width, traits.norms.behind_attention))
+
+    def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
+        norms = self.norm_parameters(width, self._norm_of_mlp, self._traits.norms.behind_mlp)
+        if self._norm_of_mlp == SHARED_NORM:
+            there = self._traits.norms.before_attention or ""
+            origin = origin.with_names({name: name.replace(SHARED_NORM, there) for name in norms})
+        parameters = layout.joined(norms, self._mlp.parameters(width, inner, self._traits.mlp_bias))
         return layout.mlp(Decoder.mlp, parameters, width, inner, origin)
+
+    def norm_parameters(self, width: int, *names: str | None) -> Parameters:
+        """Those of norms of hidden states, where there are any."""
+        return layout.joined(*(self._traits.norm.parameters(name, width) for name in names if name is not None))
 
 
 class Llama(Decoder):
@@ -227,43 +294,3 @@ class Llama(Decoder):
 
 def head_width(config: Config) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def same_windows(config: Config) -> Windows:
-    """The windows of an architecture where all layers have the window that the config names, if it names one."""
-    is_there = config.sliding_window is not None
-    return _windows(config, [is_there] * config.num_hidden_layers)
-
-
-def windows_by_kind(config: Config) -> Windows:
-    """The windows of an architecture where the config says for each layer whether it has a window."""
-    kinds, blocks = getattr(config, "layer_types", None), config.num_hidden_layers
-    if kinds is None:  # transformers 4 says how many layers have none
-        kinds = [SLIDING if block >= config.max_window_layers and config.sliding_window else FULL for block in range(blocks)]
-    return _windows(config, [kind == SLIDING for kind in kinds])
-
-
-def _windows(config: Config, slides: Sequence[bool]) -> Windows:
-    """Windows that no text can be longer than are none."""
-    window = config.sliding_window
-    if any(slides) and not window:
-        raise ValueError(f"sliding_window is {shown(window)}, but layers have one; download the model again")
-    if not any(slides) or window >= config.max_position_embeddings:
-        return None
-    return tuple(window if has_one else None for has_one in slides)
-
-
-def attention_parameters(
-    width: int, q_width: int, kv_width: int, head_dim: int, traits: Traits
-) -> tuple[Parameters, Parameters]:
-    widths = {"q": q_width, "k": kv_width} if traits.whole_norm else dict.fromkeys("qk", head_dim) if traits.head_norm else {}
-    norms = [layout.norm(f"self_attn.{part}_norm", own, bias=False) for part, own in widths.items()]
-    before = layout.joined(
-        layout.norm("input_layernorm", width, bias=False),
-        layout.linear("self_attn.q_proj", q_width, width, traits.qkv_bias),
-        layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
-        layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
-        *norms,
-        layout.scores(SINKS, q_width // head_dim) if traits.sinks else {},
-    )
-    return before, layout.linear("self_attn.o_proj", width, q_width, traits.out_bias)

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from h2o_flexgen.checkpoints.stored_architecture import OF_LLAMA, OF_MIXTURES
 from h2o_flexgen.models.config_values import Config
-from h2o_flexgen.models.llama import Decoder, Llama, Traits, same_windows
+from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
+from h2o_flexgen.models.windows import same_windows
 
 
 class Mistral(Decoder):

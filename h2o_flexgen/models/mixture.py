@@ -27,7 +27,7 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.layout import MLP_STATES, Origin
-from h2o_flexgen.models.llama import Decoder, GatedMlp
+from h2o_flexgen.models.llama import Decoder, MlpNames
 
 SLICES = 8  # of a layer, at least, where it has so many experts: two of them in buffers are far less than the layer
 MOST_VALUES = 1 << 27  # of the experts of a slice
@@ -98,7 +98,7 @@ class MixtureOfExperts(Decoder):
         self._mixture = self.mixture_of(config)
         super().__init__(config, dtype, sep_layer, name)
         self._slices = self._of_layers(config.hidden_size, sep_layer)
-        self._names = [GatedMlp.of(f"mlp.experts.{number}") for number in range(self._mixture.experts)]
+        self._names = [MlpNames.of(f"mlp.experts.{number}") for number in range(self._mixture.experts)]
 
     @staticmethod
     @abstractmethod
@@ -143,20 +143,20 @@ class MixtureOfExperts(Decoder):
 
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
-        return GatedMlp.of(f"mlp.experts.{number}").parameters(width, mixture.inner, mixture.expert_bias, mixture.share)
+        return MlpNames.of(f"mlp.experts.{number}").parameters(width, mixture.inner, mixture.expert_bias, mixture.share)
 
     def routing(self, width: int) -> layout.Parameters:
         """What stands before the experts."""
         mixture = self._mixture
-        norm = layout.norm("post_attention_layernorm", width, bias=False)
+        norm = self.norm_parameters(width, self._traits.norms.before_mlp)
         router = layout.router(mixture.router, mixture.experts, width, mixture.router_bias)
-        shared = GatedMlp.of(mixture.shared_name).parameters(width, mixture.shared) if mixture.shared else {}
+        shared = MlpNames.of(mixture.shared_name).parameters(width, mixture.shared) if mixture.shared else {}
         return layout.joined(norm, router, shared)
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x, mixture = self.normed(hidden, weights, "post_attention_layernorm"), self._mixture
+        x, mixture = self.normed(hidden, weights, self._traits.norms.before_mlp), self._mixture
         handed_on = Routed.width(self.spec.width, mixture.chosen, self.spec.dtype)
         out = hidden.new_empty(*hidden.shape[:-1], handed_on)
         state = Routed.of(out.view(-1, handed_on), self.spec.width, mixture.chosen)
@@ -182,7 +182,7 @@ class MixtureOfExperts(Decoder):
 
     def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
         """Begins the sum of the experts (tokens, width), fp32, with the mlp that all tokens pass through."""
-        total.copy_(self.gated(x, weights, GatedMlp.of(self._mixture.shared_name)).flatten(0, -2))
+        total.copy_(self.gated(x, weights, MlpNames.of(self._mixture.shared_name)).flatten(0, -2))
 
     def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         """Adds what these experts make of the tokens that they were given."""

@@ -38,12 +38,7 @@ class NeoX(InHalves):
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = tensor_ops.linear(out, weights, "attention.dense")
-        if not self._parallel:
-            return add_scaled(out, hidden)
-        both = hidden.new_empty(*hidden.shape[:-1], 2, hidden.shape[-1])
-        for place, half in enumerate((hidden, out)):
-            both[..., place, :] = half
-        return both.flatten(-2)
+        return tensor_ops.side_by_side(hidden, out) if self._parallel else add_scaled(out, hidden)
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, *attended = hidden.chunk(2, dim=-1) if self._parallel else (hidden,)

@@ -12,7 +12,8 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.layout import Origin
-from h2o_flexgen.models.llama import Decoder, GatedMlp, Traits, same_windows
+from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
+from h2o_flexgen.models.windows import same_windows
 
 QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
 FUSED_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
@@ -32,7 +33,7 @@ class Phi3(Decoder):
         parts: tuple[Tensor, ...] = tensor_ops.linear(x, weights, QKV).split((q_width, kv_width, kv_width), dim=-1)
         return parts
 
-    def gated(self, x: Tensor, weights: Weights, names: GatedMlp) -> Tensor:
+    def gated(self, x: Tensor, weights: Weights, names: MlpNames) -> Tensor:
         made = self._gating(*(half.contiguous() for half in tensor_ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1)))
         return tensor_ops.linear(made, weights, OUT_OF_MLP)
 

@@ -29,8 +29,9 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import Decoder, GatedMlp, Traits, same_windows, windows_by_kind
+from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
+from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 KEYS_OF_EXPERTS: Mapping[str, Said] = {
@@ -105,7 +106,7 @@ class Qwen2Moe(QwenMoe):
 
     def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
         """Weighs the mlp by the sigmoid of its gate, which is a router to a single expert."""
-        made = self.gated(x, weights, GatedMlp.of(SHARED)).flatten(0, -2)
+        made = self.gated(x, weights, MlpNames.of(SHARED)).flatten(0, -2)
         gate, tokens = tensor_ops.linear(x, weights, SHARED_GATE).flatten(0, -2), torch.arange(len(made), device=made.device)
         shares = made.new_empty(len(made), 1, dtype=torch.float32)
         route(gate, None, RouterRule(SIGMOID_OF_EACH), Chosen(shares, torch.empty_like(shares, dtype=torch.int32)))

@@ -109,6 +109,14 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.view(*x.shape[:-1], -1, head_dim)  # (rows, tokens, heads, head_dim)
 
 
+def side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """Values that a later layer takes apart, by copies alone."""
+    both = first.new_empty(*first.shape[:-1], 2, first.shape[-1])
+    for place, half in enumerate((first, second)):
+        both[..., place, :] = half
+    return both.flatten(-2)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """The sigmoid in fp32. A value has the same bits in any company: torch gives the last values of a tensor others."""
     return x.float().neg().exp_().add_(1.0).reciprocal_()

@@ -1,0 +1,44 @@
+"""The norms of decoder blocks: what an architecture's norms do, where they stand in a block, and what checkpoints call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from h2o_flexgen.models import layout, tensor_ops
+from h2o_flexgen.models.base import Weights
+from h2o_flexgen.models.layout import Parameters
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a norm does with its values, (x, weights, name, eps), and which tensors it has."""
+
+    function: Callable[[Tensor, Weights, str, float], Tensor]
+    weight: bool = True
+    bias: bool = False
+
+    def parameters(self, name: str, width: int) -> Parameters:
+        return layout.norm(name, width, self.weight, self.bias)
+
+
+RMS = NormKind(tensor_ops.rms_norm)
+RMS_FROM_ONE = NormKind(tensor_ops.rms_norm_from_one)  # a weight says what is added to one
+LAYER = NormKind(tensor_ops.layer_norm, bias=True)
+LAYER_UNBIASED = NormKind(tensor_ops.layer_norm)
+LAYER_BARE = NormKind(tensor_ops.layer_norm, weight=False)
+
+
+@dataclass(frozen=True)
+class NormPlaces:
+    """The names of the norms of a block, by where they stand; None: there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    behind_attention: str | None = None  # of what attention adds to the hidden states
+    before_mlp: str | None = "post_attention_layernorm"
+    behind_mlp: str | None = None
+
+
+BEFORE = NormPlaces()
