@@ -76,6 +76,22 @@ def test_each_row_says_what_the_resident_loop_says_of_it_alone(
     hold_contract(Case(lengths=LENGTHS[:8], **values), LITTLE_GROWTH, checkpoints, offload)
 
 
+def test_a_stream_in_the_middle_keeps_its_thread_from_starting_another(checkpoints: Checkpoints, offload: Path) -> None:
+    """Both would bring their weights through the same buffers."""
+    case = Case("opt", MIXES[2], LENGTHS[:4])
+    alone = [checkpoints.greedy(case, row, 4)[0] for row in range(4)]
+    with case.open(checkpoints, offload) as llm:
+        stream = llm.generate_stream(requests_of(case, (4, 4, 4, 4)))
+        first = next(stream)
+        with pytest.raises(
+            ValueError, match="is in the middle of another generation of this thread: read its stream to the end"
+        ):
+            llm.generate(case.prompts[0], SamplingParams(max_tokens=4))
+        completions = sorted((first, *stream), key=lambda one: one.index)
+        assert [list(one.token_ids) for one in completions] == alone
+        assert [list(one.token_ids) for one in llm.generate(case.prompts, SamplingParams(max_tokens=4))] == alone
+
+
 def hold_contract(case: Case, growth: Sequence[int], checkpoints: Checkpoints, offload: Path) -> None:
     with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
         completions = streamed(llm, requests_of(case, growth))

@@ -153,6 +153,30 @@ def do_without_lost_threads() -> None:
         warnings.warn(f"{FORKED}: it computes with one thread; {SPAWN}", RuntimeWarning, stacklevel=3)
 
 
+class Turns:
+    """Lets threads use something one at a time: each waits for its turn. A thread would wait for itself for ever, so it is
+    refused instead."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._holder: int | None = None  # the thread whose turn it is
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            if self._holder == threading.get_ident():
+                advice = "read its stream to the end, or close it, before the next one"
+                raise ValueError(f"{self._what} is in the middle of another generation of this thread: {advice}")
+            self._lock.acquire()
+        self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._holder = None
+            self._lock.release()
+
+
 def refuse_forked(process: int, what: str) -> None:
     """Refuses what belongs to another process: threads, files and device memory do not survive a fork."""
     if process != os.getpid():

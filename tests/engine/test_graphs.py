@@ -237,8 +237,10 @@ def test_there_are_no_more_programs_than_are_counted(
     assert 0 < recorded <= counted
 
 
-def test_threads_that_generate_at_once_do_not_share_what_programs_work_in(checkpoints: Checkpoints, offload: Path) -> None:
-    case = Case("llama-gqa", RESIDENT, (5, 9, 2, 7), 40)
+@pytest.mark.parametrize("percent", [RESIDENT, WEIGHTS_MOVE, (0, 0, 0, 0, 0, 0)])
+def test_threads_that_generate_at_once_take_turns(percent: tuple[float, ...], checkpoints: Checkpoints, offload: Path) -> None:
+    """Programs share the room that they work in, and all runs share the buffers through which weights come."""
+    case = Case("llama-gqa", percent, (5, 9, 2, 7), 12)
     params = SamplingParams(max_tokens=case.gen_len)
     with case.open(checkpoints, offload) as llm, ThreadPoolExecutor(3) as threads:
         expected = [each.token_ids for each in llm.generate(case.prompts, params)]
