@@ -160,7 +160,7 @@ class Turns:
     def __init__(self, what: str) -> None:
         self._what = what
         self._lock = threading.Lock()
-        self._holder: int | None = None  # the thread whose turn it is
+        self._holder: int | None = None  # the thread that has the turn
 
     @contextmanager
     def taken(self) -> Iterator[None]:
