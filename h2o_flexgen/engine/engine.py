@@ -40,7 +40,7 @@ from h2o_flexgen.kv.layer_cache import LayerCache
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shortage import HostGuard, Shortage
-from h2o_flexgen.memory.threads import Turns, refuse_forked
+from h2o_flexgen.memory.threads import TakingTurns, refuse_forked
 from h2o_flexgen.models import base
 from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -206,7 +206,7 @@ class Engine:
         self._plan = plan
         self._memories = memories
         self._process = os.getpid()
-        self._turns = Turns(self._spec.name)  # all blocks have the same buffers
+        self._turns = TakingTurns(self._spec.name)  # all blocks have the same buffers
         tiers, device_of = place_weights(self._spec, plan), device_of_layers(self._spec, plan.pipeline)
         self._device_of = Lanes(device_of).device
         self._parts_of_devices = [PartsThere(own.device) for own in memories.of_devices]

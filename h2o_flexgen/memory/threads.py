@@ -153,7 +153,7 @@ def do_without_lost_threads() -> None:
         warnings.warn(f"{FORKED}: it computes with one thread; {SPAWN}", RuntimeWarning, stacklevel=3)
 
 
-class Turns:
+class TakingTurns:
     """Lets threads use something one at a time: each waits for its turn. A thread would wait for itself for ever, so it is
     refused instead."""
 
