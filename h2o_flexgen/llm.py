@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import refuse_unknown
@@ -42,7 +42,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.sampling.foreign_options import ARGUMENTS
+from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.loaded_model import LoadedModel
@@ -66,7 +66,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | None = None,
         *,
         tokenizer: str | Path = AUTO,
         percent: Sequence[float] | str | None = None,
@@ -86,14 +86,20 @@ class LLM:
         """`threads` compute on the CPU, for the whole process (default: torch's number). `trace`: the trace of a run on a GPU
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
-        the path of a file, or "own", the file beside the model."""
-        source = name_of("model", model)
+        the path of a file, or "own", the file beside the model. Arguments of vLLM and llama-cpp-python that change nothing here
+        are accepted."""
+        given = {name: value for name, value in (("model", model), ("threads", threads)) if value is not None}
+        own = OwnOptions.of({**plan_options, **given})
+        plan_options = {name: value for name, value in own.options.items() if name not in OF_CONSTRUCTORS}
+        threads = cast("int | None", own.options.get("threads"))
+        source = name_of("model", own.options.get("model"))
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), source)
         asked = asked if overlap else asked.without_overlap()
         searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
-        named = ModelRequest(source, source, dummy_weights, str(dtype).removeprefix("torch."), name_of("tokenizer", tokenizer))
+        named = ModelRequest(source, source, dummy_weights, dtype_called(dtype), name_of("tokenizer", tokenizer))
         site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir)
         self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage), searched)
+        own.refuse_longer(self.spec.max_positions, self.name)
 
     @classmethod
     def of(cls, request: OpenRequest, on_stage: OnStage | None = None) -> LLM:
@@ -367,6 +373,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         style: str = AUTO,
+        chat_template: str | None = None,
         seed: int | None = None,
         use_tqdm: UseTqdm = False,
         on_token: OnToken | None = None,
@@ -374,10 +381,11 @@ class LLM:
         **unknown: object,
     ) -> list[Completion]:
         """Answers a chat, which is a list of {"role": ..., "content": ...}, or each of a list of chats. They are rendered by
-        the model's chat template; without one, as a script of User: and Assistant: (`style` chooses one of these, or "plain").
-        Each call computes the whole chat again: `converse` keeps its cache."""
+        the model's chat template, or by the text of another one (`chat_template`). Without one they are a script of User: and
+        Assistant:. `style` chooses one of these, or "plain". Each call computes the whole chat again: `converse` keeps its
+        cache."""
         refuse_unknown("argument", unknown, arguments_of(LLM.chat), ARGUMENTS)
-        written = choose_style(style, self.tokenizer)
+        written = choose_style(style, self.tokenizer, template=chat_template)
         prompts = [written.whole(chat) for chat in read_chats(messages)]
         params = [replace(one, stop=(*one.stop_strings, *written.stops)) for one in for_each(sampling_params, len(prompts))]
         given = [{"prompt": one.text, "prompt_token_ids": one.ids} for one in prompts]

@@ -1,9 +1,13 @@
-"""Translates names that users of vLLM and transformers know, for messages about unknown arguments."""
+"""Names that users of vLLM, transformers and llama-cpp-python know: what is accepted here, what is translated, and what to do
+instead of the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING
 
 _LEAVE_OUT = "leave it out"
@@ -11,44 +15,83 @@ _GPUS = "`h2o-flexgen run` and `h2o-flexgen batch` start a process with each of 
 _PACKED = 'write weight_codec="group4" or weight_codec="group8", and compute="int8" for products of 8 bits'
 _SHARES = "percent=(...) says how much of weights, KV and activations lies where, and cpu_mem= how much memory may be used"
 
-# constructor arguments of other libraries, and what to do here
-OPTIONS: Mapping[str, str] = {
-    "attn_implementation": f"there is one way to attend; {_LEAVE_OUT}",
-    "block_size": f"the KV cache has no blocks of tokens; {_LEAVE_OUT}",
-    "cache_dir": "the environment's HF_HOME says where downloads lie",
-    "cpu_offload_gb": _SHARES,
-    "device_map": f"write device=; {_SHARES}",
-    "disable_log_stats": f"nothing is logged, llm.stats has the figures; {_LEAVE_OUT}",
-    "download_dir": "the environment's HF_HOME says where downloads lie",
-    "enable_chunked_prefill": "prefill_tokens= says how many tokens of prompts are computed at once",
-    "enable_prefix_caching": "generate_stream, `h2o-flexgen batch` and `h2o-flexgen serve` compute once what prompts begin "
-    "with alike, unless shared_prefixes=False; generate computes each prompt by itself",
-    "enforce_eager": f"no graphs are captured unless graphs= asks for them; {_LEAVE_OUT}",
-    "gpu_memory_utilization": 'write gpu_mem="14GB", a size and not a share',
-    "hf_token": "log in with `hf auth login`",
-    "kv_cache_dtype": 'write kv_codec="group4" or kv_codec="group8"',
-    "kv_cache_memory_bytes": _SHARES,
-    "load_format": "safetensors, .bin and GGUF files are all read; random weights are dummy_weights=True",
-    "load_in_4bit": 'write weight_codec="group4"',
-    "load_in_8bit": 'write weight_codec="group8", and compute="int8" if activations are to be rounded to 8 bits, too',
-    "low_cpu_mem_usage": "write cpu_mem=",
-    "max_memory": "write gpu_mem= and cpu_mem=",
-    "max_model_len": f"room is made for what each call needs; {_LEAVE_OUT}",
-    "max_num_batched_tokens": "prefill_tokens= says how many tokens of prompts are computed at once",
-    "max_num_seqs": "gpu_batch_size= rows are computed at once, and num_gpu_batches= of these share a pass over the weights",
-    "offload_folder": "write offload_dir=",
-    "pipeline_parallel_size": "write pipeline=, the number of GPUs that each compute a range of the layers",
-    "quantization": _PACKED,
-    "quantization_config": _PACKED,
-    "revision": "download that revision and give its folder as model",
-    "seed": "it belongs to a call: generate(..., seed=0) or SamplingParams(seed=0)",
-    "skip_tokenizer_init": f"token ids are taken with any tokenizer, or none; {_LEAVE_OUT}",
-    "swap_space": _SHARES,
-    "tensor_parallel_size": f"no layer is divided among GPUs; write pipeline= to divide the layers; {_GPUS}",
-    "tokenizer_mode": f"there is one kind of tokenizer, the fast one; {_LEAVE_OUT}",
-    "torch_dtype": "write dtype=",
-    "trust_remote_code": f"code that comes with a model is never run; {_LEAVE_OUT}",
+_LENGTH = "room is made for what each call needs; give a number of tokens that the model has positions for, or leave it out"
+_NOTHING_LOGGED = "nothing is logged, llm.stats has the figures"
+_TRUE_OR_FALSE = (True, False)
+
+
+class ForeignOption(NamedTuple):
+    """A constructor argument of other libraries."""
+
+    instead: str  # what to do here, if its value asks for something
+    changes_nothing: tuple[object, ...] = ()  # values that ask for nothing that is not so here anyway
+    own: str = ""  # the option that it is here, which gets the value
+    is_length: bool = False  # of the longest text: the model must have as many positions
+
+    def accepts(self, value: object) -> bool:
+        return any(type(value) is type(one) and value == one for one in self.changes_nothing)
+
+
+# constructor arguments of other libraries
+FOREIGN: Mapping[str, ForeignOption] = {
+    "attn_implementation": ForeignOption(f"there is one way to attend; {_LEAVE_OUT}"),
+    "block_size": ForeignOption(f"the KV cache has no blocks of tokens; {_LEAVE_OUT}"),
+    "cache_dir": ForeignOption("the environment's HF_HOME says where downloads lie", (None,)),
+    "chat_template": ForeignOption("it belongs to a call of llm.chat, which takes one", (None,)),
+    "cpu_offload_gb": ForeignOption(_SHARES, (0,)),
+    "device_map": ForeignOption(f"write device=; {_SHARES}"),
+    "disable_log_stats": ForeignOption(f"{_NOTHING_LOGGED}; {_LEAVE_OUT}", _TRUE_OR_FALSE),
+    "download_dir": ForeignOption("the environment's HF_HOME says where downloads lie", (None,)),
+    "enable_chunked_prefill": ForeignOption(
+        "prefill_tokens= says how many tokens of prompts are computed at once", _TRUE_OR_FALSE
+    ),
+    "enable_prefix_caching": ForeignOption(
+        "generate_stream, `h2o-flexgen batch` and `h2o-flexgen serve` compute once what prompts begin with alike, unless "
+        "shared_prefixes=False; generate computes each prompt by itself",
+        (True, None),
+    ),
+    "enforce_eager": ForeignOption(f"no graphs are captured unless graphs= asks for them; {_LEAVE_OUT}", _TRUE_OR_FALSE),
+    "gpu_memory_utilization": ForeignOption('write gpu_mem="14GB", a size and not a share'),
+    "hf_token": ForeignOption("log in with `hf auth login`", (None,)),
+    "kv_cache_dtype": ForeignOption('write kv_codec="group4" or kv_codec="group8"', ("auto",)),
+    "kv_cache_memory_bytes": ForeignOption(_SHARES),
+    "load_format": ForeignOption(
+        "safetensors, .bin and GGUF files are all read; random weights are dummy_weights=True", ("auto",)
+    ),
+    "load_in_4bit": ForeignOption('write weight_codec="group4"'),
+    "load_in_8bit": ForeignOption(
+        'write weight_codec="group8", and compute="int8" if activations are to be rounded to 8 bits, too'
+    ),
+    "low_cpu_mem_usage": ForeignOption("write cpu_mem=", _TRUE_OR_FALSE),
+    "max_memory": ForeignOption("write gpu_mem= and cpu_mem="),
+    "max_model_len": ForeignOption(_LENGTH, (None,), is_length=True),
+    "max_num_batched_tokens": ForeignOption("prefill_tokens= says how many tokens of prompts are computed at once"),
+    "max_num_seqs": ForeignOption(
+        "gpu_batch_size= rows are computed at once, and num_gpu_batches= of these share a pass over the weights"
+    ),
+    "model_path": ForeignOption("write model=", own="model"),
+    "n_ctx": ForeignOption(_LENGTH, (0, None), is_length=True),
+    "n_gpu_layers": ForeignOption(_SHARES, (0,)),
+    "n_threads": ForeignOption("write threads=", own="threads"),
+    "offload_folder": ForeignOption("write offload_dir="),
+    "pipeline_parallel_size": ForeignOption(
+        "write pipeline=, the number of GPUs that each compute a range of the layers", (1,)
+    ),
+    "quantization": ForeignOption(_PACKED, (None,)),
+    "quantization_config": ForeignOption(_PACKED, (None,)),
+    "revision": ForeignOption("download that revision and give its folder as model", (None,)),
+    "seed": ForeignOption("it belongs to a call: generate(..., seed=0) or SamplingParams(seed=0)", (0, None)),
+    "skip_tokenizer_init": ForeignOption(f"token ids are taken with any tokenizer, or none; {_LEAVE_OUT}", (False,)),
+    "swap_space": ForeignOption(_SHARES, (0,)),
+    "tensor_parallel_size": ForeignOption(
+        f"no layer is divided among GPUs; write pipeline= to divide the layers; {_GPUS}", (1,)
+    ),
+    "tokenizer_mode": ForeignOption(f"there is one kind of tokenizer, the fast one; {_LEAVE_OUT}", ("auto",)),
+    "torch_dtype": ForeignOption("write dtype="),
+    "trust_remote_code": ForeignOption(f"code that comes with a model is never run; {_LEAVE_OUT}", (False,)),
+    "verbose": ForeignOption(f"{_NOTHING_LOGGED}; {_LEAVE_OUT}", _TRUE_OR_FALSE),
 }
+OPTIONS: Mapping[str, str] = {name: one.instead for name, one in FOREIGN.items()}  # what to do here instead
 
 _FIRST = "write the prompts as the first argument"
 # arguments of generate and chat in other libraries, and what to do here
@@ -57,7 +100,6 @@ ARGUMENTS: Mapping[str, str] = {
     **{name: f"write SamplingParams({name}=...)" for name in SAMPLING},
     "add_generation_prompt": f"the answer is always begun; {_LEAVE_OUT}",
     "attention_mask": "give all that the tokenizer returned as the first argument, or prompts without padding",
-    "chat_template": "set it in the model's folder, or render the text with llm.get_tokenizer() and generate from that",
     "generation_config": "write sampling_params=SamplingParams(...)",
     "input_ids": _FIRST,
     "inputs": _FIRST,
@@ -71,3 +113,50 @@ ARGUMENTS: Mapping[str, str] = {
     "tools": "render the text with llm.get_tokenizer() and generate from that",
     "use_cache": f"the KV cache is always used; {_LEAVE_OUT}",
 }
+
+OF_CONSTRUCTORS = tuple(one.own for one in FOREIGN.values() if one.own)  # arguments beside the options of plans
+DTYPES: Mapping[str, str] = {"half": "float16", "float": "float32"}  # as vLLM also calls them
+
+
+def dtype_called(given: object) -> str:
+    """The name of a type that may be given as one of torch's, or as vLLM's name for it."""
+    name = str(given).removeprefix("torch.")
+    return DTYPES.get(name, name)
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """What a constructor was given, without the names of other libraries."""
+
+    options: Mapping[str, object]
+    lengths: Mapping[str, int]  # of texts that the model must have positions for, by their names
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> OwnOptions:
+        """Leaves out what changes nothing here, and translates what has another name. What asks for something else stays, to
+        be refused with all unknown names."""
+        options, lengths = dict[str, object](), dict[str, int]()
+        for name, value in given.items():
+            foreign = FOREIGN.get(name)
+            if foreign is None or not (foreign.own or foreign.is_length or foreign.accepts(value)):
+                options[name] = value
+            elif foreign.own:
+                if foreign.own in given:
+                    raise ValueError(f"both {name} and {foreign.own} are given, which mean the same; leave one out")
+                options[foreign.own] = value
+            elif not foreign.accepts(value):
+                lengths[name] = _length(name, value)
+        return cls(options, lengths)
+
+    def refuse_longer(self, positions: int, model: str) -> None:
+        for name, length in self.lengths.items():
+            if length > positions:
+                raise ValueError(
+                    f"{name} is {length}, but {model} has {positions} positions; give that or less, or leave it out"
+                )
+
+
+def _length(name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {shown(value)}, which is no number of tokens from 1 on; leave it out, or give one")
+    return value

@@ -71,25 +71,31 @@ class Script(Style):
         return Prompt(text, tuple(self.tokenizer.encode(text)))
 
 
+@dataclass(frozen=True)
 class Template(Style):
-    """The chat template that comes with the model."""
+    """The chat template that comes with the model, or another one."""
+
+    template: str | None = None
 
     def turn(self, text: str, before: Completion | None) -> list[int]:
         user = {"role": USER, "content": text}
         if before is None:
             opening = [{"role": SYSTEM, "content": self.system}] if self.system else []
-            return self.tokenizer.encode_more(self.tokenizer.render_chat([*opening, user]))
+            return self.tokenizer.encode_more(self._rendered([*opening, user]))
         mark = _not_in(text)
         made_up = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": mark}]
-        _, found, behind = self.tokenizer.render_chat([*made_up, user]).rpartition(mark)
+        _, found, behind = self._rendered([*made_up, user]).rpartition(mark)
         if not found:
             raise ValueError("the model's chat template leaves out what was replied before; choose the style script or plain")
         ids = self.tokenizer.encode_more(behind)
         return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end token is there already
 
     def whole(self, messages: Sequence[Message]) -> Prompt:
-        text = self.tokenizer.render_chat(messages)
+        text = self._rendered(messages)
         return Prompt(text, tuple(self.tokenizer.encode_more(text)))
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        return self.tokenizer.render_chat(messages, self.template)
 
 
 def _opening(system: str) -> str:
@@ -116,8 +122,15 @@ def _not_in(text: str) -> str:
 STYLES: Mapping[str, type[Style]] = {"template": Template, "script": Script, "plain": PlainStyle}
 
 
-def choose_style(name: str, tokenizer: Tokenizer, system: str = "") -> Style:
-    """Chooses a style by name; AUTO means the model's chat template if it has one, and otherwise a script."""
+def choose_style(name: str, tokenizer: Tokenizer, system: str = "", template: str | None = None) -> Style:
+    """Chooses a style by name; AUTO means the model's chat template if it has one, and otherwise a script. `template`: another
+    chat template, as text."""
+    if template is not None:
+        if not isinstance(template, str) or name not in (AUTO, "template"):
+            raise ValueError(
+                f"chat_template is {shown(template)} and style {shown(name)}; give a template as text and no style"
+            )
+        return Template(tokenizer, system, template)
     if name == "template" and not tokenizer.has_chat_template:
         raise ValueError("this model has no chat template; choose the style script or plain")
     chosen = name if name != AUTO else "template" if tokenizer.has_chat_template else "script"

@@ -40,8 +40,9 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The messages in the model's chat template, up to where its answer begins; special tokens are written out."""
+    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
+        """The messages in the model's chat template, or another one, up to where its answer begins. Special tokens are
+        written out."""
 
 
 class ByteTokenizer:
@@ -71,7 +72,7 @@ class ByteTokenizer:
         own = self._bytes_of(token)
         return own.decode() if own.isascii() else None
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
         raise ValueError("bytes have no chat template")
 
     def _bytes_of(self, token: int) -> bytes:
@@ -108,5 +109,5 @@ class NoTokenizer:
     def piece(self, token: int) -> str | None:
         return ""
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
         raise ValueError(f"a chat cannot be written down: {self.missing}")

@@ -74,10 +74,10 @@ class WordTokenizer(ABC):
     def has_chat_template(self) -> bool:
         return bool(self.chat_template)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
         """Renders without the library, which does not bound a template's work."""
         try:
-            return render(self.chat_template or "", messages, self.special_tokens)
+            return render(template or self.chat_template or "", messages, self.special_tokens)
         except Exception as error:  # whatever a template raises
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error

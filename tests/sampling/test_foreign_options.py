@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ from h2o_flexgen.cli.main import COMMANDS
 from h2o_flexgen.cli.main import PROGRAM as OWN_PROGRAM
 from h2o_flexgen.jobs.line_fields import ELSEWHERE, OF_CHATS, OF_PROMPTS
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OPTIONS
+from h2o_flexgen.sampling.foreign_options import ARGUMENTS, FOREIGN, OPTIONS, ForeignOption, OwnOptions, dtype_called
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING
 
 OF_LLM = {*signature(LLM).parameters, *Plan.option_names()}
@@ -82,3 +83,70 @@ def test_advice_for_random_weights_and_prefixes_is_true() -> None:
     assert "GGUF" in OPTIONS["load_format"] and signature(LLM).parameters["dummy_weights"].default is False
     assert "pipeline=" in OPTIONS["pipeline_parallel_size"] and "pipeline=" in OPTIONS["tensor_parallel_size"]
     assert "shared_prefixes=False" in OPTIONS["enable_prefix_caching"] and Plan.shared_prefixes
+
+
+# -- what is accepted ----------------------------------------------------------------------------------------------------------
+
+HARMLESS = [(name, value) for name, one in FOREIGN.items() for value in one.changes_nothing]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "other-engines.md"
+
+
+@pytest.mark.parametrize(("name", "value"), HARMLESS)
+def test_a_value_that_changes_nothing_is_left_out(name: str, value: object) -> None:
+    assert OwnOptions.of({"buffers": 3, name: value}) == OwnOptions({"buffers": 3}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("tensor_parallel_size", 2), ("tensor_parallel_size", True), ("quantization", "awq"), ("trust_remote_code", True)),
+        *(
+            ("seed", 7),
+            ("n_gpu_layers", -1),
+            ("chat_template", "x"),
+            ("enforce_eager", "yes"),
+            ("enable_prefix_caching", False),
+        ),
+    ],
+)
+def test_a_value_that_asks_for_something_stays_and_is_refused_with_advice(name: str, value: object) -> None:
+    assert OwnOptions.of({name: value}).options == {name: value}
+    with pytest.raises(ValueError, match=f"unknown option '{name}': "):
+        LLM("facebook/opt-125m", dummy_weights=True, **{name: value})  # type: ignore[arg-type]
+
+
+def test_other_names_are_translated_and_the_model_is_one_of_them() -> None:
+    llm = LLM(model_path="facebook/opt-125m", dummy_weights=True, dtype="half", n_threads=1, n_ctx=2048, max_model_len=17)
+    assert (llm.name, llm.loaded.opened.dtype, llm.loaded.request.site.threads) == ("facebook/opt-125m", "float16", 1)
+    for both in ({"model_path": "x"}, {"threads": 1, "n_threads": 1}):
+        with pytest.raises(ValueError, match="are given, which mean the same; leave one out"):
+            LLM("facebook/opt-125m", dummy_weights=True, **both)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model is a NoneType; give a name"):
+        LLM()
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "n_ctx"])
+def test_a_length_beyond_the_models_positions_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 2049, but facebook/opt-125m has 2048 positions; give that or less"):
+        LLM("facebook/opt-125m", dummy_weights=True, **{name: 2049})  # type: ignore[arg-type]
+    for value in ("8k", -1, True, 1.5):
+        with pytest.raises(ValueError, match=f"{name} is .*, which is no number of tokens from 1 on"):
+            OwnOptions.of({name: value})
+
+
+def test_types_have_the_names_of_vllm_too() -> None:
+    names = ("half", "float", "bfloat16", "torch.float16", "auto")
+    assert [dtype_called(name) for name in names] == ["float16", "float32", "bfloat16", "float16", "auto"]
+
+
+def test_the_page_says_of_each_whether_it_is_accepted_translated_or_refused() -> None:
+    rows = [f"| `{name}` | {_fate(one)} | {one.instead} |" for name, one in FOREIGN.items()]
+    said = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert said == rows, "the table is: " + "\n".join(rows)
+
+
+def _fate(one: ForeignOption) -> str:
+    if one.own:
+        return f"translated: `{one.own}`"
+    accepted = [*(["a number that the model has positions for"] if one.is_length else []), *map(repr, one.changes_nothing)]
+    return "accepted: " + ", ".join(accepted) if accepted else "refused"

@@ -116,3 +116,14 @@ def test_the_style_is_the_models_own_where_it_has_one(folder: Path, tokenizers: 
     assert isinstance(choose_style("plain", with_template(folder, CHATML)), PlainStyle)
     with pytest.raises(ValueError, match="has no chat template; choose the style script or plain"):
         choose_style("template", tokenizers["bytes"])
+
+
+def test_another_template_is_rendered_as_the_models_own_would_be(folder: Path) -> None:
+    own = with_template(folder, CHATML)
+    other = with_template(folder, LEAVES_OUT)
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    chosen = choose_style("auto", other, template=CHATML)
+    assert chosen.whole(talk) == choose_style("template", own).whole(talk)
+    for template, style in ((3, "auto"), (CHATML, "script")):
+        with pytest.raises(ValueError, match="give a template as text and no style"):
+            choose_style(style, own, template=template)  # type: ignore[arg-type]
