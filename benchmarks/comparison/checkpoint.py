@@ -42,7 +42,7 @@ def spec_in(file: Path, dtype: str) -> ModelSpec:
 
 
 def write_checkpoint(model: str, dtype: str, folder: Path) -> None:
-    spec, config = spec_of(model, dtype), known_config(model)
+    spec, config = spec_of(model, dtype), known_config(model, dtype=dtype)  # transformers saves it
     assert config is not None
     folder.mkdir(parents=True, exist_ok=True)
     require_free_space(folder, spec.weight_bytes, f"a checkpoint of {model}")
@@ -60,7 +60,6 @@ def write_checkpoint(model: str, dtype: str, folder: Path) -> None:
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / name, [TensorHeader(one.name, getattr(torch, dtype), one.shape) for one in tensors], value)
         places |= {one.name: name for one in tensors}
-    config.dtype = dtype
     config.save_pretrained(folder)
     index = {"metadata": {"total_size": spec.weight_bytes}, "weight_map": places}
     (folder / DONE).write_text(json.dumps(index, indent=1), encoding="utf-8")

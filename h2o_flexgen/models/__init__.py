@@ -98,12 +98,16 @@ def refuse_missing(name_or_path: str, with_weights: bool) -> None:
 
 
 def known_config(name: str, **changes: object) -> Config | None:
-    """The shapes that ship with the package, by hub name or its part behind the slash, in any case; with some changed."""
+    """The shapes that ship with the package, by hub name or its part behind the slash, in any case; with some changed. Their
+    files say all that an architecture reads. With changes transformers says what follows from these."""
     hub = hub_name(name)
     if hub is None:
         return None
-    values = _known_files()[hub].read_text(encoding="utf-8")
-    return _config_of({**parse_json(values), **changes}, hub)
+    values = parse_json(_known_files()[hub].read_text(encoding="utf-8"))
+    if changes:
+        return _config_of({**values, **changes}, hub)
+    _check(values, hub)
+    return cast("Config", SimpleNamespace(**values))
 
 
 def hub_name(name: str) -> str | None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from h2o_flexgen.checkpoints import model_places
 from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config, tensor_names
@@ -281,6 +281,31 @@ def test_known_shapes_add_up_to_the_published_number_of_parameters(name: str) ->
     spec = create_model(config, "bfloat16", name=name).spec
     assert spec.weight_bytes / 2 == pytest.approx(PUBLISHED[name], rel=0.015)
     assert spec.width == spec.heads * spec.head_dim or getattr(config, "head_dim", None) == spec.head_dim
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_shapes_say_all_that_transformers_would_fill_in(name: str) -> None:
+    """So that transformers is not imported for them."""
+    own, library = known_config(name), known_config(name, bos_token_id=None)
+    assert own is not None and library is not None
+    for separate in (True, False):
+        assert create_model(own, "bfloat16", separate, name).spec == create_model(library, "bfloat16", separate, name).spec
+    assert not isinstance(own, PretrainedConfig) and isinstance(library, PretrainedConfig)
+    read = _Reads(library)
+    create_model(read, "bfloat16", name=name)
+    assert {key: getattr(own, key) for key in read.found} == read.found
+
+
+class _Reads:
+    """A config that notes what is read of it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.found: dict[str, object] = {}
+
+    def __getattr__(self, key: str) -> object:
+        self.found[key] = getattr(self._config, key)
+        return self.found[key]
 
 
 @pytest.mark.parametrize("name", ["facebook/opt-30b", "opt-30b", "OPT-30B", "Facebook/OPT-30b"])
