@@ -64,7 +64,7 @@ from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.functions import COUNTED, SEVERAL, Function, function_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, Upload
+from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, TokenMasks, Upload
 from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.kernels.routing import Chosen, GatheredRows, RouterRule
 from h2o_flexgen.kernels.row_functions import clamped_silu_twin, gated_silu_twin
@@ -446,10 +446,11 @@ def pick_tokens(
     changes: ScoreChanges | None = None,
     upload: Upload = Tensor.to,
     at_once: int = TWIN_VALUES,
+    masks: TokenMasks | None = None,
 ) -> PickedTokens:
     """Picks a token for each row of logits (rows, vocab): the likeliest, or as `draws` say, where there are. The scores
-    are the logits with `changes`. Temporaries are made of `at_once` logits, or of a row."""
-    picked: PickedTokens = _required(PICK_TOKENS, PLAIN, logits)(logits, draws, changes, upload, at_once)
+    are the logits with `changes`, of the tokens that `masks` allow. Temporaries are made of `at_once` logits, or of a row."""
+    picked: PickedTokens = _required(PICK_TOKENS, PLAIN, logits)(logits, draws, changes, upload, at_once, masks)
     return picked
 
 

@@ -28,10 +28,12 @@ typedef struct {
     const float *times;     /* (changes): how often the row has generated the token; NaN: it has not seen it at all */
     const float *penalties; /* (rows, 3): for having been seen, for each time, and for any time */
     const uint8_t *only;   /* (rows): whether tokens without a change are forbidden */
+    const uint32_t *masks;  /* (masks, words): a bit for each token, which is 1 if it may come */
+    const int64_t *mask_of; /* (rows): the mask of a row, -1 for none; NULL: no row has one */
     int64_t *found;        /* (2, rows): tokens, and whether the highest score is finite */
     float *best;           /* (rows): the highest score; NaN if any is */
     char *space;           /* (threads, space_bytes) */
-    long rows, vocab, space_bytes;
+    long rows, vocab, space_bytes, words;
     int kind;
 } picking;
 
@@ -381,17 +383,37 @@ static ALWAYS_INLINE float changed(float score, float times, const float *penalt
     return score;
 }
 
+static int has_mask(const picking *p, long row)
+{
+    return p->mask_of && p->mask_of[row] >= 0;
+}
+
+/* Tokens behind the last word of a mask are forbidden, too. */
+static void forbid(const uint32_t *mask, long words, long count, float *out)
+{
+    for (long first = 0; first < count; first += 32) {
+        const uint32_t allowed = first / 32 < words ? mask[first / 32] : 0;
+        const long some = count - first < 32 ? count - first : 32;
+        for (long at = 0; allowed != UINT32_MAX && at < some; at++)
+            if (!(allowed >> at & 1))
+                out[first + at] = -INFINITY;
+    }
+}
+
 static scores changed_scores(const picking *p, scores from, long row, float *out)
 {
-    if (p->only[row])
+    if (p->begins && p->only[row])
         for (long at = 0; at < from.count; at++)
             out[at] = -INFINITY;
     else
         copy_floats(from, out);
-    for (long at = p->begins[row]; at < p->begins[row + 1]; at++) {
+    const long first = p->begins ? p->begins[row] : 0, behind = p->begins ? p->begins[row + 1] : 0;
+    for (long at = first; at < behind; at++) {
         const float score = load_value(from.values + p->ids[at] * itemsize_of(from.kind), from.kind);
         out[p->ids[at]] = changed(score + p->added[at], p->times[at], p->penalties + 3 * row);
     }
+    if (has_mask(p, row))
+        forbid(p->masks + p->mask_of[row] * p->words, p->words, from.count, out);
     return (scores){(const char *)out, from.count, FLOAT};
 }
 
@@ -400,7 +422,7 @@ static void pick_row(const void *given, long row, int member)
     const picking *p = given;
     scores from = {p->logits + row * p->vocab * itemsize_of(p->kind), p->vocab, p->kind};
     char *space = p->space + member * p->space_bytes;
-    if (p->begins && (p->only[row] || p->begins[row] < p->begins[row + 1]))
+    if (has_mask(p, row) || (p->begins && (p->only[row] || p->begins[row] < p->begins[row + 1])))
         from = changed_scores(p, from, row, (float *)(space + p->vocab * sizeof(candidate)));
     const float best = p->best[row] = highest_score(from, p->found + row);
     p->found[p->rows + row] = isfinite(best) != 0;

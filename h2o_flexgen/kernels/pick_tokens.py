@@ -59,6 +59,20 @@ class ScoreChanges(NamedTuple):
     only: Sequence[bool]  # (rows,): whether tokens without a change are forbidden
 
 
+MASK_BITS = 32  # of a word of a mask
+
+
+def mask_words(vocab: int) -> int:
+    return -(-vocab // MASK_BITS)
+
+
+class TokenMasks(NamedTuple):
+    """The tokens that may come in rows that are held to something; behind all changes, others have no score."""
+
+    bits: Tensor  # (masks, words) int32, in host memory: a bit for each token, the lowest first; it is 1 for one that may come
+    of_rows: Sequence[int]  # (rows,): the mask of each row; -1: it has none
+
+
 class PickedTokens(NamedTuple):
     found: Tensor  # (2, rows) int64: tokens, and whether the highest score is finite; if it is not, the token means nothing
     best: Tensor  # (rows,): the highest score; NaN if any is
@@ -68,18 +82,26 @@ class PickedTokens(NamedTuple):
 
 
 def pick_tokens(
-    logits: Tensor, draws: Sequence[Draw] | None, changes: ScoreChanges | None, upload: Upload, at_once: int
+    logits: Tensor,
+    draws: Sequence[Draw] | None,
+    changes: ScoreChanges | None,
+    upload: Upload,
+    at_once: int,
+    masks: TokenMasks | None = None,
 ) -> PickedTokens:
     logits = logits.contiguous()
     (rows, vocab), threads = logits.shape, _threads(logits, at_once)
     found, best = torch.empty(2, rows, dtype=torch.int64), torch.empty(rows)
     packed = None if draws is None else torch.frombuffer(_in_c(draws), dtype=torch.uint8)
     changed = [None] * 6 if changes is None else _tensors(changes)
-    space_bytes = 0 if draws is changes is None else vocab * (CANDIDATE_BYTES + torch.float32.itemsize)
+    masked = (None, None) if masks is None else (masks.bits, torch.tensor(masks.of_rows))
+    is_plain = draws is None and changes is None and masks is None
+    space_bytes = 0 if is_plain else vocab * (CANDIDATE_BYTES + torch.float32.itemsize)
     space = torch.empty(threads, space_bytes, dtype=torch.uint8)
-    places = (logits, packed, *changed, found, best, space)
+    places = (logits, packed, *changed, *masked, found, best, space)
+    words = 0 if masks is None else masks.bits.shape[1]
     given = _Picking(
-        *(None if place is None else pointer(place) for place in places), rows, vocab, space_bytes, KINDS[logits.dtype]
+        *(None if place is None else pointer(place) for place in places), rows, vocab, space_bytes, words, KINDS[logits.dtype]
     )
     run("pick_tokens", given, threads)
     return PickedTokens(found, best)
@@ -104,19 +126,25 @@ def _tensors(changes: ScoreChanges) -> tuple[Tensor, ...]:
 
 class _Picking(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("logits", "draws", "begins", "ids", "added", "times", "penalties", "only", "found", "best", "space")
-        ),
-        *((name, ctypes.c_long) for name in ("rows", "vocab", "space_bytes")),
+        *((name, ctypes.c_void_p) for name in ("logits", "draws", "begins", "ids", "added", "times", "penalties", "only")),
+        *((name, ctypes.c_void_p) for name in ("masks", "mask_of", "found", "best", "space")),
+        *((name, ctypes.c_long) for name in ("rows", "vocab", "space_bytes", "words")),
         ("kind", ctypes.c_int),
     )
 
 
 def pick_tokens_twin(
-    logits: Tensor, draws: Sequence[Draw] | None, changes: ScoreChanges | None, upload: Upload, at_once: int
+    logits: Tensor,
+    draws: Sequence[Draw] | None,
+    changes: ScoreChanges | None,
+    upload: Upload,
+    at_once: int,
+    masks: TokenMasks | None = None,
 ) -> PickedTokens:
     scores = logits if changes is None else _changed(logits, changes, upload)
+    if masks is not None:
+        scores = scores.to(torch.float32, copy=True) if scores is logits else scores
+        _forbid(scores, masks, upload, at_once)
     best, tokens = scores.max(dim=-1)
     is_finite = torch.isfinite(best)
     for is_filtered, draw in ((False, _draw_unfiltered), (True, _draw_filtered)):
@@ -149,6 +177,18 @@ def _changed(logits: Tensor, changes: ScoreChanges, upload: Upload) -> Tensor:
         scores[upload(torch.tensor(changes.only), logits.device)] = -math.inf
     scores[rows, ids] = after
     return scores
+
+
+def _forbid(scores: Tensor, masks: TokenMasks, upload: Upload, at_once: int) -> None:
+    """Takes the scores of all tokens that a row's mask leaves out."""
+    (_, vocab), device = scores.shape, scores.device
+    places = torch.arange(MASK_BITS, dtype=torch.int32, device=device)
+    for rows in portions([row for row, mask in enumerate(masks.of_rows) if mask >= 0], vocab, at_once):
+        bits = upload(masks.bits[[masks.of_rows[row] for row in rows]], device)
+        allowed = ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, :vocab]
+        allowed = torch.nn.functional.pad(allowed, (0, vocab - allowed.shape[1]))
+        own = upload(torch.tensor(rows), device)
+        scores[own] = scores[own].masked_fill_(~allowed, -math.inf)
 
 
 class _Columns(NamedTuple):

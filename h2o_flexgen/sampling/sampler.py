@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import PICKED_VALUES
 from h2o_flexgen.kernels.operations import pick_tokens
-from h2o_flexgen.kernels.pick_tokens import Draw, Upload, portions
+from h2o_flexgen.kernels.pick_tokens import Draw, TokenMasks, Upload, portions
 from h2o_flexgen.sampling.completion import StepLogprobs
 from h2o_flexgen.sampling.history import History
 from h2o_flexgen.sampling.logits import distinct, logprobs_of, score_changes
@@ -54,12 +54,14 @@ class Sampler:
         given: Sequence[int | None] | None = None,  # tokens that replace picked ones; logprobs are theirs
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
+        masks: TokenMasks | None = None,  # of rows that are held to something
     ) -> Picked:
-        """Reads back what was picked, and log-probabilities where they are asked for."""
+        """Reads back what was picked, and log-probabilities where they are asked for: whatever is forbidden, and however scores
+        are changed, these are the model's own."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         changes = score_changes(params, histories, logits.shape[-1])
         draws = None if all(one.is_greedy for one in distinct(params)) else self._draws(params, rows, steps, histories)
-        found, best = pick_tokens(logits, draws, changes, upload, PICKED_VALUES)
+        found, best = pick_tokens(logits, draws, changes, upload, PICKED_VALUES, masks)
         picked = found[0]
         tokens = _with_given(picked, given, upload)
         found = found if tokens is picked else torch.stack((tokens, found[1]))
@@ -121,7 +123,7 @@ def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows:
         place,
         rows[place],
         f"the sampling params of prompt {rows[place]} leave no token to pick at step {steps[place]} (the highest score is "
-        f"{best[place].item()}); ease allowed_token_ids, min_tokens or repetition_penalty",
+        f"{best[place].item()}); ease allowed_token_ids, min_tokens, repetition_penalty or structured_outputs",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.operations import likeliest, pick_tokens
-from h2o_flexgen.kernels.pick_tokens import Draw, ScoreChanges, likeliest_twin, pick_tokens_twin
+from h2o_flexgen.kernels.pick_tokens import Draw, ScoreChanges, TokenMasks, likeliest_twin, mask_words, pick_tokens_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 
@@ -82,6 +82,46 @@ def test_scores_are_changed_with_the_same_bits(variant: str, dtype: torch.dtype,
         picked = pick_tokens(logits, asked, changes)
     twin = pick_tokens_twin(logits, asked, changes, Tensor.to, 1 << 20)
     assert torch.equal(picked.found, twin.found) and torch.equal(picked.best, twin.best.float())
+
+
+def some_masks(rows: int, vocab: int, words: int) -> tuple[TokenMasks, Tensor]:
+    """Masks of most rows, and which tokens of each row they allow: few, all, nearly all, half of them."""
+    random = np.random.default_rng(rows + vocab)
+    shares = np.resize([2 / vocab, 1.0, 1 - 2 / vocab, 0.5], rows)
+    allowed = random.random((rows, 32 * words)) < shares[:, None]
+    allowed[:, 0] = True
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    of_rows = [-1 if row % 5 == 4 else rows - 1 - row for row in range(rows)]
+    found = torch.ones(rows, vocab, dtype=torch.bool)
+    for row, mask in enumerate(of_rows):
+        if mask >= 0:
+            found[row] = torch.zeros(vocab).bool()
+            found[row, : 32 * words] = torch.from_numpy(allowed[mask])[:vocab]
+    return TokenMasks(torch.from_numpy(bits.copy()), of_rows), found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"dtype": DTYPES, "vocab": [1, 31, 500, 4097], "draws": [False, True], "changes": [False, True], "lacking": [0, 1]})
+def test_tokens_that_a_mask_leaves_out_are_not_picked(
+    variant: str, dtype: torch.dtype, vocab: int, draws: bool, changes: bool, lacking: int
+) -> None:
+    """`lacking`: words that masks are shorter than the vocabulary, of which the tokens may not come."""
+    rows = 20
+    logits = some_logits(rows, vocab, dtype, 3.0)
+    logits[:, 0] = 0.0  # a token that is always allowed
+    masks, allowed = some_masks(rows, vocab, max(1, mask_words(vocab) - lacking))
+    asked = draws_of(rows, [*KINDS.values()], 0.7) if draws else None
+    ids, one = np.arange(rows) % vocab, np.ones(rows, np.float32)
+    changed = ScoreChanges([*range(rows + 1)], ids, one, one, np.ones((rows, 3), np.float32), [False] * rows)
+    given = changed if changes else None
+    with used(variant), without("pick_tokens_twin"):
+        picked = pick_tokens(logits, asked, given, masks=masks)
+    twin = pick_tokens_twin(logits, asked, given, Tensor.to, 1 << 10, masks)
+    assert torch.equal(picked.found, twin.found) and torch.equal(picked.best, twin.best.float())
+    assert allowed[torch.arange(rows), picked.found[0]].all()
+    if asked is given is None:
+        expected = logits.float().masked_fill(~allowed, -math.inf)
+        assert torch.equal(picked.found[0], expected.argmax(-1)) and torch.equal(picked.best, expected.amax(-1))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
