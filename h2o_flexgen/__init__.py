@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.planning.plan import Plan, Shares
     from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
     from h2o_flexgen.sampling.params import SamplingParams
+    from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -38,6 +39,7 @@ _MODULES = {
     "StepLogprobs": "sampling.completion",
     "TokenLogprob": "sampling.completion",
     "SamplingParams": "sampling.params",
+    "StructuredOutputsParams": "sampling.structured_outputs",
     "Scored": "engine.scoring",
 }
 
@@ -54,6 +56,7 @@ __all__ = [
     "Shares",
     "Stats",
     "StepLogprobs",
+    "StructuredOutputsParams",
     "TokenLogprob",
     "Workload",
 ]

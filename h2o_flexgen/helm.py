@@ -23,6 +23,7 @@ from h2o_flexgen.evaluation.answer_settings import TOKENIZER, model_settings, pl
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.params import SEED, SamplingParams
+from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 from h2o_flexgen.server.desks import SECONDS, Desks, Lengths, Turns
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, read_chat, read_prompts
@@ -34,6 +35,7 @@ try:
     from helm.clients.client import CachingClient
     from helm.common import request as helm_request
     from helm.common.cache import CacheConfig
+    from helm.common.response_format import ResponseFormat
     from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
     from helm.proxy.retry import NonRetriableException
     from helm.tokenizers.caching_tokenizer import CachingTokenizer
@@ -43,7 +45,7 @@ except ModuleNotFoundError as error:
 
 Response: TypeAlias = "dict[str, Any]"  # what HELM's cache keeps
 PERMANENT = helm_request.ErrorFlags(is_retriable=False)  # another try would end alike
-NOT_READ = ("multimodal_prompt", "image_generation_parameters", "response_format")
+NOT_READ = ("multimodal_prompt", "image_generation_parameters")
 END_OF_TEXT = "endoftext"  # HELM's name of the reason; the others are named alike
 
 
@@ -231,7 +233,12 @@ def _params(request: helm_request.Request, stops: Sequence[str]) -> SamplingPara
         n=1 if request.temperature == 0 else request.num_completions,
         logprobs=0,
         prompt_logprobs=0 if request.echo_prompt else None,
+        structured_outputs=_held_to(request.response_format),
     )
+
+
+def _held_to(asked: ResponseFormat | None) -> StructuredOutputsParams | None:
+    return None if asked is None or asked.json_schema is None else StructuredOutputsParams(json=asked.json_schema)
 
 
 def _seed(seed: int, random: str | None, prompt: Prompt) -> int:

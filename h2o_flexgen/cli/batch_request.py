@@ -40,6 +40,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 
@@ -130,7 +131,8 @@ class BatchRequest:
     def settings(self) -> Settings:
         """The options that lines leave open, the order of records, and what the input was made of."""
         params, named = self.defaults.params, [each.name for each in fields(SamplingParams)]
-        sampling = {name: getattr(params, name) for name in named if name not in ("seed", "prompt_logprobs")}
+        sampling = {name: getattr(params, name) for name in named if name not in ("seed", "prompt_logprobs", FORMAT)}
+        sampling[NAME] = None if params.held_to is None else params.held_to.asked
         beside = {"style": self.style, "return_token_ids": self.defaults.token_ids, "ordered": self.ordered}
         return {**sampling, **beside, **self.made_of}
 

@@ -24,6 +24,7 @@ from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
 from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, StepGraphs
 from h2o_flexgen.engine.head import AtHead, LogitsOf
 from h2o_flexgen.engine.like_layers import Likeness
+from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, PartsThere, RowsPart
@@ -337,7 +338,8 @@ class Engine:
                 asked = opened.enter_context(
                     closing(AskedStore(self._spec, bool(self._judges), block, schedule, self._memories))
                 )
-                alive = [self._rows_of(place, planned, rows, prefixes) for place in range(len(block.batches))]
+                masks = opened.enter_context(MaskMaker(self._spec.vocab, self._memories.of_devices[-1].device.handover))
+                alive = [self._rows_of(place, planned, rows, prefixes, masks) for place in range(len(block.batches))]
                 if kv is None:
                     each = zip(planned.sections, self._memories.of_devices, strict=True)
                     own = [opened.enter_context(closing(self._kv_on(section, there))) for section, there in each]
@@ -366,13 +368,16 @@ class Engine:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
                 measures.trace = executor.trace
-                if state.graphs is not None:
-                    measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
-                    names = ((self._spec.layers[layer].name.title, why) for layer, why in state.graphs.refused.items())
-                    measures.unrecorded = dict(names)
+                self._count_graphs(state.graphs, measures)
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
                 measures.skipped_bytes = sum((weights.skipped_bytes for weights in self._weights), Counter())
+
+    def _count_graphs(self, graphs: StepGraphs | None, measures: _Measures) -> None:
+        if graphs is not None:
+            measures.replayed, measures.graphs_given_up = graphs.replayed, graphs.given_up
+            names = ((self._spec.layers[layer].name.title, why) for layer, why in graphs.refused.items())
+            measures.unrecorded = dict(names)
 
     @contextmanager
     def _prefixes(self, planned: BlockPlan, last: bool) -> Iterator[PrefixStore]:
@@ -406,10 +411,12 @@ class Engine:
             own.device.give_back_freed()
         give_back_freed()
 
-    def _rows_of(self, place: int, planned: BlockPlan, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
+    def _rows_of(
+        self, place: int, planned: BlockPlan, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore, masks: MaskMaker
+    ) -> BatchRows:
         block, device = planned.block, self._memories.of_devices[-1].device  # which picks the tokens
         batch, policies = block.batches[place], [level.policy for level in planned.levels]
-        there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back
+        there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back, masks
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there)
         return BatchRows(batch, [rows[row] for row in batch.rows], *there)

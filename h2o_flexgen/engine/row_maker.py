@@ -83,6 +83,8 @@ class RowMaker:
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
         """The parameters with the number of tokens that may come. What this model cannot do after this prompt is refused."""
         params.check_vocabulary(self.spec.vocab, self.spec.name)
+        if params.held_to is not None:
+            self.tokenizer.grammars.check(params.held_to)
         wanted = params.max_tokens
         most = most_tokens(self.spec, self.plan, index, prompt_len) if wanted is None else wanted
         self._check_forced(index, forced, most)

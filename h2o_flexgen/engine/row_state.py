@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
+from h2o_flexgen.sampling.constraint import Constraint, ConstraintBroken
 from h2o_flexgen.sampling.history import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.row_text import RowText, decode_new
@@ -42,6 +43,7 @@ class RowState:
         self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # kept when the row starts again
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._ends_with_token = False  # which belongs to no text
         self._streamed = streamed
         self.forced = tuple(forced)  # its first tokens, given instead of picked; they never end it
         self._known: list[tuple[int, StepLogprobs | None]] = []  # tokens generated before the row started again
@@ -50,6 +52,7 @@ class RowState:
         self._ends = self._stop_ids | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
         self.history = History(self.seen, self.prompt_len, self._stop_ids | tokenizer.eos_ids, number)
         self._refuse_if_nothing_is_left()
+        self.constraint = self._new_constraint()
         self._text = self._new_text()
 
     def _refuse_if_nothing_is_left(self) -> None:
@@ -59,12 +62,25 @@ class RowState:
                 f"min_tokens of prompt {self.index} forbids to end, but every one of its allowed_token_ids would; allow others"
             )
 
+    def _new_constraint(self) -> Constraint | None:
+        """What the text is held to."""
+        if self.params.held_to is None:
+            return None
+        made = self._tokenizer.grammars.constraint(self.params.held_to, self._ends)
+        try:
+            for token in self.forced:
+                made.take(token)
+        except ConstraintBroken as error:
+            raise ValueError(f"row {self.row} is forced to take tokens that structured_outputs forbids: {error}") from error
+        made.restart()
+        return made
+
     def _new_text(self) -> RowText | None:
         needs_text = self._streamed or bool(self.params.stop_strings)
         if not needs_text or not self._tokenizer.reads_texts:
             return None
-        params = self.params
-        return RowText(self._tokenizer, self.prompt_ids, params.stop_strings, params.include_stop_str_in_output)
+        params, is_whole = self.params, None if self.constraint is None else self.constraint.holds
+        return RowText(self._tokenizer, self.prompt_ids, params.stop_strings, params.include_stop_str_in_output, is_whole)
 
     @property
     def finished(self) -> bool:
@@ -83,22 +99,28 @@ class RowState:
         return len(self.seen) - self.prompt_len
 
     def push(self, token: int, logprobs: StepLogprobs | None = None) -> str | None:
-        """Takes a generated token. Returns the new piece of text if the row's text is decoded as it comes, else None."""
+        """Takes a generated token. Returns the new piece of text if the row's text is decoded as it comes, else None. A text
+        that is held to something ends where it is whole, and only there; otherwise it reaches the most tokens."""
         assert not self.finished, f"row {self.index} is finished"
         self.seen.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         count = self.num_generated
         is_forced = count <= len(self.forced)
-        if token in self._ends and not is_forced:
+        if token in self._ends and not is_forced and (self.constraint is None or self.constraint.is_whole):
             self.stop_reason = token if token in self._stop_ids else None
+            self._ends_with_token = True
             return self._finish("stop", self._piece_of_end(token))
+        if self.constraint is not None:
+            self.constraint.take(token)
         piece = None
         if self._text is not None:
             piece = self._text.add(token, may_stop=not is_forced and count > self.params.min_tokens)
             if self._text.stopped_by is not None:
                 self.finish_reason, self.stop_reason = "stop", self._text.stopped_by
                 return piece
+        if self.constraint is not None and self.constraint.is_over:
+            return self._finish("stop", piece)
         return self._finish("length", piece) if count == self.max_tokens else piece
 
     def _piece_of_end(self, token: int) -> str:
@@ -132,6 +154,8 @@ class RowState:
         self._known[: self.num_generated] = zip(self.token_ids, self.logprobs or silent, strict=True)
         del self.seen[self.prompt_len :]
         self.logprobs = []
+        if self.constraint is not None:
+            self.constraint.restart()
         self._text = self._new_text()
 
     def stop(self, reason: str) -> str | None:
@@ -178,7 +202,7 @@ class RowState:
         if self._text is not None:
             return self._text.text
         ids = self.token_ids
-        hides_last = self.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        hides_last = self._ends_with_token and not self.params.include_stop_str_in_output
         return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if hides_last else ids)
 
 

@@ -7,6 +7,7 @@ living rows from the end fill the gaps, so that living rows always come first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.masks import BatchMasks, MaskMaker, RowBroken
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
 from h2o_flexgen.kv.step import KVStep, Upload
@@ -22,6 +24,7 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.sampling.constraint import ConstraintBroken
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 
 # a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
@@ -69,8 +72,9 @@ class BatchRows:
         device: torch.device,
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
+        masks: MaskMaker | None = None,
     ) -> None:
-        """`policies`: of each level of KV heads."""
+        """`policies`: of each level of KV heads. `masks`: of rows that are held to something; otherwise none may be."""
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
         self.held_before: tuple[int, ...] = ()  # slots in use when the rows last moved up, in the heads of each level
@@ -84,7 +88,9 @@ class BatchRows:
         self._device = device
         self._upload, self._read_back = upload, read_back
         self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
+        self._mask_maker = masks
         self.parts = self._prompts(plan.prefill_tokens)
+        self._masks = self._begin_masks()
 
     @property
     def is_done(self) -> bool:
@@ -235,21 +241,24 @@ class BatchRows:
         rows = self._rows if len(growing) == len(self._rows) else [self._rows[place] for place in growing]
         params, indices, histories = zip(*[(row.params, row.index, row.history) for row in rows])
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
-        try:
-            picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
-        except NoTokenLeft as broken:
-            broken.row = rows[broken.place].row  # numbers of prompts may be given twice
-            raise
+        with _naming(rows):
+            masks = None if self._masks is None else self._masks.of(rows)
+            picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back, masks)
         self._newest = picked.where_picked
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
             if known is None and on_logits is not None:
                 on_logits(row.row, row.num_generated, logits[place].float().cpu())
-            text = row.push(token, logprobs if known is None else known[1])
+            with _naming(rows, place):
+                text = row.push(token, logprobs if known is None else known[1])
             if known is None and on_token is not None:
                 on_token(row.row, token, text)
         self._drop(step, growing)
         return len(rows)
+
+    def _begin_masks(self) -> BatchMasks | None:
+        """Asks for the masks of the next tokens."""
+        return None if self._mask_maker is None else self._mask_maker.begin(self._rows)
 
     def drop_finished(self, step: int) -> None:
         """Ends a step in which no token was picked."""
@@ -262,6 +271,7 @@ class BatchRows:
             of_place = {place: number for number, place in enumerate(growing)}
             self._newest = self.at([of_place[place] for place in self.places_before], self._newest)
         self.parts = self._next_parts(step + 1)
+        self._masks = self._begin_masks()
         if not self._rows:
             self.last_step = step
 
@@ -289,6 +299,21 @@ class BatchRows:
     def _keep(self, places: Sequence[int]) -> None:
         self._batch = self._batch.only(places)
         self._occupancies = [policy.occupancy(self._batch, self._gen_len) for policy in self._policies] if places else []
+
+
+@contextmanager
+def _naming(rows: Sequence[RowState], place: int = 0) -> Iterator[None]:
+    """A context in which an error of one row names it. `place`: of the row, where the error does not say which it is."""
+    try:
+        yield
+    except NoTokenLeft as broken:
+        broken.row = rows[broken.place].row  # numbers of prompts may be given twice
+        raise
+    except ConstraintBroken as broken:
+        place = broken.place if isinstance(broken, RowBroken) else place
+        lost = NoTokenLeft(place, rows[place].index, f"prompt {rows[place].index} cannot go on: {broken}")
+        lost.row = rows[place].row
+        raise lost from broken
 
 
 def padded(rows: Sequence[RowState], lengths: Sequence[int], readings: int = 1) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, padded
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
@@ -64,6 +65,7 @@ class SeatedRows(BatchRows):
         device: torch.device,
         upload: Upload,
         read_back: Callable[[Tensor], Tensor],
+        masks: MaskMaker | None = None,
     ) -> None:
         self._place = place
         self._prefixes = prefixes
@@ -73,7 +75,7 @@ class SeatedRows(BatchRows):
         self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
         self._shared: dict[int, SharedPrefix | None] = {}  # what each row shares
         self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
-        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back)
+        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back, masks)
         if not self._rows:
             self.last_step = 0  # no row came
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Rule, mapping, whole_number
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
+from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
@@ -33,7 +34,6 @@ UNUSED: Mapping[str, Allowed] = {
 _NO_TOOLS = "there are no tools; write them into the prompt"
 NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that are let pass with the value that changes nothing
     "stream": (lambda value: value is False, "records come whole; leave it out"),
-    "response_format": (lambda value: value == {"type": "text"}, "no text is held to a grammar; check it when it is there"),
     "tools": (lambda value: value == [], _NO_TOOLS),
     "tool_choice": (lambda value: value == "none", _NO_TOOLS),
     "modalities": (lambda value: value == ["text"], "only text is made"),
@@ -94,7 +94,11 @@ def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options, 
 def as_given(message: str, names: Collection[str]) -> str:
     """The message about a request with fields of these names: its tokens go by the name that it has given them."""
     begins_otherwise = MAX_TOKENS not in names and OTHER_MAX_TOKENS in names and message.startswith(f"{MAX_TOKENS} ")
-    return f"{OTHER_MAX_TOKENS}{message.removeprefix(MAX_TOKENS)}" if begins_otherwise else message
+    if begins_otherwise:
+        return f"{OTHER_MAX_TOKENS}{message.removeprefix(MAX_TOKENS)}"
+    if FORMAT in names and NAME not in names and message.startswith(f"{NAME} "):
+        return f"{FORMAT}{message.removeprefix(NAME)}"
+    return message
 
 
 def _options(
@@ -109,6 +113,8 @@ def _options(
         if not is_neutral(found[name]):
             raise ValueError(f"{name} is {shown(found[name])}; {otherwise}")
     changed = {name: value for name, value in found.items() if name in _TAKEN_AS_THEY_ARE}
+    if FORMAT in found:
+        changed = {NAME: None, **changed}  # whatever the defaults are held to
     changed |= _max_tokens(found) | _bias(found) | (_chat_logprobs(found) if is_chat else _logprobs(found))
     echo = not is_chat and (TRUTH.value(ECHO, found[ECHO]) if ECHO in found else defaults.echo)
     token_ids = TRUTH.value(TOKEN_IDS, found[TOKEN_IDS]) if TOKEN_IDS in found else defaults.token_ids

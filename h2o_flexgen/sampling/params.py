@@ -22,6 +22,13 @@ from h2o_flexgen.core.allowed_values import (
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.option import check_options, option, options_of
 from h2o_flexgen.core.workload import MOST_TOKENS
+from h2o_flexgen.sampling.structured_outputs import (
+    FORMAT,
+    NAME,
+    AsResponseFormat,
+    AsStructuredOutputs,
+    StructuredOutputsParams,
+)
 
 LARGEST_SHIFT, LARGEST_BIAS = 2.0, 100.0
 SEED = Bounds(0, 2**64 - 1)
@@ -31,7 +38,6 @@ TOKEN_ID = Bounds(0, LARGEST_ID)
 BIAS = Bounds(-LARGEST_BIAS, LARGEST_BIAS, is_whole=False)
 _OFF = "; 0 is off"
 
-_NO_GRAMMAR = "no text is held to a grammar; check it when it is there"
 _NO_SPECIALS = "special tokens are never in a text; token_ids has them"
 _NO_BEAMS = "there is no beam search; make n completions and choose by cumulative_logprob"
 # options of other libraries that have no other name here, and what to do
@@ -42,14 +48,18 @@ _ADVICE: Mapping[str, str] = {
     "do_sample": "a temperature above 0 samples, and 0 is greedy",
     "early_stopping": _NO_BEAMS,
     "extra_args": "nothing would read them",
-    "guided_decoding": _NO_GRAMMAR,
+    **{
+        f"guided_{kind}": f'write structured_outputs={{"{kind}": ...}}'
+        for kind in ("json", "regex", "choice", "grammar", "json_object")
+    },
+    "guided_whitespace_pattern": 'write structured_outputs={"json": ..., "whitespace_pattern": ...}',
+    "json_schema": 'write structured_outputs={"json": ...}',
     "length_penalty": _NO_BEAMS,
     "logits_processors": "what there is are logit_bias, allowed_token_ids and the penalties",
     "num_beams": _NO_BEAMS,
     "output_kind": "completions come whole; on_token gets every token",
     "skip_special_tokens": _NO_SPECIALS,
     "spaces_between_special_tokens": _NO_SPECIALS,
-    "structured_outputs": _NO_GRAMMAR,
     "truncate_prompt_tokens": "give the prompt as token ids, without those to leave out",
     "use_beam_search": _NO_BEAMS,
 }
@@ -143,6 +153,16 @@ class SamplingParams:
     prompt_logprobs: int | None = option(None, TOKEN_ID, note=", or None (off)")  # as logprobs, of the tokens of the prompt
     # the text ends after a stop string or the text of a stop token
     include_stop_str_in_output: bool = option(False, TRUTH)
+    structured_outputs: StructuredOutputsParams | Mapping[str, object] | None = option(  # what the text is held to
+        None,
+        AsStructuredOutputs(),
+        "FILE",
+        "hold each text to the JSON schema in this file",
+        flags=("--json-schema",),
+        elsewhere=("guided_decoding",),
+    )
+    # the same as OpenAI has it: what it asks for is kept as structured_outputs
+    response_format: StructuredOutputsParams | Mapping[str, object] | None = option(None, AsResponseFormat())
 
     def __new__(cls, *given: object, **named: object) -> SamplingParams:
         """Explains an unknown name better than Python does."""
@@ -157,6 +177,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_options(self, SamplingParams)
+        if self.response_format is not None:
+            if self.structured_outputs is not None:
+                raise ValueError(f"{FORMAT} stands beside {NAME}; give one of them")
+            object.__setattr__(self, NAME, self.response_format)
+            object.__setattr__(self, FORMAT, None)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -183,6 +208,12 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         assert isinstance(self.stop_token_ids, tuple), "read when it was made"
         return self.stop_token_ids
+
+    @property
+    def held_to(self) -> StructuredOutputsParams | None:
+        """What the text is held to."""
+        assert not isinstance(self.structured_outputs, Mapping), "read when it was made"
+        return self.structured_outputs
 
     @property
     def is_greedy(self) -> bool:

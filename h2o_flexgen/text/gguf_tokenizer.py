@@ -59,8 +59,8 @@ class GgufTokenizer(WordTokenizer):
         return self._tokenizer.id_to_token(token)
 
     @property
-    def decoder(self) -> object:
-        return self._tokenizer.decoder
+    def rules(self) -> Tokenizer:
+        return self._tokenizer
 
     @property
     def chat_template(self) -> str | None:

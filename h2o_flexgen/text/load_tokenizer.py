@@ -19,6 +19,7 @@ from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, Byte
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Rules
     from transformers import PreTrainedTokenizerBase
 
 
@@ -101,8 +102,8 @@ class FolderTokenizer(WordTokenizer):
         return self._tokenizer.convert_ids_to_tokens(token)
 
     @property
-    def decoder(self) -> object:
-        return getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
+    def rules(self) -> Rules | None:
+        return getattr(self._tokenizer, "backend_tokenizer", None)
 
     @property
     def chat_template(self) -> str | None:

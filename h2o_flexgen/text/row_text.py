@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from h2o_flexgen.text.token_pieces import UNFINISHED
 from h2o_flexgen.text.tokenizer import Tokenizer
@@ -89,12 +89,18 @@ def pieces_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int
     return [*pieces[:-1], pieces[-1] + growing.rest()] if pieces else []
 
 
+IsWhole = Callable[[str], bool]
+
+
 class StopChecker:
     """Looks for stop strings in text that comes in pieces, however the pieces cut them; a possible beginning is held back."""
 
-    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False, is_whole: IsWhole | None = None) -> None:
+        """`is_whole`: the text may only end where this says that it is whole; a stop string elsewhere is text."""
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
+        self._is_whole = is_whole
+        self._before = ""  # text that was handed out, where it counts
         self._held = ""
         self.found: str | None = None  # the stop string that the text ended with
 
@@ -108,19 +114,29 @@ class StopChecker:
         if found is not None:
             place, self.found = found
             self._held = ""
-            return text[: place + len(self.found)] if self._keeps_stop else text[:place]
+            return text[: self._end(place, self.found)]
         begun = self._begun(text)
         self._held = text[len(text) - begun :]
-        return text[: len(text) - begun]
+        sure = text[: len(text) - begun]
+        if self._is_whole is not None:
+            self._before += sure
+        return sure
+
+    def _end(self, place: int, stop: str) -> int:
+        """The end of a text with a stop string at this place."""
+        return place + len(stop) if self._keeps_stop else place
 
     def _first(self, text: str) -> tuple[int, str] | None:
         """The first stop string that ends in the new piece, and its place; earlier text was searched already."""
-        found: tuple[int, str] | None = None
-        for stop in self._stops:
-            place = text.find(stop, max(0, len(self._held) - len(stop) + 1))
-            if place >= 0 and (found is None or (place, stop) < found):
-                found = place, stop
-        return found
+        found = [(place, stop) for stop in self._stops if (place := self._place(text, stop)) >= 0]
+        return min(found, default=None)
+
+    def _place(self, text: str, stop: str) -> int:
+        """The first place where a stop string may end the text; -1 if there is none."""
+        place = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+        while place >= 0 and self._is_whole is not None and not self._is_whole(self._before + text[: self._end(place, stop)]):
+            place = text.find(stop, place + 1)
+        return place
 
     def rest(self) -> str:
         held, self._held = self._held, ""
@@ -140,9 +156,16 @@ class StopChecker:
 class RowText:
     """The text of a row while it grows: decoded, searched for stop strings, and never taken back once handed out."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], keeps_stop: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str],
+        keeps_stop: bool = False,
+        is_whole: IsWhole | None = None,
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._stops = StopChecker(stops, keeps_stop)
+        self._stops = StopChecker(stops, keeps_stop, is_whole)
         self._may_stop = True  # for the token added last
         self._pieces: list[str] = []
 

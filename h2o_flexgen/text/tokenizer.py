@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
+
+from h2o_flexgen.text.grammar import Grammars
+from h2o_flexgen.text.library_tokens import of_bytes
 
 BYTES = "bytes"  # a token per byte; AUTO is the model's own tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -36,6 +40,10 @@ class Tokenizer(Protocol):
 
     def piece(self, token: int) -> str | None:
         """The text that a token adds behind some text that ends in a whole character; None if that depends on other tokens."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What its texts may be held to."""
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -71,6 +79,10 @@ class ByteTokenizer:
     def piece(self, token: int) -> str | None:
         own = self._bytes_of(token)
         return own.decode() if own.isascii() else None
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(lambda: of_bytes([self._bytes_of(token) for token in range(self._first + min(256, self._values))]))
 
     def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
         raise ValueError("bytes have no chat template")
@@ -108,6 +120,10 @@ class NoTokenizer:
 
     def piece(self, token: int) -> str | None:
         return ""
+
+    @property
+    def grammars(self) -> Grammars:
+        raise ValueError(f"no text can be held to a grammar: {self.missing}")
 
     def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
         raise ValueError(f"a chat cannot be written down: {self.missing}")

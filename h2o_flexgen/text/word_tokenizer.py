@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.text.chat_template import render
+from h2o_flexgen.text.grammar import Grammars
+from h2o_flexgen.text.library_tokens import of_rules
 from h2o_flexgen.text.token_pieces import TokenPieces, joins_tokens
 from h2o_flexgen.text.tokenizer import Message
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 
@@ -47,8 +50,8 @@ class WordTokenizer(ABC):
 
     @property
     @abstractmethod
-    def decoder(self) -> object:
-        """What makes text of tokens, in the library `tokenizers`; None if something else does."""
+    def rules(self) -> Tokenizer | None:
+        """What makes tokens of a text and a text of tokens, in the library `tokenizers`; None if something else does."""
 
     @property
     @abstractmethod
@@ -65,10 +68,14 @@ class WordTokenizer(ABC):
     @cached_property
     def _pieces(self) -> TokenPieces | None:
         """None where the text of tokens is not that of one after the other."""
-        if not joins_tokens(self.decoder):
+        if not joins_tokens(getattr(self.rules, "decoder", None)):
             return None
         before = self.encode_more("a")[-1:]
         return TokenPieces(self.decode, self.name_of, before[0]) if self.decode(before) else None
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(lambda: of_rules(self.rules))
 
     @property
     def has_chat_template(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 from tests.helpers.refusals import one_line
 
 DEFAULTS = Options(SamplingParams(max_tokens=7, temperature=0.5, stop=["end"]))
@@ -65,6 +67,30 @@ def test_what_changes_no_answer_is_let_pass() -> None:
     assert options(**harmless, **neutral).params == DEFAULTS.params
 
 
+def test_what_a_text_is_held_to_has_the_names_of_openai_and_of_vllm() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    as_openai = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for is_chat in (False, True):
+        asked = options(is_chat, structured_outputs={"json": schema, "regex": None}).params
+        assert asked == options(is_chat, response_format=as_openai).params
+        assert asked.held_to is not None and json.loads(str(asked.held_to.json)) == schema
+        assert list(asked.held_to.schema["properties"]) == ["b", "a"], "in which an answer has them"
+        assert options(is_chat, response_format={"type": "json_object"}).params.held_to == StructuredOutputsParams(
+            json_object=True
+        )
+    both = refused(response_format=as_openai, structured_outputs={"choice": ["a"]})
+    assert both == "response_format stands beside structured_outputs; give one of them"
+
+
+def test_a_line_is_held_to_what_it_says_and_not_to_the_defaults() -> None:
+    held = Options(SamplingParams(structured_outputs={"choice": ["a", "b"]}))
+    assert read_options({}, True, held).params.held_to == StructuredOutputsParams(choice=["a", "b"])
+    other = read_options({"response_format": {"type": "json_object"}}, True, held).params.held_to
+    assert other == StructuredOutputsParams(json_object=True)
+    assert read_options({"response_format": {"type": "text"}}, True, held).params.held_to is None
+    assert read_options({"structured_outputs": {"regex": "a"}}, True, held).params.held_to == StructuredOutputsParams(regex="a")
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "sound"),
     [
@@ -99,7 +125,9 @@ def test_the_best_of_as_many_as_are_returned_is_let_pass_and_of_greedy_ones(give
         ({"best_of": True}, "best_of is True; make n completions"),
         ({"best_of": 0}, "best_of is 0; make n completions"),
         ({"best_of": 3, "n": 2, "temperature": 1}, "best_of is 3; make n completions and choose by cumulative_logprob"),
-        ({"response_format": {"type": "json_object"}}, "no text is held to a grammar"),
+        ({"response_format": {"type": "xml"}}, "response_format.type 'xml' is unknown; known: text, json_object, json_schema"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex is ''; allowed is a text that is not empty"),
+        ({"guided_json": {}}, "unknown field 'guided_json': write structured_outputs={\"json\": ...}"),
         ({"temprature": 1}, "unknown field 'temprature'; did you mean temperature?"),
         ({"max_new_tokens": 1}, "unknown field 'max_new_tokens': it is called max_tokens"),
         ({"id": "a"}, "unknown field 'id': it is called custom_id"),
