@@ -24,6 +24,7 @@ from h2o_flexgen.kernels.operations import packed_product
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from tests.helpers.contract import ALIKE, POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import Name, covering, in_turn, on_devices
 from tests.helpers.resident import resident_generate
 from tests.kernels.variants import used
@@ -69,6 +70,7 @@ CHOICES = {
     ("weight_codec", "compute"): WEIGHTS,
     "kv_codec": (PLAIN, "group4", "group8"),
     "attend_on": (DEVICE, HOST),
+    "held": ((), HELD),
 }
 ATTENDING = "opt", "llama-gqa", "neox-parallel", "gpt-oss", "gpt-oss-far", "gemma3"  # others attend as one of these does
 

@@ -27,6 +27,7 @@ from h2o_flexgen.schedule.ops import Op
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.engine.test_shrink import same as same_but_for_last_bits
 from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
+from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import on_devices
 from tests.test_contract import has_code
 
@@ -51,6 +52,7 @@ CHOICES = {
     "prefill_tokens": (1024, 12, 1),
     ("weight_codec", "compute"): WEIGHTS,
     "kv_codec": (PLAIN, "group4", "group8"),
+    "held": ((), HELD),
 }
 
 
@@ -62,7 +64,8 @@ def nothing_runs_on() -> Iterator[None]:
 
 
 def requests_of(case: Case, growth: Sequence[int] = GROWTH) -> list[Request]:
-    return [Request(prompt, SamplingParams(max_tokens=grown)) for prompt, grown in zip(case.prompts, growth)]
+    each = zip(case.prompts, case.params, growth)
+    return [Request(prompt, params.up_to(grown)) for prompt, params, grown in each]
 
 
 def streamed(llm: LLM, requests: Sequence[Request], **options: Any) -> list[Completion]:
@@ -98,7 +101,8 @@ def hold_contract(case: Case, growth: Sequence[int], checkpoints: Checkpoints, o
         assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     for row, (completion, grown) in enumerate(zip(completions, growth, strict=True)):
         alone = checkpoints.resident_logits(replace(case, gen_len=grown), (row,))
-        assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {row}: {case}"
+        tokens = [int(case.picked((row,), alone[: step + 1])[0]) for step in range(grown)]
+        assert list(completion.token_ids) == tokens, f"row {row}: {case}"
     assert len(logits) == sum(growth)
 
 

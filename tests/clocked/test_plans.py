@@ -22,6 +22,7 @@ from tests import test_stream as stream
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
+from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import covering
 from tests.test_contract import MIXES, TIERS, has_code
 
@@ -40,6 +41,7 @@ PLANS = {
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1], WEIGHTS[4]),
     "kv_codec": (PLAIN, "group4"),
     "attend_on": (DEVICE, HOST),
+    "held": ((), HELD),
 }
 
 
@@ -66,6 +68,7 @@ RUNNING = {
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute", "kv_codec"): ((*WEIGHTS[0], PLAIN), (*WEIGHTS[1], "group4")),
     "attend_on": (DEVICE, HOST),
+    "held": ((), HELD),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -40,9 +40,10 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers import tiny
+from tests.helpers.held_by_hand import likeliest_held, pattern_of
 from tests.helpers.probes import OF_NO_MODEL, probe_for
 from tests.helpers.quantised import METHODS, WIDE, save_quantised
-from tests.helpers.resident import resident_generate, weights_by_layer
+from tests.helpers.resident import likeliest, resident_generate, weights_by_layer
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
@@ -153,6 +154,23 @@ class Case:
     kv_codec: str = PLAIN
     compute: str = EXACT
     attend_on: str = DEVICE
+    held: tuple[str, ...] = ()  # what rows are held to in turn, an empty one to nothing
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """Of each row."""
+        patterns = [pattern_of(self.held, row) for row in range(len(self.lengths))]
+        return [SamplingParams(self.gen_len, structured_outputs={"regex": own} if own else None) for own in patterns]
+
+    def picked(self, rows: Sequence[int], made: Sequence[Tensor]) -> Tensor:
+        """The tokens of these rows that follow from their logits so far: the likeliest, or the likeliest that may come."""
+        if not self.held:
+            return likeliest(made)
+        tokens: list[list[int]] = [[] for _ in rows]
+        for logits in made:
+            for own, token in zip(tokens, likeliest_held(logits, rows, self.held, tokens)):
+                own.append(token)
+        return torch.tensor([own[-1] for own in tokens], device=made[-1].device)
 
     @property
     def plan_options(self) -> dict[str, Any]:
@@ -365,6 +383,7 @@ class Checkpoints:
             case.kv_codec,
             case.compute,
             beside,
+            case.held and tuple(pattern_of(case.held, row) for row in rows),
             *map(tuple, prompts),
         )
         if key not in self.resident:
@@ -379,6 +398,7 @@ class Checkpoints:
                 case.prefill_tokens,
                 case.kv_codec,
                 beside=beside,
+                pick=partial(case.picked, rows),
             )
             self.resident[key] = [step.cpu() for step in made]
         return self.resident[key]
@@ -432,7 +452,7 @@ def recorded_logits() -> Iterator[Logits]:
 
 def generate_with(llm: LLM, case: Case, params: SamplingParams | None = None) -> tuple[list[Completion], Logits]:
     with recorded_logits() as logits:
-        return llm.generate(case.prompts, params or SamplingParams(max_tokens=case.gen_len)), logits
+        return llm.generate(case.prompts, params or case.params), logits
 
 
 def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
@@ -447,7 +467,7 @@ def compare(case: Case, checkpoints: Checkpoints, completions: Sequence[Completi
     for rows, beside in zip(case.batches(), case.beside(checkpoints.spec(case)), strict=True):
         expected = checkpoints.resident_logits(case, rows, beside)
         for place, row in enumerate(rows):
-            tokens = [int(step[place].argmax()) for step in expected]
+            tokens = [int(case.picked(rows, expected[: step + 1])[place]) for step in range(case.gen_len)]
             assert list(completions[row].token_ids) == tokens, f"row {row}: {case}"
             for step in range(case.gen_len):
                 assert torch.equal(logits[step, row].cpu(), expected[step][place]), f"step {step}, row {row}: {case}"

@@ -4,7 +4,7 @@ those of a level are a cache, and each head's part of the outcome is put in its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,6 +42,13 @@ def unheard() -> Iterator[None]:
         yield
 
 
+Pick = Callable[[Sequence[Tensor]], Tensor]  # logits of all steps so far -> (rows,)
+
+
+def likeliest(made: Sequence[Tensor]) -> Tensor:
+    return made[-1].argmax(-1)
+
+
 def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
     """Groups `tensors`, given by their names in the checkpoint, by layer."""
     dtypes = {model.spec.itemsize: getattr(torch, model.spec.dtype), 4: torch.float32}
@@ -61,9 +68,11 @@ def resident_generate(
     kv_codec: str = PLAIN,
     forced: Sequence[Sequence[int]] | None = None,
     beside: Set[int] = frozenset(),
+    pick: Pick = likeliest,
 ) -> list[Tensor]:
     """Generates greedily, or with forced tokens; returns for every step the logits (rows, vocab). `by_token`: caches lie slot
-    by slot, as beside an accelerator. `beside`: the attentions, by number, whose decode steps the host does."""
+    by slot, as beside an accelerator. `beside`: the attentions, by number, whose decode steps the host does. `pick`: how the
+    next tokens follow from the logits so far."""
     levels, device = _levels(model, policy), _device(weights)
     within = _echoes_within(model, levels)
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)), echoes_within=within)
@@ -77,7 +86,7 @@ def resident_generate(
     attended = caches | {layer: caches[layer].beside() for number, layer in enumerate(model.spec.kv_layers) if number in beside}
     made = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
-        picked = made[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
+        picked = pick(made) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
         tokens, now = picked[:, None], _now([occupancy.at(step) for occupancy in each], capacities, device)
         made.append(_head(model, _through_layers(model, weights, attended, now, tokens)[:, 0], weights[-1]))
     return made

@@ -1,0 +1,137 @@
+"""What it costs to hold rows to a JSON schema: steps of a block in which all rows are held, beside the same steps of rows that
+are not, in turn.
+
+    python benchmarks/held.py                       # SmolLM2 (scripts/fetch_smollm2), 64 rows, a few minutes
+    python benchmarks/held.py --model demo --rows 8 --rounds 2 --output benchmarks/results
+
+The schema is that of a list of persons, so long that no text ends. Beside the seconds of a step stand those that the thread
+takes to make the masks of a step, and those that the head waits for them. The figures are medians. The last line is one JSON
+document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+from benchmarks.comparison.command import commit
+from benchmarks.instructions import processor_slug
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.engine.masks import BatchMasks
+from h2o_flexgen.profiling.measure import describe_machine
+
+AIM = 0.03  # of a step's time
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "kind": {"enum": ["child", "adult"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
+
+
+@dataclass
+class Seconds:
+    """Of each step."""
+
+    steps: list[float] = field(default_factory=list)
+    made: list[float] = field(default_factory=list)  # masks, by their thread
+    waited: list[float] = field(default_factory=list)  # for them, at the head
+
+
+@contextmanager
+def watched(seconds: Seconds) -> Iterator[None]:
+    """A context in which all of this is noted."""
+    make, of = BatchMasks.make, BatchMasks.of
+
+    def timed_make(self: BatchMasks) -> None:
+        begun = time.perf_counter()
+        make(self)
+        seconds.made.append(time.perf_counter() - begun)
+
+    def timed_of(self: BatchMasks, rows: Any) -> Any:
+        begun = time.perf_counter()
+        found = of(self, rows)
+        seconds.waited.append(time.perf_counter() - begun)
+        return found
+
+    with patch.object(BatchMasks, "make", timed_make), patch.object(BatchMasks, "of", timed_of):
+        yield
+
+
+def measured(llm: LLM, rows: int, tokens: int, rounds: int, temperature: float) -> tuple[Seconds, Seconds]:
+    """Steps of rows that are held to nothing, and of rows that are held, round by round."""
+    prompts = [f"Here are {number + 2} persons as JSON:\n" for number in range(rows)]
+    free, held = Seconds(), Seconds()
+    for number in range(rounds + 1):
+        for seconds, asked in ((free, None), (held, {"json": SCHEMA})):
+            params = SamplingParams(tokens, temperature, ignore_eos=True, structured_outputs=asked)
+            noted = Seconds() if number == 0 else seconds  # the first is to warm up
+            with watched(noted):
+                found = llm.generate(prompts, params, seed=number)
+            assert llm.stats is not None and all(len(one.token_ids) == tokens for one in found)
+            noted.steps += llm.stats.step_seconds
+    return free, held
+
+
+def as_json(llm: LLM, args: argparse.Namespace, free: Seconds, held: Seconds) -> dict[str, Any]:
+    plain, with_masks = median(free.steps), median(held.steps)
+    return {
+        "model": args.model,
+        "rows": args.rows,
+        "temperature": args.temperature,
+        "vocab": llm.spec.vocab,
+        "ms_of_a_step": round(1e3 * plain, 3),
+        "ms_of_a_held_step": round(1e3 * with_masks, 3),
+        "cost": round(with_masks / plain - 1, 4),
+        "aim": AIM,
+        "us_to_make_a_mask": round(1e6 * median(held.made) / args.rows, 2),
+        "ms_waited_at_the_head": round(1e3 * median(held.waited), 3),
+        "steps": len(held.steps),
+        "threads": args.threads,
+        "machine": describe_machine(llm.device),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", help="also write a JSON document into this folder")
+    args = parser.parse_args(argv)
+    with LLM(args.model, gpu_batch_size=args.rows, num_gpu_batches=1, threads=args.threads) as llm:
+        document = as_json(llm, args, *measured(llm, args.rows, args.tokens, args.rounds, args.temperature))
+    if args.output:
+        write_text(Path(args.output) / f"held-{processor_slug()}.json", json.dumps(document, indent=1) + "\n")
+    print(f"a step {document['ms_of_a_step']} ms, held {document['ms_of_a_held_step']} ms: {document['cost']:+.1%}")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
