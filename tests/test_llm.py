@@ -122,8 +122,8 @@ def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:
 
 
 def test_what_other_engines_take_is_answered_with_what_to_write_here() -> None:
-    with pytest.raises(ValueError, match=r"'gpu_memory_utilization': write gpu_mem=.*, and 'max_model_len': room is made"):
-        LLM("/no/such/model", gpu_memory_utilization=0.9, max_model_len=4096)
+    with pytest.raises(ValueError, match=r"'gpu_memory_utilization': write gpu_mem=.*, and 'swap_space': percent="):
+        LLM("/no/such/model", gpu_memory_utilization=0.9, swap_space=4)
     for asked in ({"tokenizer": object()}, {"model": torch.nn.Linear(1, 1)}):
         with pytest.raises(ValueError, match=r"(tokenizer is a object|model is a Linear); give a name on the hub, or a folder"):
             LLM(**{"model": DEMO, **asked})
