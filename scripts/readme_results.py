@@ -1,7 +1,8 @@
 """Writes the figures of the documents from the JSON files in benchmarks/results, between comments that mark their places.
 
 README.md has a comparison and the picture of a timeline, docs/results.md one table of all comparisons, one of all mixtures and
-one of all steps beside llama.cpp, benchmarks/results/README.md the table of each file.
+one of all steps beside llama.cpp, docs/gpu.md one of all comparisons on a GPU, benchmarks/results/README.md the table of each
+file.
 
     python scripts/readme_results.py            # rewrites the documents
     python scripts/readme_results.py --check    # says whether they are what the files say; exit status 1 if they are not
@@ -23,7 +24,8 @@ A row may have "predicted" besides: it gets a column of its own. "notes", a text
 `compare.py`, `checkpoints.py`, `steps.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`,
 `published.py --gpus`, `published_mixtures.py`, `published_data_wrangling.py`, `serving.py` and `moe.py` in benchmarks write
 brings a table of its own. Besides, what `moe.py` writes is a line in the table of all mixtures, what `compare.py` writes a
-column in that of all comparisons, and what `steps.py` writes a line for each number of rows in that of all steps.
+column in that of all comparisons (on a GPU: lines in a table of their own), and what `steps.py` writes a line for each number
+of rows in that of all steps.
 """
 
 from __future__ import annotations
@@ -38,8 +40,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TIMELINE, HEADLINE, MIXTURES = "results", "timeline", "headline", "mixtures"
-COMPARISONS, STEPS = "comparisons", "steps"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results" / "README.md")
+COMPARISONS, STEPS, GPUS = "comparisons", "steps", "comparisons on a GPU"
+DOCUMENTS = (
+    *(ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "gpu.md"),
+    ROOT / "benchmarks" / "results" / "README.md",
+)
+ON_A_GPU = "compare on a gpu"  # the kind of a comparison there; this engine's lines of it are shown, with these of its columns
+GPU_COLUMNS = ("rows", "tokens/s", "times accelerate", "times deepspeed", "times flexgen", "ceiling tokens/s", "of ceiling")
 COMPARISON = "compare"  # the first file of this kind is the headline, with these of its columns
 HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "of ceiling")
 EXACTLY, BASE = "exactly, in 16 bits", "accelerate"  # the work that all systems can do, and whose rate the others are shown by
@@ -242,6 +249,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "overlap": _overlap,
     "compare": _table_of_its_own,
     "compare by rows": _table_of_its_own,
+    ON_A_GPU: _table_of_its_own,
     "products": _table_of_its_own,
     "checkpoints": _table_of_its_own,
     STEPS: _table_of_its_own,
@@ -267,6 +275,8 @@ def parts_of(results: Sequence[Result]) -> dict[str, str]:
     if (first := next((result for result in results if result.kind == COMPARISON), None)) is not None:
         parts[HEADLINE] = _headline(first)
         parts[COMPARISONS] = _comparisons([result for result in results if result.kind == COMPARISON])
+    if compared := [result for result in results if result.kind == ON_A_GPU]:
+        parts[GPUS] = _on_gpus(compared)
     if headlines := [result.headline for result in results if result.headline]:
         parts[MIXTURES] = "\n".join(_lines([[*headlines[0]], *([*one.values()] for one in headlines)])) + "\n"
     if measured := [result for result in results if result.kind == STEPS]:
@@ -335,6 +345,18 @@ def _comparisons(results: Sequence[Result]) -> str:
     for system, found in same_work_first:
         cells.append([*system, *(cell for place in range(len(results)) for cell in found.get(place, ["", ""]))])
     return "\n".join(_lines([top, *cells])) + "\n"
+
+
+def _on_gpus(results: Sequence[Result]) -> str:
+    """A line for each way in which this engine took part, by comparison; all systems stand in the table of each file."""
+    cells = []
+    for result in results:
+        head, *rows = result.cells
+        column = {name: place for place, name in enumerate(head)}
+        names = _names(rows, column["version"])
+        own = [row for row in rows if names[row[0]].startswith(OWN)]
+        cells += [[result.title, names[row[0]], *(row[column[name]] for name in GPU_COLUMNS)] for row in own]
+    return "\n".join(_lines([["comparison", "way", *GPU_COLUMNS], *cells])) + "\n"
 
 
 def _names(rows: Sequence[Sequence[str]], version: int | None) -> dict[str, str]:

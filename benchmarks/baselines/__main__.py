@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import TextIO
 
 from benchmarks.baselines.request import Plans, Prepares, Request
@@ -32,7 +33,8 @@ def main() -> int:
             assert isinstance(system, Prepares), request.system
             system.prepare(request)
         else:
-            print(system.run(request, lambda: _ready(words)).to_json(), file=words)
+            answer = system.run(request, lambda: _ready(words))
+            print(replace(answer, peak_device_bytes=peak_device_bytes(request)).to_json(), file=words)
     return 0
 
 
@@ -43,6 +45,15 @@ def make_device_smaller(request: Request) -> None:
 
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, request.device_bytes / total))
+
+
+def peak_device_bytes(request: Request) -> int:
+    """The most that torch's allocator has held of the GPU in this process, whichever system ran."""
+    if request.device != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.max_memory_reserved()
 
 
 def _ready(words: TextIO) -> None:

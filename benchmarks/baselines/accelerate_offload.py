@@ -13,11 +13,12 @@ import time
 from typing import Any
 
 from benchmarks.baselines.installed import missing_gpu, missing_package
+from benchmarks.baselines.made_up import is_made_up
 from benchmarks.baselines.request import Answer, Ready, Request
-from benchmarks.baselines.sizes import config_of, kv_bytes
+from benchmarks.baselines.sizes import bytes_beside_weights, part_bytes, rows_beside, weight_bytes
 
 PROCESS_BYTES = 2 << 30  # of the host, for Python and its libraries, CUDA's among them
-DEVICE_OWN_BYTES = 1 << 30  # of a GPU, for CUDA itself and what its allocator cannot use
+PARTS_THERE = 2  # of a GPU: it keeps room for the largest layer that is not there, and for what is tied to the head
 
 
 class System:
@@ -26,20 +27,38 @@ class System:
     def missing(self, request: Request) -> str | None:
         return missing_package("transformers", "accelerate") or missing_gpu(request)
 
-    def run(self, request: Request, ready: Ready) -> Answer:
-        from transformers import AutoModelForCausalLM
+    def rows_to_try(self, request: Request) -> tuple[int, ...]:
+        """With as much of the GPU for KV as possible, and with all weights there."""
+        return tuple(rows_beside(request, weights) for weights in (PARTS_THERE * part_bytes(request), weight_bytes(request)))
 
-        from benchmarks.baselines.hugging_face import generate_greedily, loading
+    def run(self, request: Request, ready: Ready) -> Answer:
+        from benchmarks.baselines.hugging_face import generate_greedily
 
         began = time.perf_counter()
         placed = on_gpu(request) if request.device == "cuda" else on_cpu(request)
-        model = AutoModelForCausalLM.from_pretrained(
-            request.checkpoint, offload_folder=request.scratch, **placed, **loading(request)
-        ).eval()
+        model = opened(request, placed).eval()
         load_seconds = time.perf_counter() - began
         ready()
         course = generate_greedily(model, request, model.config.vocab_size)
         return course.answer(request, ("accelerate",), placement_of(model.hf_device_map), load_seconds)
+
+
+def opened(request: Request, placed: dict[str, Any]) -> Any:
+    from benchmarks.baselines.hugging_face import loading, made_up_model
+
+    if not is_made_up(request.checkpoint):
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            request.checkpoint, offload_folder=request.scratch, **placed, **loading(request)
+        )
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    model, device_map = made_up_model(request, "cpu"), placed["device_map"]
+    if device_map == "auto":
+        uncut = list(model._no_split_modules or ())
+        device_map = infer_auto_device_map(model, max_memory=placed["max_memory"], no_split_module_classes=uncut)
+    return dispatch_model(model, device_map, offload_dir=request.scratch)
 
 
 def on_cpu(request: Request) -> dict[str, Any]:
@@ -57,19 +76,9 @@ def on_gpu(request: Request) -> dict[str, Any]:
 
     device = request.device_bytes or torch.cuda.mem_get_info()[0]
     host = request.host_bytes or psutil.virtual_memory().available
-    beside_weights = kv_bytes(request) + activation_bytes(request) + DEVICE_OWN_BYTES
-    device_weights = request.options.get("device_weight_bytes", max(0, device - beside_weights))
+    device_weights = request.options.get("device_weight_bytes", max(0, device - bytes_beside_weights(request)))
     host_weights = request.options.get("host_weight_bytes", max(0, host - PROCESS_BYTES))
     return {"device_map": "auto", "max_memory": {0: device_weights, "cpu": host_weights}}
-
-
-def activation_bytes(request: Request) -> int:
-    """The most bytes at once in prefill: hidden states, queries, keys, values and feed-forward values, twice in passing."""
-    config = config_of(request)
-    hidden = config["hidden_size"]
-    inner = config.get("intermediate_size") or config.get("ffn_dim") or 4 * hidden
-    per_token = 2 * (6 * hidden + 2 * inner)
-    return 2 * request.rows * request.prompt_len * per_token
 
 
 def parts_of(checkpoint: str) -> tuple[list[str], list[str]]:

@@ -15,18 +15,22 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines.installed import missing_gpu, missing_package, versions_of
 from benchmarks.baselines.jit_builds import build_folder, building_in
+from benchmarks.baselines.made_up import fill, is_made_up
 from benchmarks.baselines.request import Answer, Ready, Request
-from benchmarks.baselines.sizes import tensor_shapes
+from benchmarks.baselines.sizes import ELEMENT_BYTES, part_bytes, rows_beside, tensor_shapes, weight_bytes
 
 INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed, after torch, ninja and py-cpuinfo"
 BUFFERS = 5  # its own default: that of the layer being computed, and a layer ahead
 PREFETCHED = 50_000_000  # its own default
+MOST_LIVE = 1_000_000_000  # its own default: parameters that are whole on a GPU at once
 PERSISTENT = 100_000  # its own default: norms and biases
 ASYNC_READS = {
     "block_size": 1 << 20,
@@ -48,6 +52,11 @@ class System:
             or missing_gpu(request)
             or _missing_tools(request)
         )
+
+    def rows_to_try(self, request: Request) -> tuple[int, ...]:
+        """Beside the parameters that it holds on a GPU at once."""
+        live = MOST_LIVE * ELEMENT_BYTES[request.dtype] + part_bytes(request)
+        return (rows_beside(request, min(live, weight_bytes(request))),)
 
     def run(self, request: Request, ready: Ready) -> Answer:
         prepare_process(request)
@@ -81,10 +90,6 @@ def prepare_process(request: Request) -> None:
 def load(request: Request, config: dict[str, Any]) -> Any:
     """The engine; its module is the model with hooks in it."""
     import deepspeed
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from benchmarks.baselines.hugging_face import loading
 
     deepspeed.init_distributed(
         dist_backend="nccl" if request.device == "cuda" else "gloo",
@@ -94,12 +99,33 @@ def load(request: Request, config: dict[str, Any]) -> Any:
         rank=0,
         world_size=1,
     )
-    noticed = HfDeepSpeedConfig(config)  # as long as it lives, from_pretrained divides every parameter as it is made
-    model = AutoModelForCausalLM.from_pretrained(request.checkpoint, **loading(request)).eval()
+    with divided(config) if not is_made_up(request.checkpoint) else deepspeed.zero.Init(config_dict_or_path=config):
+        model = opened(request).eval()
     engine = deepspeed.initialize(model=model, config=config)[0]
     engine.module.eval()
-    del noticed
     return engine
+
+
+@contextmanager
+def divided(config: dict[str, Any]) -> Iterator[None]:
+    """A context in which from_pretrained divides every parameter as it is made."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    noticed = HfDeepSpeedConfig(config)  # as long as it lives
+    yield
+    del noticed
+
+
+def opened(request: Request) -> Any:
+    from benchmarks.baselines.hugging_face import loading, unfilled_model
+
+    if not is_made_up(request.checkpoint):
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(request.checkpoint, **loading(request))
+    model = unfilled_model(request)
+    fill(parameter.ds_tensor for parameter in model.parameters())
+    return model
 
 
 def zero_config(request: Request) -> dict[str, Any]:

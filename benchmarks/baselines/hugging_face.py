@@ -10,8 +10,9 @@ import gc
 import inspect
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +24,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.baselines.installed import versions_of
+from benchmarks.baselines.made_up import fill, is_made_up
 from benchmarks.baselines.process import bytes_read
 from benchmarks.baselines.request import Answer, Request
 from h2o_flexgen.memory.host import peak_resident_bytes
 
 PROMPT_SEED = 0
+WARM_TOKENS = 32
 ATTENTION = "sdpa"  # option "attention": "eager" decodes faster in bfloat16 on CPUs, prefills slower and in more memory
 
 
@@ -64,6 +67,47 @@ def loading(request: Request) -> Mapping[str, Any]:
     return {dtype_word: getattr(torch, request.dtype), "attn_implementation": attention, "use_safetensors": True}
 
 
+def resident_model(request: Request) -> Any:
+    """The model with all weights on the device."""
+    if is_made_up(request.checkpoint):
+        return made_up_model(request, request.device).eval()
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(request.checkpoint, **loading(request)).eval().to(request.device)
+
+
+def made_up_model(request: Request, device: str) -> Any:
+    """The model that the config describes, with values that are made up on a device."""
+    with torch.device(device):
+        model = unfilled_model(request)
+    fill(model.parameters())
+    return model
+
+
+def unfilled_model(request: Request) -> Any:
+    """The model without values, in the memory that the surrounding contexts say."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    arguments = {**loading(request)}
+    del arguments["use_safetensors"]
+    config = AutoConfig.from_pretrained(request.checkpoint)
+    with without_first_values():
+        model = AutoModelForCausalLM.from_config(config, **arguments)
+    model.tie_weights()
+    return model
+
+
+def without_first_values() -> AbstractContextManager[None]:
+    """A context in which transformers spends no time on values that are written over; it has moved between releases."""
+    for module in ("transformers.initialization", "transformers.modeling_utils"):
+        with suppress(ImportError):
+            found = getattr(import_module(module), "no_init_weights", None)
+            if found is not None:
+                context: AbstractContextManager[None] = found()
+                return context
+    return nullcontext()
+
+
 def prompts_of(request: Request, vocabulary: int) -> Tensor:
     """Prompts (rows, prompt_len), a different text in every row."""
     generator = torch.Generator().manual_seed(PROMPT_SEED)
@@ -74,10 +118,12 @@ def generate_greedily(model: Any, request: Request, vocabulary: int) -> Course:
     """Generates with a `model` that is called as those of transformers are, with a cache that grows."""
     if request.steps is not None and request.middle + 1 + request.steps >= request.last:
         raise ValueError(f"{request.steps} steps do not fit in the second half of {request.gen_len} tokens: ask for all (null)")
-    loop = _Loop(model)
+    loop, prompts = _Loop(model), prompts_of(request, vocabulary).to(request.device)
     with torch.inference_mode():
+        if request.device != "cpu":
+            _Loop(model).forward(prompts[:1, :WARM_TOKENS])  # what a GPU's libraries do once is not what a run costs
         began = time.perf_counter()
-        loop.forward(prompts_of(request, vocabulary).to(request.device))
+        loop.forward(prompts)
         prefill_seconds = time.perf_counter() - began
         gc.collect()
         if request.steps is None:

@@ -15,7 +15,7 @@ class Request:
     """Rows of `prompt_len` tokens each are to be continued greedily by `gen_len` tokens."""
 
     system: str
-    checkpoint: str  # a folder with config.json and safetensors, as the Hugging Face hub has them
+    checkpoint: str  # a folder with config.json and safetensors, as the Hugging Face hub has them, or shapes.json alone
     dtype: str
     device: str  # "cpu" or "cuda"
     rows: int
@@ -58,6 +58,9 @@ class Answer:
     read_bytes_per_step: float  # from the disk in decode, as the system counts them for the process
     notes: str = ""
     disk_busy: float | None = None  # the share of these steps in which the disk had anything to do, as the system counts it
+    peak_device_bytes: int = 0  # that torch has taken of a GPU for the process
+    link_bytes_per_step: float = 0.0  # that have to reach the accelerator in a decode step, where the system knows
+    wall_seconds: float = 0.0  # of the whole process
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -84,6 +87,15 @@ class Plans(Protocol):
     """A system that knows without trying how many rows fit."""
 
     def most_rows(self, request: Request) -> int: ...
+
+
+@runtime_checkable
+class Estimates(Protocol):
+    """A system of which it can be said, without importing anything large, with how many rows it is likely to be best."""
+
+    def rows_to_try(self, request: Request) -> tuple[int, ...]:
+        """Numbers of rows that are expected to fit; 0: not even one."""
+        ...
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ SYSTEMS = {  # name -> module, which has a class of the name System
     "llama.cpp": "llama_cpp",
     "airllm": "airllm_layers",
     "flexgen": "flexgen_original",
+    "h2o original": "h2o_original",
 }
 
 

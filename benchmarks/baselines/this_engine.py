@@ -5,24 +5,31 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.baselines.installed import versions_of
+from benchmarks.baselines.made_up import is_made_up
 from benchmarks.baselines.process import bytes_read, disk_seconds
 from benchmarks.baselines.request import Answer, Ready, Request
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
-from h2o_flexgen.schedule.ops import Op, Task
+from h2o_flexgen.schedule.ops import LOAD, Op, Task
 from h2o_flexgen.text.given_prompts import made_up_prompts
 
 MOST_ROWS = 4096
 ROWS_AT_ONCE = 256  # of a batch, where the options do not say
 TILE = 32  # rows: products of 266 ran at 0.89 of the rate of 256
+WARM_LAYERS = 3  # of each kind one
 KEPT_FREE = 0.02  # of the cap, for what the kernel counts for the process besides its memory: page tables, files
 
 
@@ -33,6 +40,8 @@ class System:
     def missing(self, request: Request) -> str | None:
         if request.device == "cuda" and not torch.cuda.is_available():
             return "there is no CUDA device"
+        if request.options.get("attend_on") == HOST and in_use() == TORCH:
+            return "the processor attends too slowly without kernels in C: python setup.py build_ext --inplace makes them"
         return None
 
     def most_rows(self, request: Request) -> int:
@@ -44,14 +53,17 @@ class System:
         request = with_residents(request)
         begun = time.perf_counter()
         with _opened(request, request.rows) as llm:
-            for workload in _workloads(llm, request, request.rows):
+            for workload in workloads(llm.plan, request, request.rows):
                 llm.check(workload)
             llm.generate(_prompts(llm, 1, request.prompt_len), _all(request.gen_len), stop_at=lambda _: True)  # only loads
             loaded = time.perf_counter() - begun
+            if llm.device.accelerator:  # what a GPU's kernels are compiled for once is not what a run costs
+                warm = _prompts(llm, request.rows, request.prompt_len)
+                llm.generate(warm, _all(request.gen_len), stop_at=lambda task: task.layer > WARM_LAYERS, may_shrink=False)
             ready()
             prompts = steps = _Run.of(llm, request, request.prompt_len, request.gen_len)
             notes = ""
-            if request.steps is not None and not _is_steady(llm, request):
+            if request.steps is not None and not _is_steady(llm.plan, request):
                 steps = _Run.of(llm, request, request.middle, _behind_middle(request))
                 notes = f"steps behind prompts of {request.middle} tokens"
             assert llm.stats is not None
@@ -65,6 +77,7 @@ class System:
                 read_bytes_per_step=steps.read_bytes / max(1, len(steps.step_seconds)),
                 notes=notes,
                 disk_busy=steps.disk_busy,
+                link_bytes_per_step=_link_bytes(llm, workloads(llm.plan, request, request.rows)[-1]),
             )
 
 
@@ -113,6 +126,15 @@ class _Counts(NamedTuple):
         return read, (self.disk_seconds - begun.disk_seconds) / (self.at - begun.at)
 
 
+def _link_bytes(llm: LLM, workload: Workload) -> float:
+    """What has to be loaded to an accelerator in the first decode step, as planned."""
+    if not llm.device.accelerator:
+        return 0.0
+    cost = Cost(llm.planned(workload).blocks.first)
+    begun = takewhile(lambda task: not (task.op is Op.COMPUTE and task.step > 1), cost.schedule.tasks())
+    return sum(cost.nbytes(task) for task in begun if task.lane == LOAD and task.step == 1)
+
+
 def _prompts(llm: LLM, rows: int, length: int) -> list[list[int]]:
     return made_up_prompts(rows, length, llm.tokenizer, llm.spec.vocab)
 
@@ -121,14 +143,19 @@ def _all(gen_len: int) -> SamplingParams:
     return SamplingParams(max_tokens=gen_len, ignore_eos=True)
 
 
-def _opened(request: Request, rows: int) -> LLM:
+def plan_options(request: Request, rows: int) -> dict[str, Any]:
+    """The options of a plan for so many rows."""
     options: dict[str, Any] = dict(request.options)
     at_once = min(rows, options.pop("rows_at_once", ROWS_AT_ONCE))
     batches = -(-rows // at_once)
-    shape = {"gpu_batch_size": -(-rows // batches), "num_gpu_batches": batches}
+    return {**options, "gpu_batch_size": -(-rows // batches), "num_gpu_batches": batches}
+
+
+def _opened(request: Request, rows: int) -> LLM:
     host = None if request.host_bytes is None else int(request.host_bytes * (1 - KEPT_FREE))
     memory = {"cpu_mem": host, "gpu_mem": request.device_bytes, "offload_dir": Path(request.scratch)}
-    return LLM(request.checkpoint, dtype=request.dtype, device=request.device, **memory, **shape, **options)
+    named = {"dtype": request.dtype, "device": request.device, "dummy_weights": is_made_up(request.checkpoint)}
+    return LLM(request.checkpoint, **named, **memory, **plan_options(request, rows))
 
 
 def with_residents(request: Request) -> Request:
@@ -145,17 +172,17 @@ def with_residents(request: Request) -> Request:
 def _fits(request: Request, rows: int) -> bool:
     with _opened(request, rows) as llm:
         try:
-            for workload in _workloads(llm, request, rows):
+            for workload in workloads(llm.plan, request, rows):
                 llm.check(workload)
         except DoesNotFit:
             return False
     return True
 
 
-def _workloads(llm: LLM, request: Request, rows: int) -> list[Workload]:
+def workloads(plan: Plan, request: Request, rows: int) -> list[Workload]:
     """What is run: a shortened run may need the prompts of the middle of the text besides."""
     asked = [Workload.uniform(rows, request.prompt_len, request.gen_len)]
-    if request.steps is not None and not _is_steady(llm, request):
+    if request.steps is not None and not _is_steady(plan, request):
         asked.append(Workload.uniform(rows, request.middle, _behind_middle(request)))
     return asked
 
@@ -164,10 +191,10 @@ def _behind_middle(request: Request) -> int:
     return request.gen_len - request.gen_len // 2
 
 
-def _is_steady(llm: LLM, request: Request) -> bool:
+def _is_steady(plan: Plan, request: Request) -> bool:
     """Is as much held in the first decode step as in the last?"""
     batch = Batch((0,), (request.prompt_len,))
-    occupancy = llm.plan.policy.occupancy(batch, request.gen_len)
+    occupancy = plan.policy.occupancy(batch, request.gen_len)
     return occupancy.held(1) == occupancy.held(request.gen_len - 1)
 
 

@@ -40,12 +40,10 @@ class System:
         return lacking
 
     def run(self, request: Request, ready: Ready) -> Answer:
-        from transformers import AutoModelForCausalLM
-
-        from benchmarks.baselines.hugging_face import Course, loading, prompts_of
+        from benchmarks.baselines.hugging_face import Course, prompts_of, resident_model
 
         began = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(request.checkpoint, **loading(request)).eval().to(request.device)
+        model = resident_model(request)
         load_seconds = time.perf_counter() - began
         batching, prompts = _Batching(model, request), prompts_of(request, model.config.vocab_size)
         ready()

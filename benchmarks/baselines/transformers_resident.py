@@ -8,7 +8,7 @@ import psutil
 
 from benchmarks.baselines.installed import missing_gpu, missing_package
 from benchmarks.baselines.request import Answer, Ready, Request
-from benchmarks.baselines.sizes import weight_bytes
+from benchmarks.baselines.sizes import rows_beside, weight_bytes
 
 
 class System:
@@ -17,13 +17,14 @@ class System:
     def missing(self, request: Request) -> str | None:
         return missing_package("transformers") or missing_gpu(request) or missing_memory(request)
 
-    def run(self, request: Request, ready: Ready) -> Answer:
-        from transformers import AutoModelForCausalLM
+    def rows_to_try(self, request: Request) -> tuple[int, ...]:
+        return (rows_beside(request, weight_bytes(request)),)
 
-        from benchmarks.baselines.hugging_face import generate_greedily, loading
+    def run(self, request: Request, ready: Ready) -> Answer:
+        from benchmarks.baselines.hugging_face import generate_greedily, resident_model
 
         began = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(request.checkpoint, **loading(request)).eval().to(request.device)
+        model = resident_model(request)
         load_seconds = time.perf_counter() - began
         ready()
         course = generate_greedily(model, request, model.config.vocab_size)

@@ -33,13 +33,14 @@ class Ceiling:
         weights = weight_bytes(self.spec, rows * tokens)
         flops = sum(self.spec.flops(layer, rows, tokens, 0) for layer in range(len(self.spec.layers)))
         bounds = [
-            max(0.0, weights - self.host_bytes - (self.device_bytes or 0)) / self.machine.disk_read_per_s,
+            max(0.0, weights - self.host_bytes - (self.device_bytes or 0)) / (self.machine.disk_read_per_s or inf),
             flops / self.machine.products_per_s(self.arithmetic),
         ]
-        if self.device_bytes is None:
+        if self.device_bytes is None or self.machine.link_per_s is None:
             bounds.append(weights / self.machine.memory_read_per_s)
         else:
             bounds.append(max(0.0, weights - self.device_bytes) / self.machine.link_per_s)
+            bounds.append(weights / (self.machine.device_read_per_s or inf))
         return max(bounds)
 
 

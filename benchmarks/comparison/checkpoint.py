@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.baselines.made_up import is_made_up, write_shapes
 from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.checkpoints.model_files import require_free_space
 from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
@@ -27,6 +28,24 @@ def checkpoint_of(model: str, dtype: str, folder: Path) -> Path:
     if not (own / DONE).is_file():
         write_checkpoint(model, dtype, own)
     return own
+
+
+def made_up_of(model: str, dtype: str, folder: Path) -> Path:
+    """A folder with a known model's config and the shapes of its tensors: every system makes the weights up in memory."""
+    own = folder / f"{model.replace('/', '--')}-{dtype}-made-up"
+    if not is_made_up(str(own)):
+        config = known_config(model)
+        assert config is not None
+        own.mkdir(parents=True, exist_ok=True)
+        config.dtype = dtype
+        config.save_pretrained(own)
+        write_shapes(own, {tensor.name: tensor.shape for tensor in spec_of(model, dtype).tensors.values()})
+    return own
+
+
+def made_up_spec(model: str, dtype: str) -> ModelSpec:
+    """With the matrices in the formats that random weights of this model have."""
+    return OpenedModel.of(model, True, dtype, Site()).spec(Plan(sep_layer=False))
 
 
 def spec_of(model: str, dtype: str) -> ModelSpec:

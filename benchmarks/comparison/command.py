@@ -4,6 +4,7 @@
     python benchmarks/compare.py --suite cpu --caps 4GiB --loads 64+256      # OPT-6.7B shapes in 4 GiB: hours
     python benchmarks/compare.py --suite cpu --systems h2o_flexgen accelerate --steps 8 --repeats 3
     python benchmarks/compare.py --suite processor --llama-cpp SOURCES --repeats 3      # all with the same rows, in turns
+    python benchmarks/compare.py --suite gpu-16gb --seconds 560 --output RESULTS        # docs/gpu.md has more of these
 
 Every run has a process of its own under the same cap on memory, the page cache included, and starts with nothing of the
 checkpoint in that cache. Random weights are written once, as a checkpoint that every system can read. Rows are doubled until a
@@ -13,106 +14,142 @@ systems are run with the same numbers of rows, in turns, and prompts and steps a
 Without --whole a run is shortened: prompts are computed whole, then a few decode steps are timed with as much KV as half way
 through the text, and the rest of the generation counts as if each step took their median. The machine is measured before and
 after. The last line is one JSON document; --picture draws it.
+
+On a GPU, systems make their weights up in memory, and rows are given or counted, and not searched. With --seconds a call ends
+in time, and the next one with the same --output goes on where it ended. The machine is measured once in each call.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
-from math import inf
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from benchmarks.baselines.llama_build import INSTRUCTIONS, NATIVE
-from benchmarks.baselines.request import Plans, Prepares, Request
-from benchmarks.baselines.systems import system_named
-from benchmarks.comparison.by_rows import ReportByRows
-from benchmarks.comparison.calibration import Calibration
-from benchmarks.comparison.cap import open_cap
-from benchmarks.comparison.ceiling import Ceiling
-from benchmarks.comparison.checkpoint import checkpoint_of, spec_of
-from benchmarks.comparison.launch import Failed, Launcher
+from benchmarks.comparison.comparison import Comparison, Shared
+from benchmarks.comparison.comparison import commit as commit
+from benchmarks.comparison.comparison import say as say
+from benchmarks.comparison.gpu_suites import ALL_SUITES
 from benchmarks.comparison.picture import draw, lines_of
-from benchmarks.comparison.point import Point
-from benchmarks.comparison.report import Entry, Report, version_of
-from benchmarks.comparison.search import Search
-from benchmarks.comparison.suites import SUITES, Contender, Load, by_rows, contenders
+from benchmarks.comparison.report import Report
+from benchmarks.comparison.suites import Contender, Load, Suite, by_rows
+from benchmarks.comparison.time_left import Deadline
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.core.units import format_bytes, parse_bytes
-from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.formats.kernel_table import CPU, CUDA
 
 T = TypeVar("T")
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def main() -> int:
-    args = parse(sys.argv[1:])
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
-    documents, code = [], commit()
-    for model, cap, load in product(args.models, args.caps, args.loads):
-        report = Comparison(args, model, cap, load).run()
-        documents.append(report.document(" ".join(["python benchmarks/compare.py", *sys.argv[1:]]), code))
+    command = " ".join(["python benchmarks/compare.py", *(sys.argv[1:] if argv is None else argv)])
+    shared, documents = Shared(Deadline(args.seconds)), []
+    for load, model, cap in product(args.loads, args.models, args.caps):
+        if shared.deadline.left <= 0:
+            say(f"{model}, {load} tokens: not begun, the call is over; the same command goes on")
+            continue
+        try:
+            report = Comparison(args, model, cap, load, shared).run(partial(written, args, command))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        documents.append(report.document(command, commit()))
         print("\n" + report.table() + "\n")
-        if args.output:
-            Path(args.output).mkdir(parents=True, exist_ok=True)
-            write_text(Path(args.output) / f"compare-{report.name}.json", json.dumps(documents[-1], indent=1) + "\n")
         if args.picture:
             draw(report.title, lines_of(report), Path(args.picture) / f"compare-{report.name}.png")
     print(json.dumps(documents))
     return 0
 
 
+def written(args: argparse.Namespace, command: str, report: Report) -> None:
+    """Leaves what is known so far where an interrupted call finds it again."""
+    if args.output:
+        Path(args.output).mkdir(parents=True, exist_ok=True)
+        document = report.document(command, commit())
+        write_text(Path(args.output) / report.file_name, json.dumps(document, indent=1) + "\n")
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    args = parser.parse_args(argv)
+    suite = ALL_SUITES[args.suite]
+    args.models, args.caps, args.loads = args.models or suite.models, args.caps or suite.caps, args.loads or suite.loads
+    args.device, args.made_up = args.device or suite.device, suite.made_up
+    args.device_bytes = None if args.device == CPU else suite.device_bytes
+    args.dtype, args.rows = args.dtype or suite.dtype, tuple(args.rows or suite.rows)
+    args.resume = args.resume or args.seconds is not None
+    try:
+        refuse_wrong(args)
+        args.contenders = chosen(args, suite)
+    except ValueError as error:
+        parser.error(str(error))
+    args.of_system = {
+        "llama.cpp": {"folder": args.llama_cpp, "instructions": args.llama_cpp_for},
+        "h2o original": {"sources": args.h2o_original},
+    }
+    return args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--suite", choices=SUITES, default="cpu-small")
+    add("--suite", choices=ALL_SUITES, default="cpu-small")
     add("--systems", nargs="+", metavar="NAME", help="only these, and the first, which the others are held against")
     add("--models", nargs="+", help="instead of the suite's; shapes are known by name")
     add("--caps", nargs="+", type=argument_of(parse_bytes), metavar="SIZE", help="of memory, like 4GiB, instead of the suite's")
     add("--loads", nargs="+", type=argument_of(Load.of), metavar="P+G", help="tokens of a prompt + tokens to generate")
-    add("--dtype", default="bfloat16")
+    add("--device", choices=(CPU, CUDA), help="instead of the suite's: a suite for a GPU can be tried without one")
+    add("--dtype", help="that is computed in (default: the suite's)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=6, help="decode steps that are timed")
     length.add_argument("--whole", action="store_true", help="generate everything")
     add("--repeats", type=int, default=1, help="runs of each system with its best number of rows, in turns; medians count")
     add("--most-rows", type=int, default=1024, help="no system is tried with more")
     add("--rows", type=int, nargs="+", help="run every system with these, in turns, instead of finding its best number")
-    add(
-        "--llama-cpp",
-        metavar="FOLDER",
-        help="of llama.cpp's programs, or of its sources, which are compiled once (default: PATH)",
-    )
+    told = "of llama.cpp's programs, or of its sources, which are compiled once (default: PATH)"
+    add("--llama-cpp", metavar="FOLDER", help=told)
     add("--llama-cpp-for", choices=INSTRUCTIONS, default=NATIVE, help="the instructions for which it is compiled")
+    add("--h2o-original", metavar="FOLDER", help="the folder h2o_flexgen of H2O's sources, which are in no package")
     add("--timeout", type=float, default=3600, help="seconds that one run may take")
+    add("--seconds", type=float, help="of the whole call: what would not be over is named and not run; goes on like --resume")
+    add("--resume", action="store_true", help="what --output has already of this machine is not run again")
+    add("--again", nargs="+", default=[], metavar="NAME", help="systems that are run again all the same")
     add("--folder", default=str(default_offload_folder().parent / "compare"), help="for checkpoints and what is offloaded")
-    add("--output", metavar="FOLDER", help="also write compare-....json there")
+    add("--output", metavar="FOLDER", help="also write compare-....json there, after each system")
     add("--picture", metavar="FOLDER", help="also draw compare-....png there (needs matplotlib)")
-    args = parser.parse_args(argv)
-    for load in args.loads or SUITES[args.suite].loads:
+
+
+def refuse_wrong(args: argparse.Namespace) -> None:
+    for load in args.loads:
         if not args.whole and args.steps + 2 > load.gen_len // 2:
-            parser.error(f"--steps {args.steps} do not fit into the second half of {load.gen_len} tokens; use --whole")
-    suite = SUITES[args.suite]
-    args.models, args.caps, args.loads = args.models or suite.models, args.caps or suite.caps, args.loads or suite.loads
-    args.device, args.device_bytes = suite.device, suite.device_bytes
-    args.rows = tuple(args.rows or suite.rows)
+            raise ValueError(f"--steps {args.steps} do not fit into the second half of {load.gen_len} tokens; use --whole")
     if args.rows and args.picture:
-        parser.error("--picture draws what was found of the best number of rows; leave it out with given rows")
-    args.of_system = {"llama.cpp": {"folder": args.llama_cpp, "instructions": args.llama_cpp_for}}
-    known = by_rows() if args.rows else contenders(suite.device)
+        raise ValueError("--picture draws what was found of the best number of rows; leave it out with given rows")
+    if args.resume and not args.output:
+        raise ValueError("--resume and --seconds need an --output: the folder in which the results of earlier calls are")
+    if args.device == CUDA and not torch.cuda.is_available():
+        raise ValueError(f"suite {args.suite} needs a CUDA device, and torch finds none; --device cpu tries it without one")
+
+
+def chosen(args: argparse.Namespace, suite: Suite) -> list[Contender]:
+    """Those of the suite, or of a table by rows, that are asked for."""
+    known = by_rows() if args.rows and not suite.rows else suite.contenders()
     names = [one.name for one in known]
-    for name in args.systems or ():
+    for name in (*(args.systems or ()), *args.again):
         if name not in names:
-            parser.error(f"unknown system {name!r}; known: {', '.join(map(repr, names))}")
-    args.contenders = [one for one in known if not args.systems or one.name in (names[0], *args.systems)]
-    return args
+            raise ValueError(f"unknown system {name!r}; known: {', '.join(map(repr, names))}")
+    return [one for one in known if not args.systems or one.name in (names[0], *args.systems)]
 
 
 def argument_of(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -125,187 +162,3 @@ def argument_of(read: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return checked
-
-
-class Comparison:
-    """One model, one cap, one workload."""
-
-    def __init__(self, args: argparse.Namespace, model: str, cap: int, load: Load) -> None:
-        self.args, self.model, self.cap, self.load = args, model, cap, load
-        self.folder = Path(args.folder).expanduser().absolute()
-        self.steps = None if args.whole else args.steps
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self.environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(self.folder / "cache")}
-        self.launcher = Launcher(args.timeout, self.environment)
-        self.checkpoint = self.folder
-        self.cap_words = cap_words()
-
-    def run(self) -> Report:
-        say(f"{self.model}, {self.load} tokens, {format_bytes(self.cap)}, {self.cap_words}")
-        self.checkpoint = checkpoint_of(self.model, self.args.dtype, self.folder / "checkpoints")
-        before = self.calibrated()
-        missing = {one: self.missing(one) for one in self.args.contenders}
-        skipped = {one.name: reason for one, reason in missing.items() if reason is not None}
-        for name, reason in skipped.items():
-            say(f"  {name}: skipped, {reason}")
-        present = [one for one, reason in missing.items() if reason is None]
-        searches = self.with_given_rows(present) if self.args.rows else self.with_best_rows(present)
-        after = self.calibrated()
-        machine = before.at_best(after)
-        for contender, search in searches.items():
-            if search.best is None:
-                skipped[contender.name] = next(iter(search.failures.values()), "not even one row fits, says its planner")
-        return (ReportByRows if self.args.rows else Report)(
-            suite=self.args.suite,
-            model=self.model,
-            dtype=self.args.dtype,
-            cap_bytes=self.cap,
-            cap_words=self.cap_words,
-            load=self.load,
-            before=before,
-            after=after,
-            day=date.today().isoformat(),
-            reference=self.args.contenders[0].name,
-            entries=tuple(self.entries(searches, machine)),
-            skipped=skipped,
-        )
-
-    def entries(self, searches: Mapping[Contender, Search[Point]], machine: Calibration) -> Iterator[Entry]:
-        for rows in self.args.rows or (None,):
-            for contender, search in searches.items():
-                which = search.best if rows is None else rows
-                if which in search.runs:
-                    yield self.entry(contender, search, which, machine)
-
-    def missing(self, contender: Contender) -> str | None:
-        """Why a system is not there, in a line; what it needs beside the checkpoint is made now."""
-        request, system = self.request(contender, 1), system_named(contender.system)
-        reason = system.missing(request)
-        if reason is None and isinstance(system, Prepares):
-            try:
-                self.launcher.prepare(request)
-            except Failed as error:
-                return f"could not be prepared: {error}"
-        return reason
-
-    def with_best_rows(self, present: Sequence[Contender]) -> dict[Contender, Search[Point]]:
-        searches = {one: self.searched(one) for one in present}
-        self.repeat(searches, {one: search.best for one, search in searches.items() if search.best is not None})
-        return searches
-
-    def with_given_rows(self, present: Sequence[Contender]) -> dict[Contender, Search[Point]]:
-        """Systems take turns at each number of rows."""
-        searches = {one: self.search(one) for one in present}
-        for _, rows, contender in product(range(self.args.repeats), self.args.rows, present):
-            if rows not in searches[contender].failures:
-                self.once_more(searches[contender], contender, rows)
-        return searches
-
-    def once_more(self, search: Search[Point], contender: Contender, rows: int) -> None:
-        try:
-            again = self.measured(contender, rows)
-        except Failed as error:  # what came to its end before still counts
-            search.failures[rows] = f"in a repetition: {error}" if rows in search.runs else str(error)
-            say(f"  {contender.name}, {rows} rows: {search.failures[rows]}")
-        else:
-            search.runs[rows] = search.runs[rows].with_answer(again.answers[0]) if rows in search.runs else again
-
-    def search(self, contender: Contender) -> Search[Point]:
-        return Search(lambda rows: self.measured(contender, rows), lambda point: point.tokens_per_s)
-
-    def request(self, contender: Contender, rows: int) -> Request:
-        return Request(
-            system=contender.system,
-            checkpoint=str(self.checkpoint),
-            dtype=contender.dtype or self.args.dtype,
-            device=self.args.device,
-            rows=rows,
-            prompt_len=self.load.prompt_len,
-            gen_len=self.load.gen_len,
-            steps=self.steps,
-            host_bytes=self.cap if contender.capped else None,
-            device_bytes=self.args.device_bytes,
-            scratch=str(self.folder / "scratch"),
-            options={**contender.options, **self.args.of_system.get(contender.system, {})},
-        )
-
-    def calibrated(self) -> Calibration:
-        """Measures in a process of its own, so that this one stays small."""
-        asked = [self.args.device, self.args.dtype, str(self.checkpoint)]
-        command = [sys.executable, "-m", "benchmarks.comparison.calibration", *asked]
-        environment = {**os.environ, **self.environment}
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        calibration = Calibration(**json.loads(done.stdout.splitlines()[-1]))
-        say(f"  the machine: {calibration}")
-        return calibration
-
-    def searched(self, contender: Contender) -> Search[Point]:
-        search, request = self.search(contender), self.request(contender, 1)
-        if not isinstance(system_named(contender.system), Plans):
-            search.upwards(self.args.most_rows)
-        else:
-            try:
-                most = self.launcher.most_rows(request)
-            except Failed as error:
-                search.failures[1] = str(error)
-            else:
-                search.downwards(min(most, self.args.most_rows, contender.most_rows or most), contender.halved)
-        for rows, reason in search.failures.items():
-            say(f"  {contender.name}, {rows} rows: {reason}")
-        return search
-
-    def measured(self, contender: Contender, rows: int) -> Point:
-        answer = self.launcher.run(self.request(contender, rows), system_named(contender.system).loads_within_cap)
-        point = Point(rows, self.load, (answer,))
-        say(
-            f"  {contender.name}, {rows} rows: prefill {point.prefill_seconds:.1f} s, step {point.step_seconds:.2f} s, "
-            f"{point.tokens_per_s:.2f} tokens/s, {format_bytes(point.peak_bytes)}"
-        )
-        return point
-
-    def repeat(self, searches: Mapping[Contender, Search[Point]], finalists: Mapping[Contender, int]) -> None:
-        """Runs the best of each once more, in turns, because machines drift."""
-        for _, (contender, rows) in product(range(1, self.args.repeats), finalists.items()):
-            self.once_more(searches[contender], contender, rows)
-
-    def entry(self, contender: Contender, search: Search[Point], rows: int, machine: Calibration) -> Entry:
-        best = search.runs[rows]
-        spec, memory = spec_of(self.model, contender.dtype or self.args.dtype), self.cap if contender.capped else inf
-        packed = spec if contender.codec == PLAIN else spec.packed(contender.codec)
-        ceiling = Ceiling(packed, machine, memory, self.args.device_bytes, contender.arithmetic)
-        return Entry(
-            name=contender.name,
-            version=version_of(best.answers[-1].versions, contender.system),
-            points=tuple(search.runs[rows] for rows in sorted(search.runs)),
-            best=best,
-            ceiling=ceiling.tokens_per_s(best.rows, self.load),
-            failures=search.failures,
-            computes=contender.computes,
-            remark=remark_on(contender),
-            prompt_limit=rows * self.load.prompt_len / ceiling.pass_seconds(rows, self.load.prompt_len),
-            step_limit=rows / ceiling.pass_seconds(rows, 1),
-        )
-
-
-def remark_on(contender: Contender) -> str:
-    if not contender.capped:
-        return "has the whole memory of the machine"
-    loads_within_cap = system_named(contender.system).loads_within_cap
-    return "" if loads_within_cap else "loaded before the cap came down, which is in its favour"
-
-
-def cap_words() -> str:
-    cap = open_cap()
-    cap.close()
-    return cap.words
-
-
-def commit() -> str:
-    """The commit of the measured code, with a + if there are uncommitted changes."""
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
-    done = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

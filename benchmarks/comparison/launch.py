@@ -10,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.baselines.__main__ import MOST, PREPARE, READY, RUN
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.cap import Cap, NoCap, open_cap
+from benchmarks.comparison.time_left import Deadline
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES_KEPT = 30  # of what a process says before it fails
@@ -25,14 +27,23 @@ HEARD_WITHIN = 5.0  # seconds in which all that an ended process has said is the
 ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|DoesNotFit)\b")
 
 
+OF_SIZE = re.compile(r"memory|DoesNotFit|took longer", re.IGNORECASE)
+
+
 class Failed(Exception):
     """A system did not finish; the message says why, in a line."""
+
+
+def may_do_with_less(reason: str) -> bool:
+    """Whether a system that failed for this reason may come to its end with fewer rows."""
+    return OF_SIZE.search(reason) is not None
 
 
 @dataclass(frozen=True)
 class Launcher:
     timeout: float  # seconds that one run may take
     environment: Mapping[str, str]  # beside our own
+    deadline: Deadline = field(default_factory=Deadline)
 
     def most_rows(self, request: Request) -> int:
         """The number of rows that fit, according to the system's own planner."""
@@ -43,7 +54,9 @@ class Launcher:
         self._output(replace(request, host_bytes=None), PREPARE, loads_within_cap=True)
 
     def run(self, request: Request, loads_within_cap: bool) -> Answer:
-        return Answer.from_json(self._last_line(request, RUN, loads_within_cap))
+        begun = time.monotonic()
+        answer = Answer.from_json(self._last_line(request, RUN, loads_within_cap))
+        return replace(answer, wall_seconds=time.monotonic() - begun)
 
     def _last_line(self, request: Request, action: str, loads_within_cap: bool = True) -> str:
         lines = self._output(request, action, loads_within_cap)
@@ -71,7 +84,7 @@ class Launcher:
                 errors="replace",
                 start_new_session=True,
             )
-            with _Watched(process, self.timeout, cap) as watched:
+            with _Watched(process, max(0.0, min(self.timeout, self.deadline.left)), cap) as watched:
                 if watched.reads_until(READY):
                     if not loads_within_cap and request.host_bytes is not None:
                         cap.lower(request.host_bytes)

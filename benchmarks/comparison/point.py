@@ -62,3 +62,11 @@ class Point:
     @property
     def peak_bytes(self) -> int:
         return max(answer.peak_host_bytes for answer in self.answers)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        return max(answer.peak_device_bytes for answer in self.answers)
+
+    @property
+    def link_bytes_per_step(self) -> float:
+        return median(answer.link_bytes_per_step for answer in self.answers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from benchmarks.comparison.calibration import Calibration
@@ -32,6 +32,7 @@ class Entry:
     remark: str = ""  # where it was treated unlike the others
     prompt_limit: float = 0.0  # tokens per second in prompts, and in steps: where that is looked at
     step_limit: float = 0.0
+    commit: str = ""  # of what measured it
 
     @property
     def share(self) -> float:
@@ -43,7 +44,7 @@ class Report:
     suite: str
     model: str
     dtype: str
-    cap_bytes: int
+    cap_bytes: int | None  # None: what the machine has
     cap_words: str
     load: Load
     before: Calibration
@@ -52,6 +53,9 @@ class Report:
     reference: str  # the name of the one that the others are held against
     entries: tuple[Entry, ...]
     skipped: Mapping[str, str]
+    not_run: Mapping[str, str] = field(default_factory=dict)  # because time was over
+    failures: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    device_bytes: int | None = None  # of an accelerator that is made smaller
     kind: ClassVar[str] = "compare"
     columns: ClassVar[tuple[str, ...]] = COLUMNS
     ceiling: ClassVar[str] = (
@@ -61,11 +65,17 @@ class Report:
 
     @property
     def name(self) -> str:
-        return f"{self.model.rpartition('/')[2]}-{self.cap_bytes / 2**30:g}GiB-{self.load}".lower().replace("+", "-")
+        memory = "" if self.cap_bytes is None else f"{self.cap_bytes / 2**30:g}GiB-"
+        return f"{self.model.rpartition('/')[2]}-{memory}{self.load}".lower().replace("+", "-")
+
+    @property
+    def file_name(self) -> str:
+        return f"compare-{self.name}.json"
 
     @property
     def title(self) -> str:
-        return f"{self.model} shapes in {self.dtype}, {self.load} tokens, in {self.cap_bytes / 2**30:g} GiB"
+        memory = "" if self.cap_bytes is None else f", in {self.cap_bytes / 2**30:g} GiB"
+        return f"{self.model} shapes in {self.dtype}, {self.load} tokens{memory}"
 
     def times_slower(self, entry: Entry) -> float | None:
         """Than the reference, if that came to its end."""
@@ -76,6 +86,7 @@ class Report:
 
     def table(self) -> str:
         rows = [self.columns, *map(self.cells, self.entries)]
+        cap = "none" if self.cap_bytes is None else f"{format_bytes(self.cap_bytes)}, {self.cap_words}"
         widths = [max(len(row[column]) for row in rows) for column in range(len(self.columns))]
         lines = [
             "  ".join([*map(str.ljust, row[:WORDS], widths[:WORDS]), *map(str.rjust, row[WORDS:], widths[WORDS:])])
@@ -88,7 +99,7 @@ class Report:
                 f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['device']}, torch {machine['torch']}",
                 f"before:  {self.before}",
                 f"after:   {self.after}",
-                f"cap:     {format_bytes(self.cap_bytes)}, {self.cap_words}",
+                f"cap:     {cap}",
                 "",
                 *lines,
                 "",
@@ -121,7 +132,9 @@ class Report:
             lines.append(f"With a star: {timed}; their median counts for every step.")
         lines += [f"{entry.name}: {entry.remark}." for entry in self.entries if entry.remark]
         lines += [f"{name}: skipped, {reason}." for name, reason in self.skipped.items()]
-        lines += [f"{entry.name}, {rows} rows: {why}." for entry in self.entries for rows, why in entry.failures.items()]
+        lines += [f"{name}: not run, {reason}." for name, reason in self.not_run.items()]
+        failures = {entry.name: entry.failures for entry in self.entries}
+        lines += [f"{name}, {rows} rows: {why}." for name, failed in failures.items() for rows, why in failed.items()]
         return lines
 
     # -- for programs --------------------------------------------------------------------------------------------------------
@@ -131,7 +144,7 @@ class Report:
             "benchmark": self.kind,
             "title": self.title,
             "command": command,
-            "commit": commit,
+            "commit": ", ".join(dict.fromkeys(entry.commit or commit for entry in self.entries)) or commit,
             "date": self.day,
             "machine": self.before.machine,
             "ceiling": self.ceiling,
@@ -143,6 +156,8 @@ class Report:
             "cells": [list(self.cells(entry)) for entry in self.entries],
             "rows": [self._row(entry) for entry in self.entries],
             "skipped": dict(self.skipped),
+            "not_run": dict(self.not_run),
+            "failures": {name: {str(rows): why for rows, why in failed.items()} for name, failed in self.failures.items()},
             "notes": " ".join(self.remarks()),
         }
 
@@ -153,6 +168,7 @@ class Report:
             "ceiling": entry.ceiling,
             "rows": entry.best.rows,
             "seconds": entry.best.seconds,
+            "commit": entry.commit,
             "times_slower": self.times_slower(entry),
             "failures": {str(rows): why for rows, why in entry.failures.items()},
             "points": [_point(point) for point in entry.points],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from benchmarks.comparison.launch import Failed
+from benchmarks.comparison.launch import Failed, may_do_with_less
 
 T = TypeVar("T")
 SLOWER = 0.97  # of the best so far: less than that is no accident of the measurement
@@ -34,11 +34,13 @@ class Search(Generic[T]):
         if self.best is not None and 1 < self.best < most:  # powers of two are coarse: a system may fit nearly twice the best
             self._goes_well(min(most, self.best + self.best // 2))
 
-    def downwards(self, most: int, halved: bool = True) -> None:
-        """Unless it is to be halved, only what fails is tried with fewer."""
-        rows = most
-        while rows and ((self._goes_well(rows) and halved) or rows in self.failures):
-            rows //= 2
+    def downwards(self, most: int, halved: bool = True, tries: int | None = None) -> None:
+        """Unless it is to be halved, only what lacks memory or time is tried with fewer, so many times at most."""
+        rows, left = most, tries
+        while rows and left != 0:
+            if not ((self._goes_well(rows) and halved) or may_do_with_less(self.failures.get(rows, ""))):
+                return
+            rows, left = rows // 2, None if left is None else left - 1
 
     def _goes_well(self, rows: int) -> bool:
         """Was it run, and not slower than the best before?"""

@@ -22,18 +22,21 @@ from transformers import AutoModelForCausalLM
 from benchmarks.baselines.__main__ import make_device_smaller
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.baselines.systems import system_named
-from benchmarks.comparison import command, launch, suites
+from benchmarks.comparison import command, comparison, launch, suites
 from benchmarks.comparison.by_rows import ReportByRows
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import Ballast, ControlGroup, NoCap, SystemdScope, open_cap
 from benchmarks.comparison.ceiling import Ceiling, weight_bytes
 from benchmarks.comparison.checkpoint import checkpoint_of, spec_of
+from benchmarks.comparison.comparison import Comparison, Shared
+from benchmarks.comparison.gpu_suites import ALL_SUITES
 from benchmarks.comparison.launch import Failed, Launcher, _Watched
 from benchmarks.comparison.picture import lines_in, lines_of
 from benchmarks.comparison.point import Point
 from benchmarks.comparison.report import Entry, Report
 from benchmarks.comparison.search import Search
-from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
+from benchmarks.comparison.suites import Contender, Load
+from benchmarks.comparison.time_left import Deadline
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.formats.kernel_table import EXACT, INT8
 from tests.helpers.patience import PATIENCE_SECONDS
@@ -93,6 +96,21 @@ def test_what_fails_in_spite_of_its_planner_is_tried_with_fewer() -> None:
     search = searched({50: 12.0, 25: 8.0}, 100)
     search.downwards(most=100)
     assert (search.best, list(search.failures)) == (50, [100])
+
+
+def test_what_is_counted_is_tried_so_many_times_at_most() -> None:
+    search = searched({1: 1.0}, 64)
+    search.downwards(64, halved=False, tries=3)
+    assert search.best is None and list(search.failures) == [64, 32, 16]
+
+
+def test_what_lacks_no_memory_is_not_tried_with_less() -> None:
+    def crash(rows: int) -> float:
+        raise Failed("ImportError: cannot import name 'x'")
+
+    search = Search(crash, score=float)
+    search.downwards(64, halved=False)
+    assert list(search.failures) == [64]
 
 
 def test_a_system_that_never_comes_to_its_end_has_no_best() -> None:
@@ -250,7 +268,7 @@ def test_a_workload_is_written_with_a_plus(text: str) -> None:
 
 
 def test_every_contender_has_a_name_of_its_own() -> None:
-    for all_of_them in (*(contenders(suite.device) for suite in SUITES.values()), suites.by_rows()):
+    for all_of_them in (*(suite.contenders() for suite in ALL_SUITES.values()), suites.by_rows()):
         names = [one.name for one in all_of_them]
         assert len(set(names)) == len(names)
 
@@ -445,12 +463,12 @@ class FakeLauncher:
 def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = command.parse(["--loads", "16+32", "--steps", "4", "--repeats", "3", "--folder", str(tmp_path)])
     args.contenders = [Contender(name, name) for name in SYSTEMS]
-    monkeypatch.setattr(command, "system_named", SYSTEMS.__getitem__)
-    monkeypatch.setattr(command, "checkpoint_of", lambda *_: tmp_path)
-    monkeypatch.setattr(command.Comparison, "calibrated", lambda _: MACHINE)
-    comparison = command.Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32))
-    comparison.launcher = launcher = FakeLauncher()
-    report = comparison.run()
+    monkeypatch.setattr(comparison, "system_named", SYSTEMS.__getitem__)
+    monkeypatch.setattr(comparison, "checkpoint_of", lambda *_: tmp_path)
+    monkeypatch.setattr(Comparison, "calibrated", lambda _: MACHINE)
+    one = Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32), Shared(Deadline()))
+    one.launcher = launcher = FakeLauncher()
+    report = one.run()
     best = {entry.name: (entry.best.rows, len(entry.best.answers)) for entry in report.entries}
     assert best == {"ours": (6, 3), "peer": (3, 3), "fails again": (2, 1)}
     assert report.skipped == {"absent": "is not installed", "fits nothing": "not even one row fits, says its planner"}
@@ -465,12 +483,12 @@ def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, mon
 def by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[ReportByRows, FakeLauncher]:
     args = command.parse(["--loads", "16+32", "--steps", "4", "--rows", "2", "3", "--folder", str(tmp_path), *arguments])
     args.contenders = [Contender(name, name) for name in ("ours", "peer", "fails again", "absent", "fits nothing")]
-    monkeypatch.setattr(command, "system_named", SYSTEMS.__getitem__)
-    monkeypatch.setattr(command, "checkpoint_of", lambda *_: tmp_path)
-    monkeypatch.setattr(command.Comparison, "calibrated", lambda _: MACHINE)
-    comparison = command.Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32))
-    comparison.launcher = launcher = FakeLauncher()
-    report = comparison.run()
+    monkeypatch.setattr(comparison, "system_named", SYSTEMS.__getitem__)
+    monkeypatch.setattr(comparison, "checkpoint_of", lambda *_: tmp_path)
+    monkeypatch.setattr(Comparison, "calibrated", lambda _: MACHINE)
+    one = Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32), Shared(Deadline()))
+    one.launcher = launcher = FakeLauncher()
+    report = one.run()
     assert isinstance(report, ReportByRows)
     return report, launcher
 
@@ -538,7 +556,7 @@ def test_integer_products_have_the_integer_peak_for_their_limit() -> None:
 
 def test_every_system_says_in_a_line_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request("", str(tiny(tmp_path, monkeypatch)), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path), {})
-    for name in {one.system for suite in SUITES.values() for one in contenders(suite.device)}:
+    for name in {one.system for suite in ALL_SUITES.values() for one in suite.contenders()}:
         reason = system_named(name).missing(replace(request, system=name))
         assert reason is None or (reason and "\n" not in reason), name
 
