@@ -19,6 +19,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.session.opened_model import OpenedModel
 
 SHARD_BYTES = 2 << 30
+UNKNOWN = "the shapes of {} are not known; known are those in configs/models"
 DONE = "model.safetensors.index.json"  # written last
 
 
@@ -34,10 +35,10 @@ def made_up_of(model: str, dtype: str, folder: Path) -> Path:
     """A folder with a known model's config and the shapes of its tensors: every system makes the weights up in memory."""
     own = folder / f"{model.replace('/', '--')}-{dtype}-made-up"
     if not is_made_up(str(own)):
-        config = known_config(model)
-        assert config is not None
+        config = known_config(model, dtype=dtype)  # transformers saves it
+        if config is None:
+            raise ValueError(UNKNOWN.format(model))
         own.mkdir(parents=True, exist_ok=True)
-        config.dtype = dtype
         config.save_pretrained(own)
         write_shapes(own, {tensor.name: tensor.shape for tensor in spec_of(model, dtype).tensors.values()})
     return own
@@ -51,7 +52,7 @@ def made_up_spec(model: str, dtype: str) -> ModelSpec:
 def spec_of(model: str, dtype: str) -> ModelSpec:
     config = known_config(model)
     if config is None:
-        raise ValueError(f"the shapes of {model} are not known; known are those in configs/models")
+        raise ValueError(UNKNOWN.format(model))
     return create_model(config, dtype, sep_layer=False, name=model).spec
 
 

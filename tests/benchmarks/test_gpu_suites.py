@@ -443,7 +443,7 @@ def test_the_document_becomes_tables_of_two_pages(calls: Calls, tmp_path: Path) 
 @pytest.fixture
 def tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of a tiny OPT whose weights are made up."""
-    monkeypatch.setattr(checkpoint, "known_config", lambda _: tiny_config("opt"))
+    monkeypatch.setattr(checkpoint, "known_config", lambda _, **changes: tiny_config("opt"))
     return made_up_of("tiny", "float32", tmp_path)
 
 
@@ -468,20 +468,19 @@ def test_peers_run_on_weights_that_are_made_up(name: str, tiny_shapes: Path, tmp
     assert len(answer.step_seconds) == 2 and [file.suffix for file in tiny_shapes.iterdir()].count(".safetensors") == 0
 
 
-def test_made_up_shapes_are_those_of_a_checkpoint_and_mixtures_keep_their_format(tiny_shapes: Path, tmp_path: Path) -> None:
+def test_made_up_shapes_are_those_of_a_checkpoint(tiny_shapes: Path, tmp_path: Path) -> None:
     from benchmarks.baselines.sizes import tensor_shapes
 
     assert is_made_up(str(tiny_shapes)) and not is_made_up(str(tmp_path))
     written = checkpoint.checkpoint_of("tiny", "float32", tmp_path)
     assert tensor_shapes(str(tiny_shapes)) == tensor_shapes(str(written))
-    whole, packed = spec_of_known(GPT_OSS), made_up_spec(GPT_OSS, "bfloat16")
-    assert 60e9 < packed.weight_bytes < 67e9 < whole.weight_bytes
 
 
-def spec_of_known(model: str) -> Any:
-    from h2o_flexgen.models import create_model, known_config
-
-    return create_model(known_config(model), "bfloat16", False, model).spec
+def test_a_mixture_that_is_made_up_keeps_its_format(tmp_path: Path) -> None:
+    folder = made_up_of(GPT_OSS, "bfloat16", tmp_path)
+    packed = OpenedModel.of(str(folder), True, "bfloat16", Site()).spec(Plan(sep_layer=False))
+    assert packed.weight_bytes == made_up_spec(GPT_OSS, "bfloat16").weight_bytes
+    assert 60e9 < packed.weight_bytes < 67e9 < spec_of(GPT_OSS, "bfloat16").weight_bytes
 
 
 def on_pretended_gpu(folder: Path, scratch: Path, options: Mapping[str, Any], **changes: Any) -> Answer:
