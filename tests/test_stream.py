@@ -26,7 +26,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.engine.test_shrink import same as same_but_for_last_bits
-from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
+from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare_each_alone, recorded_logits
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import on_devices
 from tests.test_contract import has_code
@@ -99,10 +99,7 @@ def hold_contract(case: Case, growth: Sequence[int], checkpoints: Checkpoints, o
     with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
         completions = streamed(llm, requests_of(case, growth))
         assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
-    for row, (completion, grown) in enumerate(zip(completions, growth, strict=True)):
-        alone = checkpoints.resident_logits(replace(case, gen_len=grown), (row,))
-        tokens = [int(case.picked((row,), alone[: step + 1])[0]) for step in range(grown)]
-        assert list(completion.token_ids) == tokens, f"row {row}: {case}"
+    compare_each_alone(case, growth, checkpoints, completions)
     assert len(logits) == sum(growth)
 
 

@@ -21,7 +21,7 @@ from tests.clocked.checker import Checker, current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
 from tests.clocked.tensor import NAME
-from tests.helpers.recorded import repeated
+from tests.helpers.taped import taped
 
 
 class ClockedPoint:
@@ -118,7 +118,7 @@ class ClockedDevice(Accelerator):
         return read
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        return repeated(work)
+        return taped(work)
 
     def page_lock(self, address: int, nbytes: int) -> None:
         current().page_lock(address, nbytes)

@@ -1,4 +1,5 @@
-"""Graphs of decode steps on the clocked device: the work is the same at every step, and is ordered behind what it needs."""
+"""Graphs of decode steps on the clocked device. What was captured is repeated without Python, as a GPU does it: it gives the
+tokens of the resident loop, and is ordered behind what it needs, also where rows leave and others join."""
 
 from __future__ import annotations
 
@@ -6,17 +7,56 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.sampling.params import SamplingParams
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
-from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with
+from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, compare_each_alone, generate_with
+
+STAYING, MOVING = (100, 0, 100, 0, 100, 0), (0, 50, 100, 0, 100, 0)  # all weights are there, or come through buffers
+SCHEDULES = ("zigzag", "row_by_row", "flexgen_barrier")
 
 
-@pytest.mark.parametrize("place", [0, 1, 6, 8])
+@pytest.mark.parametrize("place", range(8))
 def test_what_is_replayed_is_ordered(place: int, by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
-    kind = ("opt", "llama-gqa")[place % 2]
-    of_weights = ((100, 0), (0, 50))[place % 2]  # all there, or through buffers
-    case = Case(kind, (*of_weights, 100, 0, 100, 0), (5, 9, 2), 6, device=NAME, policy=POLICIES[place])
+    format, product = WEIGHTS[place % 5]
+    case = Case(
+        ("opt", "llama-gqa", "neox-parallel", "gemma3")[place // 2],
+        (STAYING, MOVING)[place % 2],
+        (5, 9, 2),
+        6,
+        schedule=SCHEDULES[place % 3],
+        device=NAME,
+        policy=(*POLICIES[0:2], *POLICIES[6:10], BY_HEAD[0], POLICIES[2])[place],
+        weight_codec=format,
+        compute=product,
+        kv_codec=("plain", "group4")[place // 2 % 2],
+    )
     with case.open(by_twins, offload) as llm:
         compare(case, by_twins, *generate_with(llm, case))
-        assert llm.stats is not None
-        assert llm.stats.blocks[0].replayed > 0
+        assert llm.stats is not None and llm.stats.last_block.replayed > 0
+
+
+@pytest.mark.parametrize("percent", [STAYING, MOVING])
+def test_rows_that_leave_take_new_graphs(
+    percent: tuple[float, ...], by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    case = Case("llama-gqa", percent, (5, 9, 2, 7), gpu_batch_size=4, sep_layer=False, device=NAME, policy=POLICIES[1])
+    with case.open(by_twins, offload) as llm:
+        limits = (16, 3, 8, 16)
+        done = llm.generate(case.prompts, [SamplingParams(max_tokens=limit) for limit in limits])
+        compare_each_alone(case, limits, by_twins, done)
+        assert llm.stats is not None and llm.stats.last_block.replayed > 0
+
+
+@pytest.mark.parametrize("percent", [STAYING, MOVING])
+def test_rows_that_come_and_go_take_new_graphs(
+    percent: tuple[float, ...], by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    case = Case("llama-gqa", percent, (5, 9, 2, 7, 4), gpu_batch_size=2, num_gpu_batches=1, device=NAME)
+    limits = (12, 7, 12, 8, 9)
+    with case.open(by_twins, offload) as llm:
+        requests = [Request(prompt, SamplingParams(max_tokens=limit)) for prompt, limit in zip(case.prompts, limits)]
+        done = sorted(llm.generate_stream(requests), key=lambda each: each.index)
+        compare_each_alone(case, limits, by_twins, done)
+        assert llm.stats is not None and llm.stats.replayed > 0

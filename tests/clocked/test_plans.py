@@ -42,11 +42,14 @@ PLANS = {
     "kv_codec": (PLAIN, "group4"),
     "attend_on": (DEVICE, HOST),
     "held": ((), HELD),
+    "streams_are_quick": (False, True),  # tasks are over when somebody asks, and are forgotten then
 }
 
 
 @pytest.mark.parametrize("values", covering(PLANS, needs=has_code))
 def test_blocks(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    values = dict(values)
+    checker.streams_are_quick = values.pop("streams_are_quick")
     hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
 
 

@@ -471,3 +471,11 @@ def compare(case: Case, checkpoints: Checkpoints, completions: Sequence[Completi
             assert list(completions[row].token_ids) == tokens, f"row {row}: {case}"
             for step in range(case.gen_len):
                 assert torch.equal(logits[step, row].cpu(), expected[step][place]), f"step {step}, row {row}: {case}"
+
+
+def compare_each_alone(case: Case, limits: Sequence[int], checkpoints: Checkpoints, completions: Sequence[Completion]) -> None:
+    """Asserts that each row has the tokens that the resident loop gives it alone; `limits`: how many of them."""
+    for row, (completion, limit) in enumerate(zip(completions, limits, strict=True)):
+        alone = checkpoints.resident_logits(replace(case, gen_len=limit), (row,))
+        tokens = [int(case.picked((row,), alone[: step + 1])[0]) for step in range(limit)]
+        assert list(completion.token_ids) == tokens, f"row {row}: {case}"

@@ -44,17 +44,17 @@ class _Calls(TorchDispatchMode):
         name = str(func)
         assert not any(one in name for one in READ_BACK), f"{name} waits for the device, which a graph cannot"
         self.made.append((name, *self._noted(args), *self._noted(sorted(kwargs.items()))))
-        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        known = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
         outcome = func(*args, **kwargs)
-        for tensor in _tensors(outcome):
-            if _storage(tensor) not in known:
-                self._inside.setdefault(_storage(tensor), len(self._inside))
+        for tensor in tensors_in(outcome):
+            if storage_of(tensor) not in known:
+                self._inside.setdefault(storage_of(tensor), len(self._inside))
         self._held.append(outcome)
         return outcome
 
     def _noted(self, value: object) -> tuple[object, ...]:
         if isinstance(value, Tensor):
-            where = self._inside.get(_storage(value))
+            where = self._inside.get(storage_of(value))
             place = ("outside", _plain(value).data_ptr()) if where is None else ("inside", where, value.storage_offset())
             return (*place, tuple(value.shape), value.stride(), value.dtype)
         if isinstance(value, (list, tuple)):
@@ -67,15 +67,16 @@ def _plain(tensor: Tensor) -> Tensor:
     return inner
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return _plain(tensor).untyped_storage()._cdata
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in what an operation is given or makes."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_in(one)

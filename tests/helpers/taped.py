@@ -1,0 +1,67 @@
+"""Graphs for devices that have none, as a GPU has them: what Python does is done once, when work is captured, and never again.
+
+The operations are kept with the tensors that they were given and those that they made. A replay does them again, in the same
+memory. While work is captured nothing outside of it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.recorded import READ_BACK, storage_of, tensors_in
+
+
+class _Operation(NamedTuple):
+    func: Any
+    args: Any
+    kwargs: Any
+    made: list[Tensor]  # that are not part of what it was given
+
+
+def taped(work: Callable[[], None]) -> Callable[[], None]:
+    with _Taping() as tape:
+        work()
+    operations = tape.operations
+
+    def replay() -> None:
+        for func, args, kwargs, made in operations:
+            outcome = func(*args, **kwargs)
+            if made:
+                for there, now in zip(made, tensors_in(outcome), strict=True):
+                    there.copy_(now)
+
+    return replay
+
+
+class _Taping(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+        self._inside = set[int]()  # storages that were made meanwhile
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert not any(one in str(func) for one in READ_BACK), f"{func} waits for the device, which a graph cannot"
+        changed = _changed(func, args, kwargs)
+        is_done = all(storage_of(one) in self._inside for one in changed)  # the others wait for the first replay
+        outcome = func(*args, **kwargs) if is_done else changed[0] if len(func._schema.returns) == 1 else tuple(changed)
+        known = {storage_of(one) for one in tensors_in((args, kwargs))}
+        made = [one for one in tensors_in(outcome) if storage_of(one) not in known]
+        self._inside |= {storage_of(one) for one in made}
+        if changed or (made and "empty" not in str(func)):
+            self.operations.append(_Operation(func, args, kwargs, made))
+        return outcome
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among its arguments that an operation writes."""
+    found = []
+    for place, one in enumerate(func._schema.arguments):
+        given = args[place] if place < len(args) else kwargs.get(one.name)
+        if one.alias_info is not None and one.alias_info.is_write:
+            found += list(tensors_in(given))
+    return found
