@@ -28,6 +28,7 @@ from h2o_flexgen.engine.stream import ListedJob
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
 from h2o_flexgen.session.open_request import OpenRequest
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, read_chats, read_prompts
@@ -148,7 +149,8 @@ def _params(usual: SamplingParams, given: object) -> SamplingParams:
     if not isinstance(given, Mapping):
         raise ValueError(f"{SAMPLING} is {shown(given)}; it is a dict like {{'max_tokens': 32, 'temperature': 0.7}}")
     changed = {name: _plain(value) for name, value in given.items() if value is not None}
-    return SamplingParams(**{**{each.name: getattr(usual, each.name) for each in fields(usual)}, **changed})
+    held = {NAME: None} if FORMAT in changed else {}  # whatever other rows are held to
+    return SamplingParams(**{**{each.name: getattr(usual, each.name) for each in fields(usual)}, **held, **changed})
 
 
 def _prompt(row: Mapping[str, object]) -> object:

@@ -94,6 +94,17 @@ def answered(engine: Engine, rows: Sequence[dict[str, Any]]) -> list[dict[str, A
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
+def test_rows_are_held_to_what_they_ask_for(engine: Engine) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra [grammar]")
+    of_schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 10, "maximum": 99}}}
+    each = ({"structured_outputs": {"regex": "[A-F]{3}", "json": None}}, {"response_format": of_schema}, None)
+    wrong = {"structured_outputs": {"regex": "(A"}}
+    held, number, free, refused = answered(engine, [{"prompt": "x", SAMPLING: one} for one in (*each, wrong)])
+    assert re.fullmatch("[A-F]{3}", held["generated_text"]) and held["finish_reason"] == "stop"
+    assert re.fullmatch("[1-9][0-9]", number["generated_text"]) and free["finish_reason"] == "length"
+    assert "the regular expression '(A' is refused" in refused["error"] and refused["generated_text"] == ""
+
+
 def test_rows_get_what_the_engine_generates(engine: Engine) -> None:
     rows = [
         {

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OfChats
+from openai.types.completion_create_params import CompletionCreateParamsBase as OfPrompts
 
 from h2o_flexgen.llm import LLM
 from tests.server.served import MODEL, Served, served
@@ -32,6 +34,13 @@ def for_test(example: str, server: Served) -> str:
     changed = example.replace("http://127.0.0.1:8000", server.place.url).replace("facebook/opt-1.3b", MODEL)
     assert changed != example
     return changed
+
+
+def test_every_field_that_the_client_of_openai_can_send_is_named() -> None:
+    fields = PAGE.partition("\n## Fields\n")[2].partition("\n## ")[0]
+    named = {*re.findall(r"`(\w+)", fields)}
+    known = {*OfChats.__annotations__, *OfPrompts.__annotations__, "stream"}
+    assert len(known) > 40 and known - named == set()
 
 
 @pytest.mark.parametrize("place", range(len(examples("python"))))

@@ -64,7 +64,11 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"stop": ["a", ""]}, "stop", "stop is ['a', '']; allowed is a text that is not empty"),
         ({"user": 5}, "user", "user is 5; allowed is a text"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "parallel_tool_calls is 'no'; allowed is true or false"),
-        ({"stream": True, "stream_options": {"include_obfuscation": 1}}, "stream_options", "stream_options.include_obfuscation is 1"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": 1}},
+            "stream_options",
+            "stream_options.include_obfuscation is 1",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(http: httpx.Client, fields: dict[str, Any], param: str | None, said: str) -> None:
