@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.planning.plan import Plan, Shares
     from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
     from h2o_flexgen.sampling.params import SamplingParams
+    from h2o_flexgen.sampling.pooling import Embedding
     from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -40,6 +41,7 @@ _MODULES = {
     "TokenLogprob": "sampling.completion",
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.structured_outputs",
+    "Embedding": "sampling.pooling",
     "Scored": "engine.scoring",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "Completion",
     "ContextFull",
     "Conversation",
+    "Embedding",
     "Machine",
     "Plan",
     "Reply",

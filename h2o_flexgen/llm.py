@@ -40,16 +40,18 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.planning.positions import longest_text
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
+from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, most_read
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.text.dialogue import choose_style
-from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts
+from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts, shortened
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
@@ -357,7 +359,7 @@ class LLM:
     def _prepared(
         self, rows: Sequence[RowState], on_stage: OnStage | None, planned: WorkloadPlan | None = None
     ) -> PreparedRows:
-        own = self._planned_for(workload_of(rows), any(row.wants_prompt_logprobs for row in rows), on_stage)
+        own = self._planned_for(workload_of(rows), any(row.params.asks_of_prompt for row in rows), on_stage)
         planned = planned if planned == own else own
         self.loaded.hold_to_limits(planned)
         return PreparedRows(rows, planned)
@@ -421,6 +423,37 @@ class LLM:
         running.to_the_end(PreparedRows(group, plans[workload_of(group)]) for group in groups)
         self.stats = Stats.of([row for group in groups for row in group], running.done, self.peaks())
         return [scored_of(row.completion()) for row in rows] if scorer is None else scorer.in_order
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        pooling: str = LAST,
+        normalize: bool = True,
+        truncate: int | bool | None = None,
+        on_stage: OnStage | None = None,
+        on_visit: OnVisit | None = None,
+        on_shrink: OnShrink | None = None,
+        may_shrink: bool = True,
+        **unknown: object,
+    ) -> list[Embedding]:
+        """Returns a vector for each prompt, made of the model's last hidden states, behind its last norm: that of the last
+        token, their mean, or that of the first token ("cls"). No token is picked. `normalize` brings it to the length 1. A
+        prompt that is longer than `truncate` loses its end, and its Embedding says how much; True stands for the longest that
+        the model can read."""
+        refuse_unknown("argument", unknown, arguments_of(LLM.embed), INSTEAD)
+        asked = PoolingParams(pooling=pooling, normalize=normalize)
+        most = most_read(truncate, longest_text(self.spec, self.plan.policy))
+        read = shortened(read_prompts(prompts, self.tokenizer), most, self.tokenizer)
+        rows = self._row_maker.rows([prompt for prompt, _ in read], asked)
+        if not rows:
+            return []
+        prepared = self._prepared(rows, on_stage)
+        picker = Picker(Sampler(0), prompt_positions=prepared.planned.scored_at_once)
+        running = Running(self.loaded.ready(on_stage), picker, on_visit, on_shrink, may_shrink)
+        running.to_the_end([prepared])
+        self.stats = Stats.of(rows, running.done, self.peaks())
+        return [row.embedded(left_out) for row, (_, left_out) in zip(rows, read, strict=True)]
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """Opens a text that continues turn by turn, and keeps its KV cache. It may grow to `context` tokens (default: the

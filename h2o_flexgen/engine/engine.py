@@ -22,7 +22,7 @@ from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
 from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, StepGraphs
-from h2o_flexgen.engine.head import AtHead, LogitsOf
+from h2o_flexgen.engine.head import AtHead, OfHead
 from h2o_flexgen.engine.like_layers import Likeness
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
@@ -158,13 +158,13 @@ class _Progress:
             if self.listening.on_visit is not None:
                 self.listening.on_visit(task, self.measures.tokens)
 
-    def at_the_head(self, rows: BatchRows, task: Task, logits_of: LogitsOf) -> None:
+    def at_the_head(self, rows: BatchRows, task: Task, made: OfHead) -> None:
         there, measures, prompt_tokens = list(rows.alive), self.measures, rows.prompt_tokens
         measures.prompt_tokens += prompt_tokens
         measures.spared_tokens += rows.spared_tokens
         measures.computed_tokens += rows.tokens
         try:
-            tokens = self.listening.at_head(rows, self.hidden.take(task.batch), logits_of, task.step)
+            tokens = self.listening.at_head(rows, self.hidden.take(task.batch), made, task.step)
         finally:
             self.finished += [row for row in there if row.finished]
         measures.count(task.step, tokens)
@@ -488,11 +488,7 @@ class Engine:
         """Computes one layer on one batch."""
         rows, layer, visit = state.rows[task.batch], self._spec.layers[task.layer], task.visit
         if layer.makes_logits:
-
-            def logits_of(hidden: Tensor) -> Tensor:
-                return base.logits(self._model, layer, hidden, self._weights_for(visit).for_logits(visit, hidden))
-
-            state.at_the_head(rows, task, logits_of)
+            state.at_the_head(rows, task, self._of_head(visit))
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         if hidden is not None and self._is_asking(Visit(task.step, task.layer - 1, task.batch), rows.parts[0], state):
@@ -510,6 +506,13 @@ class Engine:
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
+
+    def _of_head(self, visit: Visit) -> OfHead:
+        layer, weights = self._spec.layers[visit.layer], self._weights_for(visit)
+        return OfHead(
+            lambda hidden: base.logits(self._model, layer, hidden, weights.for_logits(visit, hidden)),
+            lambda hidden: self._model.last_states(hidden, weights.views(visit)),
+        )
 
     def _rests(self, schedule: Schedule) -> Callable[[int, int], bool]:
         """Whether nothing moves for a layer and a batch. The head is apart: tokens are picked there."""

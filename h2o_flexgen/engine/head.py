@@ -1,18 +1,19 @@
 """The head of the model: what happens to a batch after the last layer. Generation picks tokens from the last logits, and
 prompts get their log-probabilities. Logits of many positions are made some positions at a time.
 
-The engine gives the hidden states and a function that makes logits; the AtHead given to `Engine.run` chooses which logits.
+The engine gives the hidden states and what the head makes of them; the AtHead given to `Engine.run` chooses of which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.engine.pooling import StatesOf, pool_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnLogits, OnToken, SharedOf
 from h2o_flexgen.engine.stores.prefix_store import Prefix
@@ -111,8 +112,15 @@ def _logprobs(each: Sequence[_Scored], logits_of: LogitsOf, positions: int) -> l
     return found
 
 
+class OfHead(NamedTuple):
+    """What the head of the model makes of hidden states."""
+
+    logits: LogitsOf
+    states: StatesOf
+
+
 class AtHead(Protocol):
-    def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
+    def __call__(self, rows: BatchRows, hidden: Tensor, made: OfHead, step: int) -> int:
         """Uses hidden (rows, tokens, width), drops finished rows, and returns the number of tokens picked or scored."""
 
 
@@ -125,13 +133,14 @@ class Picker:
     on_logits: OnLogits | None = None
     prompt_positions: int = 0  # of which logits are made at once if a prompt's log-probabilities are asked for
 
-    def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
+    def __call__(self, rows: BatchRows, hidden: Tensor, made: OfHead, step: int) -> int:
         if self.prompt_positions and rows.prompt_tokens:
-            read_prompts(rows, hidden, logits_of, self.prompt_positions)
+            read_prompts(rows, hidden, made.logits, self.prompt_positions)
+            pool_prompts(rows, hidden, made.states)
         last = rows.last_hidden(hidden)
         growing = rows.growing()
         if not growing:
             rows.drop_finished(step)
             return 0
-        logits = logits_of(last if len(growing) == len(last) else rows.at(growing, last))
+        logits = made.logits(last if len(growing) == len(last) else rows.at(growing, last))
         return rows.advance(logits, self.sampler, step, self.on_token, self.on_logits)

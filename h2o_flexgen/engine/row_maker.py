@@ -67,7 +67,7 @@ class RowMaker:
         assert params.max_tokens is not None
         for level in self._levels:
             level.policy.alone(SeatNeed(len(prompt.ids), params.max_tokens))  # refuses a budget without slots
-        return RequestSize(len(prompt.ids), params.max_tokens, params.n, params.prompt_logprobs is not None)
+        return RequestSize(len(prompt.ids), params.max_tokens, params.n, params.asks_of_prompt)
 
     def _rows(
         self, index: int, prompt: Prompt, asked: SamplingParams, streamed: bool, forced: Sequence[int], first: int

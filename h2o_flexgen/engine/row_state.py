@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.constraint import Constraint, ConstraintBroken
 from h2o_flexgen.sampling.history import History
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.pooling import Embedding, PoolingParams
 from h2o_flexgen.text.row_text import RowText, decode_new
 from h2o_flexgen.text.tokenizer import Tokenizer
 
@@ -41,6 +43,7 @@ class RowState:
         self.logprobs: list[StepLogprobs] = []
         self.shared_tokens = 0  # of its prompt, already computed for requests that had arrived before
         self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # kept when the row starts again
+        self.embedding: array[float] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._ends_with_token = False  # which belongs to no text
@@ -133,6 +136,11 @@ class RowState:
         return self.params.prompt_logprobs is not None and self.number == 0 and self.prompt_logprobs is None
 
     @property
+    def pooling(self) -> PoolingParams | None:
+        """How its prompt is embedded; None if it is not."""
+        return self.params if isinstance(self.params, PoolingParams) else None
+
+    @property
     def known(self) -> tuple[int, StepLogprobs | None] | None:
         """The next token, if the row had generated it before it started again."""
         return self._known[self.num_generated] if self._known and self.num_generated < len(self._known) else None
@@ -173,6 +181,10 @@ class RowState:
             stop_reason=self.stop_reason,
         )
 
+    def embedded(self, truncated_tokens: int) -> Embedding:
+        assert self.embedding is not None, f"row {self.row} was not embedded"
+        return Embedding(self.index, self.prompt, tuple(self.prompt_ids), self.embedding, truncated_tokens)
+
     def completion(self, others: Sequence[RowState] = ()) -> Completion:
         """The completion of a prompt, from its first row and its others."""
         own = self.output()
@@ -186,6 +198,7 @@ class RowState:
             finish_reason=own.finish_reason,
             stop_reason=own.stop_reason,
             prompt_logprobs=self.prompt_logprobs,
+            embedding=self.embedding,
             others=tuple(row.output() for row in others),
         )
 

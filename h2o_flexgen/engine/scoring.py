@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.head import LogitsOf, side_by_side
+from h2o_flexgen.engine.head import LogitsOf, OfHead, side_by_side
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnToken
 from h2o_flexgen.formats.table import PLAIN
@@ -90,7 +90,7 @@ class Scorer:
     def in_order(self) -> list[Scored]:
         return [self.scored[index] for index in range(len(self.scored))]
 
-    def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
+    def __call__(self, rows: BatchRows, hidden: Tensor, made: OfHead, step: int) -> int:
         lasts: list[Tensor] = []
         wanted: list[_Wanted] = []
         end = 0
@@ -100,7 +100,7 @@ class Scorer:
             end += longest
             for index, after in self._pairs[row.index]:
                 wanted += [_Wanted(end - len(after) + place, index, token) for place, token in enumerate(after)]
-        self._score(lasts, sorted(wanted), logits_of)
+        self._score(lasts, sorted(wanted), made.logits)
         for row in rows.alive:  # not earlier: if memory runs out above, the rows have to run again
             row.stop(SCORED)
         rows.drop_finished(step)

@@ -58,6 +58,9 @@ class Model(Protocol):
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None: ...
 
+    def last_states(self, hidden: Tensor, weights: Weights) -> Tensor:
+        """The hidden states that the head multiplies with its matrix of logits; embeddings are made of them."""
+
 
 class InHalves(ABC):
     """A model that says what is before the attention of a layer and what is behind it. A layer is both, one behind the other.

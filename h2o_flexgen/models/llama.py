@@ -215,10 +215,13 @@ class Decoder(InHalves):
         return tensor_ops.linear(made, weights, names.down)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        logits = tensor_ops.linear(self.normed(hidden, weights, "norm"), weights, "lm_head")
+        logits = tensor_ops.linear(self.last_states(hidden, weights), weights, "lm_head")
         logits = logits if self._traits.logit_scale == 1.0 else logits.mul_(self._traits.logit_scale)
         most = self._traits.logit_cap
         return logits if most is None else logits.div_(most).tanh_().mul_(most)
+
+    def last_states(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return self.normed(hidden, weights, "norm")
 
     # -- its layers --------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,10 @@ class NeoX(InHalves):
         return out
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return tensor_ops.linear(tensor_ops.layer_norm(hidden, weights, "final_layer_norm", self._eps), weights, "embed_out")
+        return tensor_ops.linear(self.last_states(hidden, weights), weights, "embed_out")
+
+    def last_states(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return tensor_ops.layer_norm(hidden, weights, "final_layer_norm", self._eps)
 
 
 def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:

@@ -53,11 +53,12 @@ class OPT(InHalves):
         return out if self._norm_first else tensor_ops.layer_norm(out, weights, "final_layer_norm")
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return tensor_ops.linear(self.last_states(hidden, weights), weights, "lm_head")
+
+    def last_states(self, hidden: Tensor, weights: Weights) -> Tensor:
         if self._norm_last:
             hidden = tensor_ops.layer_norm(hidden, weights, "final_layer_norm")
-        if "project_out.weight" in weights:
-            hidden = tensor_ops.linear(hidden, weights, "project_out")
-        return tensor_ops.linear(hidden, weights, "lm_head")
+        return tensor_ops.linear(hidden, weights, "project_out") if "project_out.weight" in weights else hidden
 
 
 def _has_last_norm(config: Config) -> bool:

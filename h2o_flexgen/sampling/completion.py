@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ class Completion:
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # one per token; None for the first, which follows nothing
     others: tuple[Output, ...] = ()  # continuations after the first
+    embedding: array[float] | None = field(default=None, hash=False)  # of the prompt, where that was asked for
     cached_tokens: int | None = field(default=None, compare=False)  # of a prompt that arrived: those computed for others before
 
     @property

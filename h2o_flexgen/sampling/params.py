@@ -184,10 +184,15 @@ class SamplingParams:
             object.__setattr__(self, FORMAT, None)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
+        if self.max_tokens == 0 and not self.asks_of_prompt:
             raise ValueError("max_tokens is 0; allowed is 1 or more, or 0 with prompt_logprobs, where a prompt is only scored")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; allowed is 0 to max_tokens, which is {self.max_tokens}")
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """True if something is made of all positions of the prompt, in the pass that reads it."""
+        return self.prompt_logprobs is not None
 
     def up_to(self, max_tokens: int) -> SamplingParams:
         """The same parameters for this many tokens."""

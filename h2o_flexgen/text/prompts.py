@@ -3,8 +3,8 @@ iterable; lists of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TypeAlias
 
@@ -27,6 +27,30 @@ class Prompt:
 def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
     """Reads one prompt (a text, a list of token ids or a dict) or any iterable of prompts."""
     return [_prompt(f"prompt {place}", one, tokenizer) for place, one in enumerate(_each(given))]
+
+
+def shortened(prompts: Sequence[Prompt], most: int | None, tokenizer: Tokenizer) -> list[tuple[Prompt, int]]:
+    """Prompts of `most` tokens at most (None: as they are), each with the number of its tokens that were left out. They are
+    those before what the tokenizer puts at the end of every text, or the last ones."""
+    return [_shortened(one, len(one.ids) if most is None else most, tokenizer) for one in prompts]
+
+
+def _shortened(prompt: Prompt, most: int, tokenizer: Tokenizer) -> tuple[Prompt, int]:
+    excess = len(prompt.ids) - most
+    if excess <= 0:
+        return prompt, 0
+    ending = () if prompt.text is None else _ending(tokenizer)[:most]
+    return replace(prompt, ids=(*prompt.ids[: most - len(ending)], *ending)), excess
+
+
+def _ending(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end every text, whatever it says."""
+    alike: list[int] = []
+    for each in zip(*(reversed(tokenizer.encode(text)) for text in ("", "a", "b"))):
+        if len(set(each)) > 1:
+            break
+        alike.insert(0, each[0])
+    return tuple(alike)
 
 
 def read_pair(place: int, given: object, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
