@@ -40,11 +40,10 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from h2o_flexgen.planning.positions import longest_text
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
-from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, most_read
+from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, Truncate, most_read, read_truncate
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.loaded_model import LoadedModel
@@ -430,7 +429,7 @@ class LLM:
         *,
         pooling: str = LAST,
         normalize: bool = True,
-        truncate: int | bool | None = None,
+        truncate: Truncate = None,
         on_stage: OnStage | None = None,
         on_visit: OnVisit | None = None,
         on_shrink: OnShrink | None = None,
@@ -443,9 +442,9 @@ class LLM:
         the model can read."""
         refuse_unknown("argument", unknown, arguments_of(LLM.embed), INSTEAD)
         asked = PoolingParams(pooling=pooling, normalize=normalize)
-        most = most_read(truncate, longest_text(self.spec, self.plan.policy))
-        read = shortened(read_prompts(prompts, self.tokenizer), most, self.tokenizer)
-        rows = self._row_maker.rows([prompt for prompt, _ in read], asked)
+        most = most_read(read_truncate(truncate), self._row_maker.longest_prompt)
+        read = [shortened(one, most, self.tokenizer) for one in read_prompts(prompts, self.tokenizer)]
+        rows = self._row_maker.rows(read, asked)
         if not rows:
             return []
         prepared = self._prepared(rows, on_stage)
@@ -453,7 +452,7 @@ class LLM:
         running = Running(self.loaded.ready(on_stage), picker, on_visit, on_shrink, may_shrink)
         running.to_the_end([prepared])
         self.stats = Stats.of(rows, running.done, self.peaks())
-        return [row.embedded(left_out) for row, (_, left_out) in zip(rows, read, strict=True)]
+        return [row.embedded() for row in rows]
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """Opens a text that continues turn by turn, and keeps its KV cache. It may grow to `context` tokens (default: the

@@ -80,7 +80,7 @@ def records(path: Path) -> dict[str, Any]:
         record = json.loads(line)
         assert record["custom_id"] not in found
         if record["error"] is None:
-            del record["response"]["body"]["created"]
+            record["response"]["body"].pop("created", None)
         found[record["custom_id"]] = record
     return found
 
@@ -129,6 +129,23 @@ def test_records_are_what_the_engine_generates(command: Any, out: Path, tmp_path
     assert (document["requests"], document["requests_done"], document["requests_failed"]) == (9, 9, 0)
     assert document["generated_tokens"] == sum(len(one.token_ids) for one in expected) and document["seed"] == 5
     assert 0.5 < document["useful_share"] <= 1
+
+
+def test_embeddings_stand_beside_completions(command: Any, out: Path, tmp_path: Path, llama: Path) -> None:
+    texts = {"a": "The ferry", "b": "text text text of a boat", "c": "text text text of a ferry"}
+    body = {"pooling": "mean", "truncate": 20}
+    lines = [{"custom_id": name, "url": "/v1/embeddings", "body": {"input": text, **body}} for name, text in texts.items()]
+    asked: list[Any] = [*lines, *requests(2), {"custom_id": "d", "url": "/v1/embeddings", "body": {"input": "x" * 999}}]
+    result = command("-i", write(tmp_path / "in.jsonl", asked), "-o", out, *ON_DISK)
+    found = records(out)
+    assert result.status == 1 and "128 positions" in found["d"]["error"]["message"]
+    assert [len(choice(found[f"r{n}"])["text"]) > 0 for n in range(2)] == [True, True]
+    with LLM(llama, dtype="float32", tokenizer="bytes", device="cpu") as llm:
+        expected = llm.embed([*texts.values()], **body)
+    for name, one in zip(texts, expected, strict=True):
+        (data,) = found[name]["response"]["body"]["data"]
+        assert data["embedding"] == pytest.approx(list(one.embedding), abs=1e-6)
+        assert data["truncated_tokens"] == one.truncated_tokens == max(0, len(texts[name]) - 20)
 
 
 def test_forms_and_options_of_one_file(command: Any, out: Path, tmp_path: Path) -> None:

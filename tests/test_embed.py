@@ -130,10 +130,9 @@ class _Ending(ByteTokenizer):
 
 def test_a_cut_text_keeps_what_its_tokenizer_puts_behind_it() -> None:
     tokenizer = _Ending(300)
-    ((cut, left_out),) = shortened([Prompt("abcdef", tuple(tokenizer.encode("abcdef")))], 4, tokenizer)
-    assert (cut.ids, left_out) == ((1, *ByteTokenizer(300).encode("ab"), 2), 4)
-    ((ids, _),) = shortened([Prompt(None, (1, 5, 6, 2))], 2, tokenizer)
-    assert ids.ids == (1, 5)
+    cut = shortened(Prompt("abcdef", tuple(tokenizer.encode("abcdef"))), 4, tokenizer)
+    assert (cut.ids, cut.left_out) == ((1, *ByteTokenizer(300).encode("ab"), 2), 4)
+    assert shortened(Prompt(None, (1, 5, 6, 2)), 2, tokenizer).ids == (1, 5)
 
 
 def test_a_vector_that_is_not_finite_is_an_error(checkpoints: Checkpoints, offload: Path) -> None:

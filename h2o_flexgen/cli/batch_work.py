@@ -160,8 +160,8 @@ class PreparedBatch:
     def _reading(self) -> LineReading:
         tokenizer = self.llm.tokenizer
         style = choose_style(self.request.needed_style, tokenizer)
-        size_of = RowMaker(self.llm.spec, self.llm.plan, tokenizer).size
-        return LineReading(tokenizer, style, size_of, partial(prefix_finder, self.llm.plan))
+        maker = RowMaker(self.llm.spec, self.llm.plan, tokenizer)
+        return LineReading(tokenizer, style, maker.size, partial(prefix_finder, self.llm.plan), maker.longest_prompt)
 
 
 @dataclass(frozen=True)

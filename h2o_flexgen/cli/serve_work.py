@@ -164,9 +164,8 @@ class Server:
 
     def service(self, readers: Executor) -> Service:
         llm, request = self._llm, self._request
-        reading = LineReading(
-            llm.tokenizer, choose_style(request.style, llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size
-        )
+        size_of, style = RowMaker(llm.spec, llm.plan, llm.tokenizer).size, choose_style(request.style, llm.tokenizer)
+        reading = LineReading(llm.tokenizer, style, size_of, longest=self._arrivals.longest_prompt)
         answers = Answers(request.name, llm.tokenizer)
         of_prompts, of_chats = usual_options(self._arrivals.most_tokens)
         return Service(self.desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))

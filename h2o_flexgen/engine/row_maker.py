@@ -15,7 +15,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request, RequestSize, prompt_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.positions import check_positions, most_tokens
+from h2o_flexgen.planning.positions import check_positions, longest_text, most_tokens
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.sampling.params import SamplingParams, one_params
 from h2o_flexgen.text.prompts import Prompt, token_ids
@@ -59,6 +59,10 @@ class RowMaker:
         """The rows of one request; `index`: its number; `first`: the place of its first row among all rows."""
         return self._rows(index, prompt_of(request), one_params(request.params), streamed, (), first)
 
+    @property
+    def longest_prompt(self) -> int:
+        return longest_text(self.spec, self.plan.policy)
+
     def size(self, index: int, request: Request) -> RequestSize:
         """What a request may need."""
         prompt = prompt_of(request)
@@ -75,10 +79,12 @@ class RowMaker:
         given = token_ids(f"what row {index} is forced to take", forced)
         self._check_prompt(index, prompt.ids)
         own = self._checked(asked, index, len(prompt.ids), given)
-        return [
+        rows = [
             RowState(index, prompt.ids, own, self.tokenizer, prompt.text, streamed, given, number, first + number)
             for number in range(own.n)
         ]
+        rows[0].truncated_tokens = prompt.left_out
+        return rows
 
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
         """The parameters with the number of tokens that may come. What this model cannot do after this prompt is refused."""

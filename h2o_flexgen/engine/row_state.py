@@ -44,6 +44,7 @@ class RowState:
         self.shared_tokens = 0  # of its prompt, already computed for requests that had arrived before
         self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # kept when the row starts again
         self.embedding: array[float] | None = None
+        self.truncated_tokens = 0  # of a longer prompt, that are not read
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._ends_with_token = False  # which belongs to no text
@@ -181,9 +182,9 @@ class RowState:
             stop_reason=self.stop_reason,
         )
 
-    def embedded(self, truncated_tokens: int) -> Embedding:
+    def embedded(self) -> Embedding:
         assert self.embedding is not None, f"row {self.row} was not embedded"
-        return Embedding(self.index, self.prompt, tuple(self.prompt_ids), self.embedding, truncated_tokens)
+        return Embedding(self.index, self.prompt, tuple(self.prompt_ids), self.embedding, self.truncated_tokens)
 
     def completion(self, others: Sequence[RowState] = ()) -> Completion:
         """The completion of a prompt, from its first row and its others."""
@@ -199,6 +200,7 @@ class RowState:
             stop_reason=own.stop_reason,
             prompt_logprobs=self.prompt_logprobs,
             embedding=self.embedding,
+            truncated_tokens=self.truncated_tokens,
             others=tuple(row.output() for row in others),
         )
 

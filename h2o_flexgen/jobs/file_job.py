@@ -11,10 +11,13 @@ from functools import cached_property
 from typing import TypeAlias, overload
 
 from h2o_flexgen.core.prefix_groups import PrefixFinder, PrefixGroups
+from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.engine.job import Request, RequestSize, prompt_of, without_number
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import Line
+from h2o_flexgen.sampling.pooling import most_read
 from h2o_flexgen.text.dialogue import Style
+from h2o_flexgen.text.prompts import shortened
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 # The size of the request with this number; a ValueError says what the model cannot do.
@@ -35,9 +38,12 @@ class LineReading:
     style: Style  # how chats are written down
     size_of: SizeOf
     new_finder: Callable[[], PrefixFinder | None] = lambda: None  # what looks for prefixes that requests of a job share
+    longest: int = MOST_TOKENS  # tokens of a prompt that can be read, for those that may be cut
 
     def request(self, number: int, line: Line) -> Request:
         prompt, params = line.read_with(self.tokenizer, self.style), line.options.params
+        if (form := line.options.embedded) is not None:
+            prompt = shortened(prompt, most_read(form.truncate, self.longest), self.tokenizer)
         if line.is_chat and self.style.stops:
             params = replace(params, stop=(*params.stop_strings, *self.style.stops))
         return Request(prompt, params, number)

@@ -9,14 +9,16 @@ from typing import TypeAlias
 
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import refuse_unknown, shown
+from h2o_flexgen.jobs.embedding_fields import read_embedding_options
 from h2o_flexgen.jobs.input_file import LONGEST_LINE
 from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, read_chat, token_ids
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
 
-CUSTOM_ID, PROMPT, MESSAGES, BODY = "custom_id", "prompt", "messages", "body"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CUSTOM_ID, PROMPT, MESSAGES, INPUT, BODY = "custom_id", "prompt", "messages", "input", "body"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+URLS = f'"{COMPLETIONS}", "{CHAT}" and "{EMBEDDINGS}"'
 ENVELOPE = (CUSTOM_ID, "method", "url", BODY)
 FORMS = f'a line is {{"{PROMPT}": ...}}, {{"{MESSAGES}": [...]}}, or a request in the form of OpenAI\'s batches'
 BODIES = f'a request has a "{PROMPT}", or "{MESSAGES}" for a chat'
@@ -60,6 +62,7 @@ class LineReader:
     url: str | None = None  # that all requests are for, in the form of OpenAI's batches; None: any form will do
     read_body: ReadBody | None = None  # if bodies are not read as those of files are
     most_bytes: int = LONGEST_LINE
+    read_inputs: ReadInputs | None = None  # the same of bodies that ask for embeddings
 
     def read(self, data: bytes) -> Line:
         try:
@@ -91,21 +94,27 @@ class LineReader:
         if given.get("method", "POST") != "POST":
             raise ValueError(f'method is {shown(given["method"])}; only "POST" is known')
         url, body = given.get("url"), given.get(BODY)
-        if url not in (COMPLETIONS, CHAT):
-            raise ValueError(f'url is {shown(url)}; known are "{COMPLETIONS}" and "{CHAT}"')
+        if url not in (COMPLETIONS, CHAT, EMBEDDINGS):
+            raise ValueError(f"url is {shown(url)}; known are {URLS}")
         if self.url not in (None, url):
             raise ValueError(f'url is "{url}", but this batch is for "{self.url}"')
         if not isinstance(body, dict):
             raise ValueError(f"{BODY} is {shown(body)}; it is the request, an object")
+        if url == EMBEDDINGS:
+            return _only(custom_id, INPUT, (self.read_inputs or read_inputs)(body))
         return self._read_body(custom_id, body, url == CHAT)
 
     def _read_body(self, custom_id: str | None, body: Mapping[str, object], is_chat: bool) -> Line:
-        lines = (self.read_body or read_body)(body, is_chat, self.defaults)
-        if len(lines) > 1:
-            raise ValueError(f"{PROMPT} is a list of {len(lines)} prompts; write a line for each")
-        return replace(lines[0], custom_id=custom_id)
+        return _only(custom_id, PROMPT, (self.read_body or read_body)(body, is_chat, self.defaults))
 
 
+def _only(custom_id: str | None, name: str, lines: Sequence[Line]) -> Line:
+    if len(lines) > 1:
+        raise ValueError(f"{name} is a list of {len(lines)} prompts; write a line for each")
+    return replace(lines[0], custom_id=custom_id)
+
+
+ReadInputs: TypeAlias = Callable[[Mapping[str, object]], list[Line]]
 ReadBody: TypeAlias = Callable[[Mapping[str, object], bool, Options], list[Line]]
 
 
@@ -138,8 +147,16 @@ def read_body(body: Mapping[str, object], is_chat: bool, defaults: Options) -> l
     options = read_options(rest, is_chat, defaults, beside=(wanted, other))
     if given is None:
         raise ValueError(f"{wanted} is missing; {BODIES}")
-    prompts = [read_chat(MESSAGES, given)] if is_chat else _prompts(given)
+    prompts = [read_chat(MESSAGES, given)] if is_chat else _prompts(PROMPT, given)
     return [Line(None, prompt, is_chat, options) for prompt in prompts]
+
+
+def read_inputs(body: Mapping[str, object]) -> list[Line]:
+    """The requests of a body that asks for embeddings, one for each of its inputs."""
+    options = read_embedding_options({name: value for name, value in body.items() if name != INPUT}, (INPUT,))
+    if body.get(INPUT) is None:
+        raise ValueError(f"{INPUT} is missing; it is a text or token ids, or a list of such")
+    return [Line(None, prompt, False, options) for prompt in _prompts(INPUT, body[INPUT])]
 
 
 def _custom_id(given: object) -> str | None:
@@ -152,18 +169,18 @@ def _custom_id(given: object) -> str | None:
     return given
 
 
-def _prompts(given: object) -> list[str | tuple[int, ...]]:
+def _prompts(name: str, given: object) -> list[str | tuple[int, ...]]:
     """A text or token ids, or a list of such."""
     several = given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
-    return [_prompt(one) for one in several]
+    return [_prompt(name, one) for one in several]
 
 
-def _prompt(given: object) -> str | tuple[int, ...]:
+def _prompt(name: str, given: object) -> str | tuple[int, ...]:
     if isinstance(given, str):
-        return _text(PROMPT, given)
-    ids = token_ids(PROMPT, given)
+        return _text(name, given)
+    ids = token_ids(name, given)
     if not ids:
-        raise ValueError(f"{PROMPT} is empty; it needs at least one token")
+        raise ValueError(f"{name} is empty; it needs at least one token")
     return ids
 
 

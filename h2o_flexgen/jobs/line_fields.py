@@ -10,6 +10,7 @@ from functools import cached_property
 from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Rule, mapping, whole_number
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
+from h2o_flexgen.sampling.pooling import Truncate
 from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
@@ -60,12 +61,21 @@ _COUNT = SAMPLING[LOGPROBS].allowed
 
 
 @dataclass(frozen=True)
+class EmbeddingForm:
+    """How long a prompt may be that is embedded, and how its vector is written."""
+
+    truncate: Truncate
+    is_base64: bool
+
+
+@dataclass(frozen=True)
 class Options:
     """What is asked for beside the prompt."""
 
     params: SamplingParams
     echo: bool = False  # the prompt comes first in the text
     token_ids: bool = False  # token ids come beside the text
+    embedded: EmbeddingForm | None = None  # None: the prompt is continued
 
     @property
     def only_scores(self) -> bool:

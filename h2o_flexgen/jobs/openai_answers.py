@@ -7,6 +7,7 @@ when the job began.
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -42,6 +43,8 @@ class Answers:
 
     def body(self, name: str, created: int, answered: Sequence[tuple[Line, Completion]]) -> Said:
         """The whole answer to a body; its prompts have a line each; `created`: in seconds since 1970."""
+        if answered[0][0].options.embedded is not None:
+            return self._embeddings(answered)
         choices: list[Said] = []
         for line, completion in answered:
             for output in completion.outputs:
@@ -50,6 +53,12 @@ class Answers:
         kind = "chat.completion" if first.is_chat else "text_completion"
         completions = [completion for _, completion in answered]
         return {**self.head(name, created, first.is_chat, kind), "choices": choices, "usage": usage(completions)}
+
+    def _embeddings(self, answered: Sequence[tuple[Line, Completion]]) -> Said:
+        counted = usage(completion for _, completion in answered)
+        del counted["completion_tokens"]
+        data = [_embedding(place, *one) for place, one in enumerate(answered)]
+        return {"object": "list", "data": data, "model": self.model, "usage": counted}
 
     def head(self, name: str, created: int, is_chat: bool, kind: str) -> Said:
         """What an answer begins with; all chunks of a streamed one begin alike."""
@@ -122,6 +131,15 @@ class Answers:
     def _token(self, one: TokenLogprob) -> Said:
         text = self.text([one.token_id])
         return {"token": text, "logprob": _finite(one.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _embedding(index: int, line: Line, completion: Completion) -> Said:
+    """The vector of a prompt: numbers, or its bytes in fp32. If the prompt may be cut, it says how many tokens are missing."""
+    form, vector = line.options.embedded, completion.embedding
+    assert form is not None and vector is not None, f"{completion.index} was not embedded"
+    written = b64encode(vector.tobytes()).decode() if form.is_base64 else list(vector)
+    cut: Said = {} if form.truncate is None else {"truncated_tokens": completion.truncated_tokens}
+    return {"object": "embedding", "index": index, "embedding": written, **cut}
 
 
 def _finite(logprob: float) -> float:

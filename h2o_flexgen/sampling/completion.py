@@ -53,6 +53,7 @@ class Completion:
     prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # one per token; None for the first, which follows nothing
     others: tuple[Output, ...] = ()  # continuations after the first
     embedding: array[float] | None = field(default=None, hash=False)  # of the prompt, where that was asked for
+    truncated_tokens: int = 0  # of the prompt, that were left out
     cached_tokens: int | None = field(default=None, compare=False)  # of a prompt that arrived: those computed for others before
 
     @property

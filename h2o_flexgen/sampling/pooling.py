@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from h2o_flexgen.core.allowed_values import TRUTH, Bounds, Choice
 from h2o_flexgen.core.hints import refuse_unknown
@@ -12,6 +13,7 @@ from h2o_flexgen.core.option import check_options, option, options_of
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.sampling.params import SamplingParams
 
+Truncate: TypeAlias = "int | bool | None"  # to so many tokens, or to as many as can be read
 LAST, MEAN, CLS = "last", "mean", "cls"
 TRUNCATE = Bounds(1, MOST_TOKENS, note=" tokens, True (as many as the model has positions for), or None (no prompt is cut)")
 INSTEAD: Mapping[str, str] = {
@@ -31,7 +33,7 @@ class PoolingParams(SamplingParams):
     normalize: bool = option(True, TRUTH)  # to the length 1
 
     def __new__(cls, *given: object, **named: object) -> PoolingParams:
-        refuse_unknown("option", named, options_of(cls), INSTEAD)
+        refuse_unknown("option", named, POOLING, INSTEAD)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -42,11 +44,21 @@ class PoolingParams(SamplingParams):
         return True
 
 
-def most_read(truncate: object, longest: int) -> int | None:
-    """The tokens of a prompt that are read at most, of so many that can be; None: longer prompts are refused."""
-    if truncate is None or truncate is False:
+POOLING = options_of(PoolingParams)
+
+
+def read_truncate(given: object) -> Truncate:
+    if given is None or given is False:
         return None
-    return longest if truncate is True else min(longest, TRUNCATE.value("truncate", truncate))
+    number: int | bool = given is True or TRUNCATE.value("truncate", given)
+    return number
+
+
+def most_read(truncate: Truncate, longest: int) -> int | None:
+    """The tokens of a prompt that are read at most, of so many that can be; None: longer prompts are refused."""
+    if truncate is None:
+        return None
+    return longest if truncate is True else min(longest, truncate)
 
 
 @dataclass(frozen=True)
@@ -57,4 +69,4 @@ class Embedding:
     prompt: str | None  # None if token ids were given
     prompt_token_ids: tuple[int, ...]  # that were read
     embedding: array[float]
-    truncated_tokens: int = 0  # of the end of the prompt, that were left out
+    truncated_tokens: int = 0  # of the prompt, that were left out

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
+from h2o_flexgen.jobs.line import CHAT, COMPLETIONS, EMBEDDINGS
 from h2o_flexgen.server.access import Hosts, Keys
 from h2o_flexgen.server.batches.routes import BatchRoutes, routes_without_folder
 from h2o_flexgen.server.bodies import says_json, where_it_ends_is_unclear
@@ -101,7 +101,11 @@ def _completion_routes(service: Service) -> list[Route]:
     async def chat(request: Request) -> Response:
         return await service.answer(request, is_chat=True)
 
-    return [Route(COMPLETIONS, completions, methods=["POST"]), Route(CHAT, chat, methods=["POST"])]
+    async def embeddings(request: Request) -> Response:
+        return await service.embed(request)
+
+    each = {COMPLETIONS: completions, CHAT: chat, EMBEDDINGS: embeddings}
+    return [Route(path, answer, methods=["POST"]) for path, answer in each.items()]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.core.allowed_values import TRUTH
 from h2o_flexgen.core.hints import refuse_unknown, shown
-from h2o_flexgen.jobs.line import Line, read_body, read_json
+from h2o_flexgen.jobs.line import INPUT, Line, read_body, read_inputs, read_json
 from h2o_flexgen.jobs.line_fields import LOGPROBS, TOP_LOGPROBS, Options
 from h2o_flexgen.server.problems import Refused, bad_request, unknown_model
 
@@ -38,6 +38,24 @@ class CompletionsRequest:
 
 def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> CompletionsRequest:
     """Reads a body for the model of this name."""
+    given = _body(data, model)
+    try:
+        return _asked(given, is_chat, defaults)
+    except ValueError as error:
+        raise Refused(bad_request(str(error), param=blamed(str(error), given))) from error
+
+
+def read_asked_inputs(data: bytes, model: str) -> CompletionsRequest:
+    """The same of a body that asks for embeddings."""
+    given = _body(data, model)
+    try:
+        lines = _inputs(given)
+    except ValueError as error:
+        raise Refused(bad_request(str(error), param=blamed(str(error), given))) from error
+    return CompletionsRequest(tuple(lines), False, False, _names(given))
+
+
+def _body(data: bytes, model: str) -> Mapping[str, object]:
     try:
         given = read_json(data)
     except ValueError as error:
@@ -46,10 +64,7 @@ def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> Com
         raise Refused(bad_request(f"the body is {shown(given)}; it is an object with the fields of a request"))
     if given.get(MODEL) not in (None, model):
         raise Refused(unknown_model(given[MODEL], model))
-    try:
-        return _asked(given, is_chat, defaults)
-    except ValueError as error:
-        raise Refused(bad_request(str(error), param=blamed(str(error), given))) from error
+    return given
 
 
 def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options, model: str) -> list[Line]:
@@ -62,12 +77,30 @@ def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options
     return list(asked.lines)
 
 
+def read_line_inputs(given: Mapping[str, object], model: str) -> list[Line]:
+    """The same of a line that asks for embeddings."""
+    if given.get(MODEL) not in (None, model):
+        raise ValueError(unknown_model(given[MODEL], model).message)
+    return _inputs(given)
+
+
+def _inputs(given: Mapping[str, object]) -> list[Line]:
+    lines = read_inputs(given)
+    if len(lines) > MOST_ROWS:
+        raise ValueError(f"{INPUT} has {len(lines)} prompts; allowed are {MOST_ROWS}: ask in parts")
+    return lines
+
+
+def _names(given: Mapping[str, object]) -> frozenset[str]:
+    return frozenset(name for name, value in given.items() if value is not None)
+
+
 def _asked(given: Mapping[str, object], is_chat: bool, defaults: Options) -> CompletionsRequest:
     is_streamed = _truth(STREAM, given.get(STREAM))
     of_all = {name: value for name, value in given.items() if name not in (STREAM, STREAM_OPTIONS)}
     lines = read_body(of_all, is_chat, defaults)
-    names = frozenset(name for name, value in given.items() if value is not None)
-    asked = CompletionsRequest(tuple(lines), is_streamed, _with_usage(given.get(STREAM_OPTIONS), is_streamed), names)
+    with_usage = _with_usage(given.get(STREAM_OPTIONS), is_streamed)
+    asked = CompletionsRequest(tuple(lines), is_streamed, with_usage, _names(given))
     _refuse_too_many(asked)
     return asked
 

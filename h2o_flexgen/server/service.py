@@ -24,7 +24,7 @@ from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.server.answer_chunks import END, AnswerChunks, RequestExchange, WholeAnswer, as_event
 from h2o_flexgen.server.bodies import Limits, read_body
-from h2o_flexgen.server.body_fields import CompletionsRequest, blamed, read_asked
+from h2o_flexgen.server.body_fields import CompletionsRequest, blamed, read_asked, read_asked_inputs
 from h2o_flexgen.server.desk import Desk, RequestListener
 from h2o_flexgen.server.problems import TOO_LONG, ApiProblem, Refused, bad_request, ending
 
@@ -56,18 +56,25 @@ class Service:
     _numbers: count[int] = field(default_factory=count)
 
     async def answer(self, request: HttpRequest, is_chat: bool) -> Response:
+        usual = self.of_chats if is_chat else self.of_prompts
+        return await self._answer(request, lambda data: read_asked(data, is_chat, usual, self.answers.model))
+
+    async def embed(self, request: HttpRequest) -> Response:
+        return await self._answer(request, lambda data: read_asked_inputs(data, self.answers.model))
+
+    async def _answer(self, request: HttpRequest, read: Callable[[bytes], CompletionsRequest]) -> Response:
         data = await read_body(request, self.limits)
         exchange = RequestExchange()
-        order = await asyncio.get_running_loop().run_in_executor(self.readers, self._order, data, is_chat, exchange)
+        order = await asyncio.get_running_loop().run_in_executor(self.readers, self._order, data, read, exchange)
         if order.asked.is_streamed:
             return EventStream(self._events(order, exchange), lambda: self.desk.give_up(order.arrivals))
         return await self._whole(request, order, exchange)
 
     # -- handing in ------------------------------------------------------------------------------------------------------
 
-    def _order(self, data: bytes, is_chat: bool, exchange: RequestExchange) -> Order:
+    def _order(self, data: bytes, read: Callable[[bytes], CompletionsRequest], exchange: RequestExchange) -> Order:
         """Reads a body and hands its requests in."""
-        asked = read_asked(data, is_chat, self.of_chats if is_chat else self.of_prompts, self.answers.model)
+        asked = read(data)
         requests = [self._request(place, line, asked) for place, line in enumerate(asked.lines)]
         listeners = [exchange.listener(place, asked.is_streamed) for place in range(len(requests))]
         arrivals = self._handed_in([*zip(requests, listeners)], asked)

@@ -3,7 +3,7 @@ iterable; lists of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TypeAlias
@@ -22,6 +22,7 @@ A_CHAT = f"a chat is a list like [{A_MESSAGE}]"
 class Prompt:
     text: str | None  # None if token ids were given
     ids: tuple[int, ...]
+    left_out: int = 0  # tokens of a longer one
 
 
 def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
@@ -29,18 +30,13 @@ def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
     return [_prompt(f"prompt {place}", one, tokenizer) for place, one in enumerate(_each(given))]
 
 
-def shortened(prompts: Sequence[Prompt], most: int | None, tokenizer: Tokenizer) -> list[tuple[Prompt, int]]:
-    """Prompts of `most` tokens at most (None: as they are), each with the number of its tokens that were left out. They are
-    those before what the tokenizer puts at the end of every text, or the last ones."""
-    return [_shortened(one, len(one.ids) if most is None else most, tokenizer) for one in prompts]
-
-
-def _shortened(prompt: Prompt, most: int, tokenizer: Tokenizer) -> tuple[Prompt, int]:
-    excess = len(prompt.ids) - most
-    if excess <= 0:
-        return prompt, 0
+def shortened(prompt: Prompt, most: int | None, tokenizer: Tokenizer) -> Prompt:
+    """The prompt with `most` tokens at most (None: as it is). Its last ones are left out, but for what the tokenizer puts at
+    the end of every text."""
+    if most is None or len(prompt.ids) <= most:
+        return prompt
     ending = () if prompt.text is None else _ending(tokenizer)[:most]
-    return replace(prompt, ids=(*prompt.ids[: most - len(ending)], *ending)), excess
+    return replace(prompt, ids=(*prompt.ids[: most - len(ending)], *ending), left_out=len(prompt.ids) - most)
 
 
 def _ending(tokenizer: Tokenizer) -> tuple[int, ...]:

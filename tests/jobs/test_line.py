@@ -64,7 +64,7 @@ def test_prompts_are_read_by_the_tokenizer_and_chats_by_their_style() -> None:
         ({"custom_id": "", "prompt": "x"}, "custom_id is ''", None),
         ({"custom_id": "refused-line-1", "prompt": "x"}, "give another one", None),
         (batch(custom_id=None, prompt="x"), "custom_id is missing", None),
-        (batch("/v1/embeddings", input="x"), "url is '/v1/embeddings'; known are", "a"),
+        (batch("/v1/images", input="x"), "url is '/v1/images'; known are", "a"),
         ({**batch(prompt="x"), "method": "GET"}, "method is 'GET'; only \"POST\" is known", "a"),
         ({**batch(), "body": "x"}, "body is 'x'; it is the request, an object", "a"),
         ({**batch(prompt="x"), "prompt": "y"}, "unknown field 'prompt'", "a"),

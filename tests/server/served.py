@@ -138,7 +138,8 @@ def served(
     arrivals = llm.arrivals(*room)
     desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
     facts = facts_of(MODEL, PlanReport.of(llm.loaded, arrivals.planned))
-    reading = LineReading(llm.tokenizer, choose_style("auto", llm.tokenizer), RowMaker(llm.spec, llm.plan, llm.tokenizer).size)
+    maker, style = RowMaker(llm.spec, llm.plan, llm.tokenizer), choose_style("auto", llm.tokenizer)
+    reading = LineReading(llm.tokenizer, style, maker.size, longest=arrivals.longest_prompt)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")
     with ExitStack() as stack:

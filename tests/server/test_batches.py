@@ -187,7 +187,7 @@ def test_a_request_that_is_too_long_has_an_error_of_its_own(server: Served, clie
     ("fields", "status", "said"),
     [
         ({"completion_window": "1h"}, 400, "completion_window is '1h'; allowed is \"24h\""),
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint is '/v1/embeddings'; allowed is"),
+        ({"endpoint": "/v1/images"}, 400, "endpoint is '/v1/images'; allowed is"),
         ({"input_file_id": None}, 400, "input_file_id is None; allowed is the id of a file"),
         ({"input_file_id": "file-x"}, 404, "there is no file 'file-x'"),
         ({"metadata": {"a": 1}}, 400, "metadata is {'a': 1}; allowed are 16 texts of 512 characters"),

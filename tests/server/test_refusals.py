@@ -177,7 +177,7 @@ def test_other_models_paths_and_methods_are_refused(http: httpx.Client, server: 
     assert (found["code"], found["param"]) == ("model_not_found", "model")
     assert found["message"] == "the model 'tinny' is not here; this server has 'tiny'; did you mean tiny?"
     assert error(http.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
-    assert error(http.get("/v1/embeddings"), 404)["message"] == "GET '/v1/embeddings' is nothing that this server knows"
+    assert error(http.get("/v1/images"), 404)["message"] == "GET '/v1/images' is nothing that this server knows"
     answer = http.get("/v1/completions")
     assert error(answer, 405)["code"] == "method_not_supported" and "POST" in answer.headers["allow"]
     with server.client() as client, pytest.raises(openai.NotFoundError, match="the model 'other' is not here"):

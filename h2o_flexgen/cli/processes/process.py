@@ -80,8 +80,8 @@ class RequestsPart:
     seed: int
 
     def run(self, llm: LLM, link: ProcessLink) -> None:
-        sizes = RowMaker(llm.spec, llm.plan, llm.tokenizer).size
-        reading = LineReading(llm.tokenizer, choose_style(self.style, llm.tokenizer), sizes)
+        maker, style = RowMaker(llm.spec, llm.plan, llm.tokenizer), choose_style(self.style, llm.tokenizer)
+        reading = LineReading(llm.tokenizer, style, maker.size, longest=maker.longest_prompt)
         left = self.requests.read_with(reading)
         heard: dict[str, Any] = {"on_stage": link.stage, "on_shrink": partial(_note, link)}
         for outcome in RestartedRun(partial(llm.generate_stream, seed=self.seed, **heard), left, link.say).outcomes():

@@ -107,7 +107,8 @@ class Worker:
         self._refuse_another_model()
         if share.asked is not None:
             AutoPlan(share.asked, llm.loaded).provide(share.longest, share.scores_texts, None)
-        self._reading = LineReading(llm.tokenizer, self._engine.style, self._engine.row_maker.size)
+        maker = self._engine.row_maker
+        self._reading = LineReading(llm.tokenizer, self._engine.style, maker.size, longest=maker.longest_prompt)
 
     def _refuse_another_model(self) -> None:
         here = model_settings(self._engine.llm)[0]

@@ -39,7 +39,7 @@ from h2o_flexgen.server.batches.stored_batches import (
 )
 from h2o_flexgen.server.batches.stored_batches import KIND as KIND_OF_BATCH
 from h2o_flexgen.server.batches.stored_files import KIND, OF_OUTPUT, DataFolder, NewFile, StoredFiles
-from h2o_flexgen.server.body_fields import read_line_body
+from h2o_flexgen.server.body_fields import read_line_body, read_line_inputs
 from h2o_flexgen.server.service import Service
 
 SECONDS_OF_REST = 30.0  # after the disk or the memory has failed
@@ -135,7 +135,8 @@ class BatchWork:
         service = self._service
         defaults = service.of_chats if batch.endpoint == CHAT else service.of_prompts
         bodies = partial(read_line_body, model=service.answers.model)
-        reader = LineReader(True, defaults, batch.endpoint, bodies, service.limits.body_bytes)
+        inputs = partial(read_line_inputs, model=service.answers.model)
+        reader = LineReader(True, defaults, batch.endpoint, bodies, service.limits.body_bytes, inputs)
         file = InputFile(self.files.lines(batch.input_file_id), self.files.one(batch.input_file_id).filename)
         with closing(Index(file, reader)) as index:
             try:
