@@ -31,13 +31,13 @@ from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import gguf_files
 from tests.helpers.contract import opened
-from tests.helpers.gguf_files import ARCHITECTURES, FORMATS, save_gguf
+from tests.helpers.gguf_files import FAMILIES, FORMATS, save_gguf
 from tests.helpers.gguf_vocabularies import PREFIX, metadata_of_folder
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import KINDS
 
 NOT_IN_FILES = ("llama-yarn", "qwen2-near", "qwen3-moe-near", "gpt-oss-far")  # nothing in the file says what they do
-RELATIVES = [kind for kind, (of, _) in KINDS.items() if of in ARCHITECTURES and kind not in NOT_IN_FILES]
+RELATIVES = [kind for kind, (of, _) in KINDS.items() if of in FAMILIES and kind not in NOT_IN_FILES]
 PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13]]
 RESIDENT, IN_HOST, ON_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 STEPS = 5

@@ -7,9 +7,10 @@ Where the package cannot encode, matrices are random blocks, in which all codes 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -25,23 +26,6 @@ from tests.helpers.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 
 Bytes = NDArray[np.uint8]
 
-OF_QWEN = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-OF_MIXTURES = {
-    "mixtral": "llama",
-    "olmoe": "olmoe",
-    **OF_QWEN,
-    "gpt_oss": "gpt-oss",
-    "glm4_moe": "glm4moe",
-    "granitemoe": "granitemoe",
-}
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "granite": "granite",
-    **OF_MIXTURES,
-}  # by model_type
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight")
 FORMATS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
@@ -62,18 +46,11 @@ SIZES_OF_LARGE_BLOCKS = {
     "head_dim": 64,
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-BLOCKS_BEHIND = {"glm4_moe": 1}  # behind those of a model, to guess at more tokens
-EVERYWHERE: Mapping[str, Mapping[str, Any]] = {  # all layers have experts, whose rows are whole blocks
-    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []},
-    "qwen3_moe": {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True},
-    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},  # no file says another
-    "glm4_moe": {"moe_intermediate_size": 32},
-}
 
 
 def sizes_for(format: str, model_type: str = "llama") -> dict[str, Any]:
     """Sizes of a tiny model whose rows are whole blocks of this format."""
-    return {**(SIZES_OF_LARGE_BLOCKS if FORMATS[format] in SCALES else SIZES), **EVERYWHERE.get(model_type, {})}
+    return {**(SIZES_OF_LARGE_BLOCKS if FORMATS[format] in SCALES else SIZES), **FAMILIES[model_type].sizes}
 
 
 def save_gguf(
@@ -90,8 +67,9 @@ def save_gguf(
     """Writes a file, or parts with so many tensors each, with matrices in one format and tables of tokens perhaps in another.
     Returns the model that it holds."""
     model = tiny_hf_model(kind, seed, **{**sizes_for(format, KINDS[kind][0]), **changes})
-    writer = GGUFWriter(file, ARCHITECTURES[model.config.model_type], split_max_tensors=tensors_per_part)
-    _add_metadata(writer, model.config)
+    family = FAMILIES[model.config.model_type]
+    writer = GGUFWriter(file, family.architecture, split_max_tensors=tensors_per_part)
+    _add_metadata(writer, model.config, family)
     if alignment:
         writer.add_custom_alignment(alignment)
     for key, value in (metadata or {}).items():
@@ -105,12 +83,12 @@ def save_gguf(
         is_table, is_router = name in ("model.embed_tokens.weight", "lm_head.weight"), name.endswith(ROUTERS)
         own = format if not is_table else table_format or format
         kind_there = FORMATS[own] if parameter.ndim == 2 and not is_router else Type.F32
-        _add_tensor(writer, model.config, name, parameter, kind_there, generator)
+        _add_tensor(writer, model.config, family, name, parameter, kind_there, generator)
     for name, parameters in experts.items():
         kind_there = FORMATS[format] if name.endswith("weight") else Type.F32
         _add_experts(writer, name.replace("model.layers", "blk"), parameters, kind_there, generator)
     _add_divisors(writer, model)
-    if model.config.model_type == "glm4_moe":
+    if family.blocks_behind:
         _add_block_behind(writer, model.config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -119,11 +97,11 @@ def save_gguf(
     return model
 
 
-def _add_metadata(writer: GGUFWriter, config: PretrainedConfig) -> None:
+def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers + BLOCKS_BEHIND.get(config.model_type, 0))
+    writer.add_block_count(config.num_hidden_layers + family.blocks_behind)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -140,35 +118,52 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(config.rope_parameters["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters["beta_slow"])
-    if config.model_type in ("mistral", "gpt_oss") and config.sliding_window:
+    for say in family.says:
+        say(writer, config)
+
+
+Says = Callable[[GGUFWriter, PretrainedConfig], None]  # adds metadata of a family
+
+
+def _window(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    if config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type.startswith("granite"):
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    if getattr(config, "num_experts_per_tok", 0):
-        _add_choice(writer, config)
 
 
-def _add_choice(writer: GGUFWriter, config: PretrainedConfig) -> None:
+def _multipliers(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _experts(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type == "gpt_oss":
-        writer.add_expert_feed_forward_length(config.intermediate_size)
-    if config.model_type == "glm4_moe":
-        writer.add_nextn_predict_layers(BLOCKS_BEHIND[config.model_type])
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
-        writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_weights_norm(config.norm_topk_prob)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if getattr(config, "moe_intermediate_size", 0):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if getattr(config, "shared_expert_intermediate_size", 0):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if getattr(config, "clip_qkv", None):
+
+
+def _inner_width(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+def _shared_expert(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _clip(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    if config.clip_qkv:
         writer.add_clamp_kqv(config.clip_qkv)
+
+
+def _choice_of_glm(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_nextn_predict_layers(FAMILIES[config.model_type].blocks_behind)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -210,18 +205,24 @@ def _add_block_behind(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 
 def _add_tensor(
-    writer: GGUFWriter, config: PretrainedConfig, name: str, parameter: Tensor, kind: Type, generator: np.random.Generator
+    writer: GGUFWriter,
+    config: PretrainedConfig,
+    family: Family,
+    name: str,
+    parameter: Tensor,
+    kind: Type,
+    generator: np.random.Generator,
 ) -> None:
     """Writes what the parameter becomes in this format, and puts what comes of that into the parameter."""
     if name.endswith("e_score_correction_bias"):
         name = name.replace("correction_bias", "correction.bias")
     name += ".weight" * name.endswith(".sinks")
-    order = _rows_in_file(config, name, len(parameter))
+    order = _rows_in_file(config, family, name, len(parameter))
     written = _in_blocks(parameter[order].numpy(), kind, generator)
     parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape)
     if name.endswith("shared_expert_gate.weight"):
         written = written[0]
-    writer.add_tensor(name_in_file(name, config.model_type), written, raw_dtype=kind)
+    writer.add_tensor(name_in_file(name, family.names), written, raw_dtype=kind)
 
 
 def _add_experts(writer: GGUFWriter, name: str, parameters: list[Tensor], kind: Type, generator: np.random.Generator) -> None:
@@ -246,16 +247,24 @@ def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Gen
     return blocks.reshape(len(values), -1)
 
 
-def _rows_in_file(config: PretrainedConfig, name: str, rows: int) -> Tensor:
-    """The row of a tensor in transformers that is each row in the file: of llama, values rotated together are neighbours."""
-    is_moved = ARCHITECTURES[config.model_type] in ("llama", "granite", "granitemoe") and ("q_proj" in name or "k_proj" in name)
+def _rows_in_file(config: PretrainedConfig, family: Family, name: str, rows: int) -> Tensor:
+    """The row of a tensor in transformers that is each row in the file: some have values rotated together as neighbours."""
+    is_moved = family.moves_rows and ("q_proj" in name or "k_proj" in name)
     heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
     order = torch.arange(rows)
     return order.view(heads, 2, -1).transpose(1, 2).flatten() if is_moved else order
 
 
+def name_in_file(name: str, names: Mapping[str, str]) -> str:
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{names[stem]}.{kind}"
+    block, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{block}.{names[part]}.{kind}"
+
+
 PARTS = "gate", "up", "down"
-NAMES = {
+NAMES: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -277,15 +286,42 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-
-
 NAMES_BY_PLACE = NAMES | {"post_attention_layernorm": "post_attention_norm"}
-OF_MODELS = dict.fromkeys(("gpt_oss", "glm4_moe"), NAMES_BY_PLACE)  # where others have NAMES
 
 
-def name_in_file(name: str, model_type: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{NAMES[stem]}.{kind}"
-    block, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{block}.{OF_MODELS.get(model_type, NAMES)[part]}.{kind}"
+class Family(NamedTuple):
+    """How files have the models of a model_type."""
+
+    architecture: str
+    says: tuple[Says, ...] = ()
+    names: Mapping[str, str] = NAMES
+    moves_rows: bool = False  # of queries and keys, so that values that are rotated together are neighbours
+    sizes: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # with which rows are whole blocks, and nothing that files do not say is used
+    blocks_behind: int = 0  # those of a model, to guess at more tokens
+
+
+QWEN3_SIZES = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True}
+QWEN2_SIZES = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", moves_rows=True),
+    "mistral": Family("llama", (_window,), moves_rows=True),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "granite": Family("granite", (_multipliers,), moves_rows=True),
+    "granitemoe": Family("granitemoe", (_multipliers, _experts), moves_rows=True),
+    "mixtral": Family("llama", (_experts,), moves_rows=True),
+    "olmoe": Family("olmoe", (_experts, _clip)),
+    "qwen2_moe": Family("qwen2moe", (_experts, _shared_expert), sizes=QWEN2_SIZES),
+    "qwen3_moe": Family("qwen3moe", (_experts,), sizes=QWEN3_SIZES),
+    "gpt_oss": Family(
+        "gpt-oss",
+        (_window, _experts, _inner_width),
+        NAMES_BY_PLACE,
+        sizes={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    ),
+    "glm4_moe": Family(
+        "glm4moe", (_experts, _choice_of_glm), NAMES_BY_PLACE, sizes={"moe_intermediate_size": 32}, blocks_behind=1
+    ),
+}
