@@ -13,6 +13,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     CLIP,
     DENSE_BLOCKS,
     GATING,
+    LAYER_EPS,
     NORMED,
     SOFTMAX,
     WEIGHTS_SCALE,
@@ -32,6 +33,7 @@ OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart"  # transformers r
 # keys behind the name of the architecture
 ROTATED, SCALING = "rope.dimension_count", "rope.scaling"
 LINEAR, YARN = "linear", "yarn"
+RMS_EPS = "attention.layer_norm_rms_epsilon"
 MIX = f"{SCALING}.yarn_ext_factor"
 
 # what would change the arithmetic of a layer -> the values with which it does not
@@ -69,7 +71,7 @@ def config_in(gguf: Gguf, known: Mapping[str, GgufArchitecture]) -> dict[str, An
         "intermediate_size": said.whole("feed_forward_length"),
         "num_hidden_layers": said.blocks,
         "max_position_embeddings": said.whole("context_length"),
-        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": said.number(RMS_EPS, 0.0 if said.has(LAYER_EPS) else None),
         "hidden_act": "silu",
         "vocab_size": _vocabulary(said),
         "tie_word_embeddings": HEAD not in said.tensors,

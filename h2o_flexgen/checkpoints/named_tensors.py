@@ -165,6 +165,6 @@ def _is_beside(name: str, said: GgufModel) -> bool:
 def _name_in_model(name: str, said: GgufModel) -> str | None:
     inside = IN_BLOCK.fullmatch(name)
     if inside is None:
-        return OUTSIDE.get(name)
+        return OUTSIDE.get(name) or said.architecture.outside.get(name)
     part = said.architecture.tensors.get(inside["part"])
     return f"model.layers.{inside['block']}.{part}" if part and int(inside["block"]) < said.blocks else None

@@ -22,6 +22,7 @@ ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
 QKV = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
 ATTENTION = {**QKV, "attn_output": "self_attn.o_proj"}
 MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+UNGATED_MLP = {name: own for name, own in MLP.items() if name != "ffn_gate"}
 BEHIND_ATTENTION = "post_attention_layernorm"
 FIRST_NORM = {"attn_norm": "input_layernorm"}
 NORMS = {**FIRST_NORM, "ffn_norm": BEHIND_ATTENTION}
@@ -51,11 +52,13 @@ def _of(kind: str, names: tuple[Mapping[str, str], ...]) -> dict[str, str]:
 
 OF_LLAMA = weights(ATTENTION, MLP, NORMS)
 OF_MIXTURES = weights(ATTENTION, EXPERTS, ROUTER, NORMS)
+BIAS_OF_LAST_NORM = {"output_norm.bias": "model.norm.bias"}
+BIAS_OF_HEAD = {"output.bias": "lm_head.bias"}
 
 # keys of metadata, behind the name of the architecture
 EXPERT_COUNT, NORMED, GATING = "expert_count", "expert_weights_norm", "expert_gating_func"
 WEIGHTS_SCALE, DENSE_BLOCKS, MORE_TOKENS = "expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers"
-WINDOW, CLIP = "attention.sliding_window", "attention.clamp_kqv"
+WINDOW, CLIP, LAYER_EPS = "attention.sliding_window", "attention.clamp_kqv", "attention.layer_norm_epsilon"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
 Heeded = Mapping[str, tuple[float, ...] | None]  # keys of metadata -> the values that its layers do; None: any value
 
@@ -73,6 +76,7 @@ class GgufArchitecture:
     has_divisors: bool = False  # of the frequencies of rotations, as a tensor
     rotates_parts: bool = False  # of each head
     rounds_waves: bool = True  # between which YaRN blends: the config of a model says this, but no file does
+    outside: Mapping[str, str] = field(default_factory=dict)  # of no block, beside those that all have: names, as `tensors`
     single_rows: tuple[str, ...] = ()  # names in models of matrices that files have as vectors
 
 

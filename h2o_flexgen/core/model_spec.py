@@ -116,6 +116,12 @@ class LayerSpec:
     def makes_logits(self) -> bool:
         return self.logit_matrix is not None
 
+    @property
+    def logit_bias(self) -> str | None:
+        """The biases of its logits, which are parted as its logit matrix is."""
+        own = f"{(self.logit_matrix or '').removesuffix('.weight')}.bias"
+        return own if own in dict(self.tensors) else None
+
     @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)

@@ -101,6 +101,15 @@ def parts_beside_text(values: Mapping[str, Any]) -> list[str]:
     return named or ["other parts"]
 
 
+def refuse_other_heads(config: Config) -> None:
+    """Refuses heads of another width, where all heads are together as wide as the hidden states."""
+    width = config.hidden_size // config.num_attention_heads
+    if getattr(config, "head_dim", None) not in (None, width):
+        raise ValueError(
+            f"head_dim is {config.head_dim}, but heads of {config.model_type} have {width} values; give another model"
+        )
+
+
 def _check_whole(key: str, value: object, bound: Whole) -> None:
     if value is None and bound.is_required:
         raise ValueError(f"{key} is missing")

@@ -33,17 +33,35 @@ from h2o_flexgen.models.llama import Traits
 from h2o_flexgen.models.mixture import SHARED, Mixture, MixtureOfExperts
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
+CORRECTION_IN_FILES = {"exp_probs_b.bias": CORRECTION}
 LEAST_SUM = 1e-20  # prevents a division by zero
 
 
-class GlmMoe(MixtureOfExperts):
+class CorrectedMixture(MixtureOfExperts):
+    """A mixture with such a router."""
+
+    _factor = 1.0  # of the weights of the chosen ones
+
+    def routing(self, width: int) -> Parameters:
+        return layout.joined(super().routing(width), layout.wide(CORRECTION, self._mixture.experts))
+
+    def scored(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        wide = tensor_ops.wide_linear(x, weights, self._mixture.router)  # in 16 bits it would choose others
+        return wide, tensor_ops.plain(weights, CORRECTION)
+
+    @property
+    def router_rule(self) -> RouterRule:
+        return RouterRule(SIGMOID_OF_EACH, self._mixture.sums_to_one, LEAST_SUM, self._factor)
+
+
+class GlmMoe(CorrectedMixture):
     bounds: ClassVar[Bounds] = {"n_shared_experts": Whole(MOST_EXPERTS), "first_k_dense_replace": Number(0.0, 1e6)}
     gguf = GgufArchitecture(
         "glm4moe",
         {
             **weights(ATTENTION, HEAD_NORMS, MLP, EXPERTS, ROUTER, shared_expert(SHARED), NORMS_BY_PLACE),
             **biases(QKV),
-            "exp_probs_b.bias": CORRECTION,
+            **CORRECTION_IN_FILES,
         },
         keys={
             "n_routed_experts": lambda said: said.experts,
@@ -76,14 +94,3 @@ class GlmMoe(MixtureOfExperts):
     @staticmethod
     def has_experts(config: Config, block: int) -> bool:
         return block >= int(config.first_k_dense_replace)
-
-    def routing(self, width: int) -> Parameters:
-        return layout.joined(super().routing(width), layout.wide(CORRECTION, self._mixture.experts))
-
-    def scored(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
-        wide = tensor_ops.wide_linear(x, weights, self._mixture.router)  # in 16 bits it would choose others
-        return wide, tensor_ops.plain(weights, CORRECTION)
-
-    @property
-    def router_rule(self) -> RouterRule:
-        return RouterRule(SIGMOID_OF_EACH, self._mixture.sums_to_one, LEAST_SUM, self._factor)

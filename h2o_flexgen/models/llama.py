@@ -48,6 +48,7 @@ class Traits:
     embedding_scale: float = 1.0
     query_scale: float = 1.0  # of queries, beside that of every attention
     residual_scale: float = 1.0  # of what attention and mlp add to the hidden states
+    head_bias: bool = False  # of logits
     logit_scale: float = 1.0
     logit_cap: float | None = None  # logits come near it and no further
 
@@ -93,6 +94,7 @@ class Decoder(InHalves):
     """What LLaMA and its relatives have in common, and the ways in which they differ."""
 
     rotates_parts = False  # of each head, where the config asks for it
+    rotates_neighbours = False  # values that are rotated together follow each other
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._traits = self.traits_of(config)
@@ -103,7 +105,7 @@ class Decoder(InHalves):
         rotations = [rope.rotary(int(rope.share * self.spec.head_dim)) for rope in self.ropes_of(config)]
         self._rotary, self._rotary_near = rotations[0], rotations[-1]
         self._embedding_scale = self._traits.embedding_scale
-        self._interleaved = bool(getattr(config, "rope_interleave", False))
+        self._interleaved = self.rotates_neighbours or bool(getattr(config, "rope_interleave", False))
 
     # -- what relatives say otherwise --------------------------------------------------------------------------------------
 
@@ -238,9 +240,9 @@ class Decoder(InHalves):
             return own, *self.behind_attention(config, sep_layer, origin)
 
         head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight})
+        outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight, "lm_head.bias": "lm_head.bias"})
         embed = layout.embedding(Decoder.embed, layout.table("embed_tokens", config.vocab_size, width), {}, width, outside)
-        logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
+        logits = layout.linear("lm_head", config.vocab_size, width, self._traits.head_bias)
         head = layout.head(Decoder.head, self._traits.norm.parameters("norm", width), logits, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
         own = {

@@ -12,6 +12,14 @@ from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 from h2o_flexgen.models.windows import same_windows
 
+PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
+    r"\.block_sparse_moe\.gate\.": ".mlp.gate.",
+    r"\.block_sparse_moe\.experts\.(\d+)\.w1\.": r".mlp.experts.\1.gate_proj.",
+    r"\.block_sparse_moe\.experts\.(\d+)\.w2\.": r".mlp.experts.\1.down_proj.",
+    r"\.block_sparse_moe\.experts\.(\d+)\.w3\.": r".mlp.experts.\1.up_proj.",
+    r"\.block_sparse_moe\.experts\.": ".mlp.experts.",
+}
+
 
 class Mistral(Decoder):
     gguf = replace(Llama.gguf, tensors=OF_LLAMA, has_window=True)
@@ -22,13 +30,7 @@ class Mistral(Decoder):
 
 
 class Mixtral(MixtureOfExperts):
-    patterns: ClassVar[Mapping[str, str]] = {
-        r"\.block_sparse_moe\.gate\.": ".mlp.gate.",
-        r"\.block_sparse_moe\.experts\.(\d+)\.w1\.": r".mlp.experts.\1.gate_proj.",
-        r"\.block_sparse_moe\.experts\.(\d+)\.w2\.": r".mlp.experts.\1.down_proj.",
-        r"\.block_sparse_moe\.experts\.(\d+)\.w3\.": r".mlp.experts.\1.up_proj.",
-        r"\.block_sparse_moe\.experts\.": ".mlp.experts.",
-    }
+    patterns: ClassVar[Mapping[str, str]] = PATTERNS_OF_MIXTRAL
     gguf = replace(
         Llama.gguf,
         tensors=OF_MIXTURES,

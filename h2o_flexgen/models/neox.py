@@ -8,7 +8,7 @@ from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import add_scaled
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
-from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.config_values import Config, refuse_other_heads
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import Rope
@@ -18,7 +18,7 @@ class NeoX(InHalves):
     """A parallel residual feeds the mlp the attention's input, so attention hands on that and its result."""
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
-        _refuse_other_heads(config)
+        refuse_other_heads(config)
         self.spec = _spec(config, dtype, sep_layer, name)
         self._activation = tensor_ops.gating(config.hidden_act)
         self._eps = config.layer_norm_eps
@@ -74,14 +74,6 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     head = layout.head(NeoX.head, layout.norm("final_layer_norm", width), logits, outside)
     layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
     return layout.model_spec(config, dtype, name, ffn, layers)
-
-
-def _refuse_other_heads(config: Config) -> None:
-    width = config.hidden_size // config.num_attention_heads
-    if getattr(config, "head_dim", None) not in (None, width):
-        raise ValueError(
-            f"head_dim is {config.head_dim}, but heads of {config.model_type} have {width} values; give another model"
-        )
 
 
 def _attention_parameters(width: int, bias: bool) -> tuple[Parameters, Parameters]:

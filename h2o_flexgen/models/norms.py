@@ -42,3 +42,4 @@ class NormPlaces:
 
 
 BEFORE = NormPlaces()
+ONE_BEFORE = NormPlaces(before_mlp=None)  # where the mlp stands beside attention

@@ -288,7 +288,8 @@ def _head(model: Model, hidden: Tensor, weights: Weights) -> Tensor:
     """The logits; a packed matrix goes part by part as in the engine: other products may have other last bits."""
     spec = model.spec.layers[-1]
     name = spec.logit_matrix or ""
-    parts = [{**weights, name: _part(weights[name], rows)} for rows in spec.logit_parts]
+    names = [own for own in (name, spec.logit_bias) if own is not None]
+    parts = [{**weights, **{own: _part(weights[own], rows) for own in names}} for rows in spec.logit_parts]
     return logits(model, spec, hidden, parts or [weights])
 
 

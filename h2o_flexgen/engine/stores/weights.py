@@ -319,8 +319,8 @@ class WeightStore:
                 whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts)
             ]
         views = self.views(visit)
-        for part in self._parts[place]:
-            yield {**views, local: part}
+        for part, rows in zip(self._parts[place], layer.logit_parts, strict=True):
+            yield {**views, **_part_of_biases(views, layer.logit_bias, rows), local: part}
 
     def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer | None]:
         """The buffers of parts: all that the layer's other weights leave of the buffer for the largest layer."""
@@ -352,3 +352,8 @@ class SlicePlace(NamedTuple):
 
 def _largest(layouts: Iterable[Layout]) -> int:
     return max(layout.nbytes for layout in layouts)
+
+
+def _part_of_biases(views: Weights, name: str | None, rows: slice) -> Weights:
+    biases = None if name is None else views[name]
+    return {name: biases[rows]} if name is not None and isinstance(biases, Tensor) else {}
