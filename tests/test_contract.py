@@ -40,7 +40,7 @@ MIXES = (
     (0, 0, 100, 0, 100, 0),
     (100, 0, 0, 0, 0, 100),
 )
-MIXTURES = "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "granite-moe"
+MIXTURES = "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "granite-moe", "minimax"
 CHOICES = {
     "kind": (
         "opt",

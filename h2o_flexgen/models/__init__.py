@@ -44,6 +44,11 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "glm4_moe": ("glm", "GlmMoe"),
     "granite": ("granite", "Granite"),
     "granitemoe": ("granite", "GraniteMoe"),
+    "phi": ("phi", "Phi"),
+    "starcoder2": ("starcoder2", "Starcoder2"),
+    "stablelm": ("stablelm", "StableLM"),
+    "ernie4_5": ("ernie", "Ernie"),
+    "minimax_m2": ("minimax", "MiniMaxM2"),
     "gpt_neox": ("neox", "NeoX"),
 }
 

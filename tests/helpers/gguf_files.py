@@ -105,7 +105,9 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    eps = eps_key(config)
+    say_eps = writer.add_layer_norm_rms_eps if eps == EPS_KEYS[0] else writer.add_layer_norm_eps
+    say_eps(getattr(config, eps))
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_dim)
@@ -122,6 +124,12 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
         say(writer, config)
 
 
+def eps_key(config: PretrainedConfig) -> str:
+    """What a config calls that which norms add."""
+    return next(key for key in EPS_KEYS if hasattr(config, key))
+
+
+EPS_KEYS = "rms_norm_eps", "layer_norm_eps", "norm_epsilon"
 Says = Callable[[GGUFWriter, PretrainedConfig], None]  # adds metadata of a family
 
 
@@ -155,6 +163,10 @@ def _shared_expert(writer: GGUFWriter, config: PretrainedConfig) -> None:
 def _clip(writer: GGUFWriter, config: PretrainedConfig) -> None:
     if config.clip_qkv:
         writer.add_clamp_kqv(config.clip_qkv)
+
+
+def _sigmoids(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _choice_of_glm(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -315,6 +327,11 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": Family("olmoe", (_experts, _clip)),
     "qwen2_moe": Family("qwen2moe", (_experts, _shared_expert), sizes=QWEN2_SIZES),
     "qwen3_moe": Family("qwen3moe", (_experts,), sizes=QWEN3_SIZES),
+    "starcoder2": Family("starcoder2", (_window,), sizes={"hidden_act": "gelu_pytorch_tanh"}),
+    "stablelm": Family("stablelm"),
+    "phi": Family("phi2", sizes={"hidden_act": "gelu_new", "qk_layernorm": False, "tie_word_embeddings": False}),
+    "ernie4_5": Family("ernie4_5"),
+    "minimax_m2": Family("minimax-m2", (_experts, _inner_width, _sigmoids)),
     "gpt_oss": Family(
         "gpt-oss",
         (_window, _experts, _inner_width),

@@ -77,6 +77,15 @@ _GRANITE = {
     "rope_theta": 300.0,
 }
 
+_MINIMAX = {
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "rope_theta": 400.0,
+    "rotary_dim": 8,
+}
+
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", _OPT),
@@ -104,6 +113,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True, "rope_theta": 1000.0}),
     "qwen2-wordy": ("qwen2", {**_LLAMA, "vocab_size": 1100, "tie_word_embeddings": True}),  # the table outweighs the layers
     "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),
+    "phi": ("phi", {**_LLAMA, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+    "phi-gqa": ("phi", {**_LLAMA, "qk_layernorm": True, "hidden_act": "gelu", "tie_word_embeddings": True}),
     "phi3": ("phi3", {**_LLAMA, "original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
     "phi3-near": ("phi3", {**_LLAMA, "sliding_window": 6, "rope_theta": 300.0}),
     "gemma3": ("gemma3_text", _GEMMA),
@@ -123,6 +134,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-air": ("glm4_moe", {**_GLM, "attention_bias": True, "norm_topk_prob": False, "partial_rotary_factor": 0.25}),
     "granite": ("granite", {**_GRANITE, "tie_word_embeddings": True}),
     "granite-moe": ("granitemoe", {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "starcoder2": ("starcoder2", {**_LLAMA, "rope_theta": 300.0}),
+    "starcoder2-near": (
+        "starcoder2",
+        {**_LLAMA, "sliding_window": 6, "use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": True},
+    ),
+    "stablelm": ("stablelm", {**_LLAMA, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": ("stablelm", {**_LLAMA, "use_parallel_residual": True}),
+    "ernie": ("ernie4_5", {**_LLAMA, "head_dim": 16, "use_bias": True, "rope_theta": 300.0}),
+    "minimax": ("minimax_m2", {**_LLAMA, **_MINIMAX}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",

@@ -62,9 +62,10 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("silu", "gelu"),
     "activation_function": ("gelu", "silu"),
     "rms_norm_eps": (0.1,),
-    "layer_norm_eps": (0.1,),
+    **dict.fromkeys(("layer_norm_eps", "norm_epsilon"), (0.1,)),
     "attention_bias": (True, False),
     "mlp_bias": (True,),
+    **dict.fromkeys(("use_bias", "use_qkv_bias", "qk_layernorm"), (True, False)),
     "qkv_bias": (False,),
     "use_qk_norm": (True, False),
     "enable_bias": (False,),
@@ -133,6 +134,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     # what is read, but changes nothing where text is made
     "is_decoder": (True, False),
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "classifier_dropout", "dropout", "layerdrop"), (0.5,)),
+    **dict.fromkeys(("residual_dropout", "embedding_dropout"), (0.5,)),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "router_jitter_noise", "router_aux_loss_coef"), (0.5,)),
     **dict.fromkeys(("initializer_range", "init_std"), (0.5,)),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), (7,)),
@@ -293,6 +295,8 @@ def test_every_key_of_the_class_in_transformers_is_varied(model_type: str) -> No
         ("glm4_moe", ("partial_rotary_factor", 0.0), "partial_rotary_factor is 0, by which no value is rotated"),
         ("qwen3", ("rope_parameters", {**YARN, "rope_theta": 1.0}), "rope_theta is 1, by which all values rotate alike"),
         ("gpt_neox", ("head_dim", 16), "head_dim is 16, but heads of gpt_neox have"),
+        ("stablelm", ("head_dim", 16), "head_dim is 16, but heads of stablelm have"),
+        ("stablelm", ("qk_layernorm", True), "qk_layernorm is True"),
         ("qwen3_moe", ("decoder_sparse_step", 0), "decoder_sparse_step is 0"),
     ],
 )
