@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from random import Random
 
-import torch
-
-from h2o_flexgen.memory.device import CudaDevice, Device, Marker
+from h2o_flexgen.memory.device import Device, Marker
 from tests.delayed.watched import Watch, WatchedHandover
 
 LEAST, MOST = 1 << 10, 1 << 21  # cycles that a stream is late: a millisecond at most, on most GPUs
@@ -20,8 +18,9 @@ ON_TIME = 0.5  # share of the marks and waits at which it is not
 class Delays:
     """Cycles that come of a seed and of how many were drawn before on the same lane."""
 
-    def __init__(self, seed: int, sleep: Callable[[int], object]) -> None:
-        self._seed, self._sleep, self._lock = seed, sleep, threading.Lock()
+    def __init__(self, seed: int, sleep: Callable[[int], object], late: Collection[str] | None = None) -> None:
+        """`late`: the lanes that may be late; None: all."""
+        self._seed, self._sleep, self._late, self._lock = seed, sleep, late, threading.Lock()
         self._lane = threading.local()
         self.drawn: Counter[str] = Counter()  # by lane
 
@@ -40,7 +39,7 @@ class Delays:
         with self._lock:
             self.drawn[lane] += 1
             random = Random(f"{self._seed} {lane} {self.drawn[lane]}")
-        if random.random() >= ON_TIME:
+        if random.random() >= ON_TIME and (self._late is None or lane in self._late):
             self._sleep(round(LEAST * (MOST / LEAST) ** random.random()))
 
 
@@ -65,7 +64,3 @@ def delayed(kind: type[Device], delays: Delays, watch: Watch = nullcontext) -> D
     device = Delayed()
     device.handover = WatchedHandover(device.handover, watch)
     return device
-
-
-def delayed_gpu(seed: int, watch: Watch) -> Device:
-    return delayed(CudaDevice, Delays(seed, torch.cuda._sleep), watch)

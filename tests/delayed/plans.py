@@ -1,10 +1,72 @@
-"""The plans that are tried where lanes are late: those in which any two choices of the contract meet, as far as they go."""
+"""The plans that are tried where lanes are late: those in which any two choices of the contract meet, as far as they go, and
+those with graphs. Without a GPU a few stand for them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
+from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case
 from tests.helpers.pairwise import covering
 from tests.test_contract import CHOICES
 
-PLANS = list(islice(covering(CHOICES, seed=7), 60))
+STAYING, MOVING = (100, 0, 100, 0, 100, 0), (0, 50, 100, 0, 100, 0)  # all weights are there, or come through buffers
+MOST = 60  # plans of the contract
+
+
+@dataclass(frozen=True)
+class Planned:
+    """`limits`: the tokens of each row, where not all have as many. `streams`: rows take the places of others."""
+
+    case: Case
+    limits: tuple[int, ...] = ()
+    streams: bool = False
+    has_graphs: bool = False
+
+    @property
+    def graphs(self) -> str:
+        return "on" if self.has_graphs else "off"
+
+    def __str__(self) -> str:
+        more = [f"limits={self.limits}"] * bool(self.limits) + ["streams"] * self.streams + ["graphs"] * self.has_graphs
+        return ", ".join([str(self.case), *more])
+
+
+def of_the_contract() -> list[Planned]:
+    return [Planned(Case(**values)) for values in islice(covering(CHOICES, seed=7), MOST)]
+
+
+def with_graphs() -> list[Planned]:
+    policies, found = (*POLICIES[:3], *POLICIES[6:10], *BY_HEAD[:2], POLICIES[12]), list[Planned]()
+    for place, policy in enumerate(policies):
+        format, product = WEIGHTS[place % len(WEIGHTS)]
+        case = Case(
+            ("opt", "llama-gqa", "neox-parallel", "gemma3")[place % 4],
+            (STAYING, MOVING)[place // 2 % 2],
+            (5, 9, 2, 7),
+            8,
+            schedule=("zigzag", "row_by_row", "flexgen_barrier")[place % 3],
+            policy=policy,
+            weight_codec=format,
+            compute=product,
+            kv_codec=("plain", "group4")[place // 2 % 2],
+        )
+        found.append(Planned(case, has_graphs=True))
+    for percent in (STAYING, MOVING):
+        leaving = Case("llama-gqa", percent, (5, 9, 2, 7), gpu_batch_size=4, sep_layer=False, policy=POLICIES[1])
+        found.append(Planned(leaving, (24, 3, 9, 16), has_graphs=True))
+        joining = Case("opt", percent, (5, 9, 2, 7, 4, 6), num_gpu_batches=1)
+        found.append(Planned(joining, (12, 7, 12, 8, 9, 10), streams=True, has_graphs=True))
+    return found
+
+
+def for_a_trial() -> list[Planned]:
+    """One that fetches nothing ahead, so that tasks are forgotten before others need them; and one with graphs."""
+    home = (0, 100, 0, 100, 0, 100)
+    forgetting = Case("opt", home, (5, 9), 8, num_gpu_batches=1, sep_layer=False, overlap=False)
+    return [Planned(forgetting), Planned(replace(forgetting, percent=(0, 100, 100, 0, 100, 0)), has_graphs=True)]
+
+
+def on_a_gpu() -> Sequence[Planned]:
+    return [*of_the_contract(), *with_graphs()]

@@ -50,12 +50,17 @@ class Place(NamedTuple):
     """Where a device of a test has things."""
 
     stream: Callable[[], Any]  # the current one
-    address: Callable[[Tensor], int | None]  # of a tensor on the device; None for others
+    address: Callable[[Tensor], int | None]  # of a tensor on the device, or of the memory that it lies in; None for others
 
 
-def on_a_gpu() -> Place:
+def on_a_gpu(whole: bool) -> Place:
+    """`whole`: accesses are of all the memory that a tensor lies in. Buffers are used by one visit at a time, so that nothing
+    is lost by it, and parts that begin elsewhere are seen. The sanitizer itself knows where tensors begin, and no more."""
+
     def address(tensor: Tensor) -> int | None:
-        return tensor.data_ptr() if tensor.is_cuda else None
+        if not tensor.is_cuda:
+            return None
+        return tensor.untyped_storage().data_ptr() if whole else tensor.data_ptr()
 
     return Place(lambda: torch.cuda.current_stream().cuda_stream, address)
 
@@ -192,11 +197,15 @@ class _Arguments(of_torch.ArgumentHandler):  # type: ignore[misc, name-defined]
 
 
 def _told(access: Any) -> str:
-    """What an access does, and the line of the package that asks for it."""
-    lines = [f"{one.filename.rsplit('/h2o_flexgen/')[-1]}:{one.lineno}" for one in access.stack_trace if _is_own(one.filename)]
+    """What an access does, and the line that asks for it."""
+    lines = [place for one in access.stack_trace if (place := _place_of(one.filename))]
+    numbers = [one.lineno for one in access.stack_trace if _place_of(one.filename)]
     verb = "writing" if access.type is of_torch.AccessType.WRITE else "reading"
-    return f"{access.operator} {verb} at {lines[-1] if lines else 'a test'}"
+    return f"{access.operator} {verb} at {f'{lines[-1]}:{numbers[-1]}' if lines else 'a test'}"
 
 
-def _is_own(file: str) -> bool:
-    return "/h2o_flexgen/" in file and "/tests/" not in file
+def _place_of(file: str) -> str:
+    """A file of the package, or the one that spoils buffers; of all others nothing."""
+    if file.endswith("/delayed/spoilt.py"):
+        return "spoilt.py"
+    return file.rpartition("/h2o_flexgen/")[2] if "/h2o_flexgen/" in file and "/tests/" not in file else ""

@@ -15,6 +15,7 @@ import torch
 from h2o_flexgen.formats.kernel_table import CUDA, INT8, TRITON, Processor
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.gpu import functions
+from tests.delayed.declared import WRITTEN, only_read
 from tests.helpers.contract import Case, Checkpoints, hold_contract
 
 
@@ -32,7 +33,12 @@ def called(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[s
     def noted(name: str) -> object:
         def call(*given: object) -> object:
             names.add(name)
-            return functions.FUNCTIONS[name](*given)
+            function = functions.FUNCTIONS[name]
+            before = [(one, one.nan_to_num()) for one in only_read(name, function, given)]
+            outcome = function(*given)
+            is_as_before = (torch.equal(one.nan_to_num(), was) for one, was in before)
+            assert all(is_as_before), f"{name} writes what it is said to read"
+            return outcome
 
         return call
 
@@ -65,3 +71,7 @@ def test_the_engine_gives_what_the_resident_loop_gives(
 ) -> None:
     hold_contract(replace(case, device=CUDA) if gpu.type == CUDA else case, own_checkpoints, offload)
     assert "decode_attention" in called
+
+
+def test_it_is_said_of_each_kernel_what_it_writes() -> None:
+    assert WRITTEN.keys() == functions.FUNCTIONS.keys()

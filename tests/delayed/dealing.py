@@ -1,0 +1,187 @@
+"""Plans dealt out to processes: each has seconds for a plan, is ended when they are over, and starts anew. A result is written
+as soon as it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.delayed.child import READY, serve
+from tests.delayed.ways import CRASH, TIMEOUT, WORDS, Result, Way
+
+STARTING_SECONDS = 90.0
+
+
+class Order(NamedTuple):
+    plan: int
+    way: Way
+
+
+@dataclass
+class Child:
+    pid: int
+    orders: int
+    results: int
+    environment: Mapping[str, str]
+    begun: float = field(default_factory=time.monotonic)
+    is_ready: bool = False
+    order: Order | None = None
+    text: bytes = b""
+
+    def give(self, order: Order) -> None:
+        self.order, self.begun = order, time.monotonic()
+        line = json.dumps({"plan": order.plan, "way": asdict(order.way)}) + "\n"
+        os.write(self.orders, line.encode())
+
+    def read(self) -> list[str] | None:
+        """Whole lines; None when it has ended."""
+        found = os.read(self.results, 1 << 16)
+        *lines, self.text = (self.text + found).split(b"\n")
+        return [line.decode() for line in lines] if found else None
+
+    def end(self) -> str:
+        """Ends it, if it has not ended, and says how it did."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        for file in (self.orders, self.results):
+            os.close(file)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+Start = Callable[[Mapping[str, str]], Child]
+
+
+@dataclass
+class Dealer:
+    """`start` makes a process with an environment; `heard` gets each result at once."""
+
+    start: Start
+    heard: Callable[[Result], None]
+    folder: Path
+    children: int
+    seconds: float  # for a plan
+    _spare: list[Child] = field(default_factory=list)
+
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Starts processes that are wanted next."""
+        self._spare += [self.start(environment) for _ in range(self.children)]
+
+    def deal(self, orders: Sequence[Order], until: float) -> None:
+        """All orders, as far as the time goes; those of one environment after the other."""
+        environments = {json.dumps(dict(order.way.environment)): order.way.environment for order in orders}
+        for environment in environments.values():
+            self._deal(deque(order for order in orders if order.way.environment == environment), environment, until)
+
+    def _deal(self, waiting: deque[Order], environment: Mapping[str, str], until: float) -> None:
+        there = list[Child]()
+        try:
+            while (waiting and time.monotonic() < until) or any(child.order for child in there):
+                while len(there) < min(self.children, len(waiting) + sum(child.order is not None for child in there)):
+                    there.append(self._taken(environment))
+                for child in self._that_say_something(there):
+                    if not self._hear(child):
+                        there.remove(child)
+                for child in [one for one in there if self._is_late(one)]:
+                    there.remove(child)
+                    self._broken(child, TIMEOUT)
+                for child in there:
+                    if child.is_ready and child.order is None and waiting and time.monotonic() < until:
+                        child.give(waiting.popleft())
+        finally:
+            for child in there:
+                child.end()
+
+    def close(self) -> None:
+        while self._spare:
+            self._spare.pop().end()
+
+    def _taken(self, environment: Mapping[str, str]) -> Child:
+        for place, child in enumerate(self._spare):
+            if child.environment == environment:
+                return self._spare.pop(place)
+        return self.start(environment)
+
+    def _that_say_something(self, children: Sequence[Child]) -> Iterator[Child]:
+        by_file = {child.results: child for child in children}
+        for file in select.select(list(by_file), [], [], 0.05)[0]:
+            yield by_file[file]
+
+    def _hear(self, child: Child) -> bool:
+        """Whether it goes on."""
+        if (lines := child.read()) is None:
+            self._broken(child, CRASH)
+            return False
+        for line in lines:
+            if line == READY:
+                child.is_ready = True
+            else:
+                child.order = None
+                self.heard(Result.of_json(json.loads(line)))
+        return True
+
+    def _is_late(self, child: Child) -> bool:
+        limit = self.seconds if child.is_ready else STARTING_SECONDS
+        return (child.order is not None or not child.is_ready) and time.monotonic() - child.begun > limit
+
+    def _broken(self, child: Child, verdict: str) -> None:
+        order, how = child.order, child.end()
+        if order is None:
+            raise RuntimeError(f"a process that tries plans did not start ({how}): {self._said(child)}")
+        words = "" if verdict == TIMEOUT else f"{how} {self._said(child)}".strip()
+        result = Result(order.plan, order.way.name, verdict, words=words[:WORDS])
+        self.heard(replace(result, seconds=round(time.monotonic() - child.begun, 2)))
+
+    def _said(self, child: Child) -> str:
+        """The last words of a process."""
+        file = self.folder / str(child.pid) / "said"
+        words = " ".join(file.read_text(encoding="utf-8", errors="replace").split()) if file.exists() else ""
+        return words[-WORDS // 2 :]
+
+
+def spawned(stand: str, fault: str, folder: Path, environment: Mapping[str, str]) -> Child:
+    """A new process, which imports all that it needs."""
+    (orders, ours), (mine, results) = os.pipe(), os.pipe()
+    command = [sys.executable, "-m", "tests.delayed.child", stand, fault, str(folder), str(orders), str(results)]
+    silent, root = subprocess.DEVNULL, Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        command,
+        cwd=root,
+        env={**os.environ, **environment},
+        stdin=silent,
+        stdout=silent,
+        stderr=silent,
+        pass_fds=(orders, results),
+    )
+    process.returncode = 0  # it is waited for by its number
+    for file in (orders, results):
+        os.close(file)
+    return Child(process.pid, ours, mine, environment)
+
+
+def forked(stand: str, fault: str, folder: Path, environment: Mapping[str, str]) -> Child:
+    """A fork of this process, which has imported all: for devices that a fork may use."""
+    (orders, ours), (mine, results) = os.pipe(), os.pipe()
+    if pid := os.fork():
+        for file in (orders, results):
+            os.close(file)
+        return Child(pid, ours, mine, environment)
+    try:
+        for file in (ours, mine):
+            os.close(file)
+        os.environ.update(environment)
+        serve(stand, fault, folder, orders, results)
+    finally:
+        os._exit(0)
+    raise AssertionError("it has ended")

@@ -1,0 +1,65 @@
+"""What kernels in Triton read and write, told to a sanitizer that sees functions of torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from inspect import signature
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from h2o_flexgen.kernels.factor import Factor
+from tests.delayed.sanitizer import StreamSanitizer
+
+# The arguments that a function writes to. It also writes what it returns, and only reads all others.
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("group_encode", "group_decode", "tile_encode", "tile_decode", "tile_decode_rows"), ("out",)),
+    **dict.fromkeys(("stored_decode", "take_slots", "gather_slots"), ("out",)),
+    **dict.fromkeys(("append", "evict"), ("image", "notes")),
+    **dict.fromkeys(("rotate", "rms_norm", "decode_attention", "prompt_attention", "shared_attention"), ()),
+    **dict.fromkeys(("tile_product", "int8_product", "stored_product"), ()),
+}
+
+
+@contextmanager
+def declared(sanitizer: StreamSanitizer) -> Iterator[None]:
+    """A context in which the sanitizer is told of each call of a kernel for GPUs."""
+    functions: dict[str, Callable[..., Any]] = import_module("h2o_flexgen.kernels.gpu.functions").FUNCTIONS
+    told = {name: _telling(name, function, sanitizer) for name, function in functions.items()}
+    with patch.dict(functions, told):
+        yield
+
+
+def _telling(name: str, function: Callable[..., Any], sanitizer: StreamSanitizer) -> Callable[..., Any]:
+    parameters = list(signature(function).parameters)
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        outcome = function(*given, **named)
+        arguments = {**dict(zip(parameters, given)), **named}
+        written = [value for one, value in arguments.items() if one in WRITTEN[name]]
+        sanitizer.declare(name, tensors_of(list(arguments.values())), tensors_of([*written, outcome]))
+        return outcome
+
+    return call
+
+
+def only_read(name: str, function: Callable[..., Any], given: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors in the arguments of a call that it does not write to."""
+    named = zip(signature(function).parameters, given)
+    return list(tensors_of([value for one, value in named if one not in WRITTEN[name]]))
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """The tensors in an argument, which may be made of several."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Factor):
+        yield value.values
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_of(one)

@@ -1,0 +1,180 @@
+"""The runner of the contract, tried without a GPU: with faults of each kind planted on pretended devices, its verdict is right
+each time. What needs a GPU is left to scripts/gpu_check."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clocked.backend import IS_POSSIBLE
+from tests.delayed import verdict as verdicts
+from tests.delayed.dealing import Child, Dealer, Order, spawned
+from tests.delayed.plans import on_a_gpu
+from tests.delayed.planted import FAULTS
+from tests.delayed.verdict import is_sound, more, verdict
+from tests.delayed.ways import ALARM, ALL, BAD, CRASH, ERROR, OK, TIMEOUT, A, B, C, D, Result, late
+from tests.helpers.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPECTED = {  # of the plan without graphs, and of that with them
+    "nothing": (verdicts.UNTOLD_QUERY, verdicts.UNTOLD_QUERY),
+    "no stream waits": (verdicts.RACE, verdicts.RACE),
+    "no load waits": (verdicts.NOT_HIT, verdicts.NOT_HIT),
+    "a kernel is wrong": (verdicts.NUMERICS_OF_TRITON, verdicts.NUMERICS_OF_TRITON),
+    "the engine is wrong": (verdicts.NUMERICS, verdicts.NUMERICS),
+    "bits come of chance": (verdicts.ATOMICS, verdicts.ATOMICS),
+    "graphs are wrong": (verdicts.UNTOLD_QUERY, "graphs"),
+    "it crashes": ("crash in B: SIGABRT", "crash in B: SIGABRT"),
+    "it breaks": ("error in A: RuntimeError", "error in A: RuntimeError"),
+}
+HANGS = "it hangs"
+
+
+def tried(out: Path, faults: Sequence[str], *options: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The documents of the faults, and all lines that were printed."""
+    command = [sys.executable, "-m", "tests.delayed.contract", str(out), "--children", "1", *options, "--pretended", *faults]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20 * PATIENCE_SECONDS, check=False)
+    assert run.returncode == (faults != ["nothing"]), run.stderr
+    lines = run.stdout.splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")], lines
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, dict[str, Any]], list[str]]:
+    if not IS_POSSIBLE:
+        pytest.skip("this torch takes no device that is written in Python")
+    out = tmp_path_factory.mktemp("contract") / "results.jsonl"
+    patient = str(10 * PATIENCE_SECONDS)
+    documents, lines = tried(out, list(EXPECTED), "--seconds", patient, "--plan-seconds", patient)
+    return out, {document["fault"]: document for document in documents}, lines
+
+
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_the_verdict_on_a_planted_fault_is_right(fault: str, found: tuple[Path, Mapping[str, dict[str, Any]], Any]) -> None:
+    document = found[1][fault]
+    each = document["verdicts"]
+    assert [each[number].startswith(told) for number, told in zip("01", EXPECTED[fault], strict=True)] == [True, True], each
+    assert document["sound"] == (fault == "nothing") and document["plans"] == 2
+
+
+def test_the_late_lane_is_named(found: tuple[Path, Mapping[str, dict[str, Any]], Any]) -> None:
+    assert all("late lanes: load" in told for told in found[1]["no stream waits"]["verdicts"].values())
+
+
+def test_each_result_is_a_short_line(found: tuple[Path, Any, list[str]]) -> None:
+    results = [Result.of_json(json.loads(line)) for line in found[0].read_text().splitlines()]
+    assert {way.name for way in (*ALL, late("load"), late("store"))} <= {one.way for one in results}
+    assert all(len(line) < 1200 for line in found[0].read_text().splitlines())
+    assert all(len(line) < 400 for line in found[2] if not line.startswith("{"))
+    wrong = next(one for one in results if one.verdict == BAD)
+    assert wrong.step is not None and wrong.row is not None and wrong.difference and wrong.bits
+    alarm = next(one for one in results if one.verdict == ALARM)
+    assert alarm.pairs and all(" is not behind " in pair for pair in alarm.pairs)
+
+
+def test_what_hangs_is_ended_and_the_next_plan_goes_on(tmp_path: Path) -> None:
+    if not IS_POSSIBLE:
+        pytest.skip("this torch takes no device that is written in Python")
+    documents, _ = tried(tmp_path / "results.jsonl", [HANGS], "--seconds", "60", "--plan-seconds", "1")
+    (document,) = documents
+    assert all(told.startswith("timeout in A") for told in document["verdicts"].values()) and not document["sound"]
+    assert {HANGS, *EXPECTED} == set(FAULTS)
+
+
+# -- the table -----------------------------------------------------------------------------------------------------------
+
+
+def results(**said: str) -> dict[str, Result]:
+    """By the letters of ways; what stands behind a letter has a word of its own."""
+    named = {name.replace("_", " "): each for name, each in said.items()}
+    return {name: Result(1, name, each.partition(" ")[0], bits=each.partition(" ")[2]) for name, each in named.items()}
+
+
+TABLE = (
+    (results(A=OK, B=OK, C=OK, D=ALARM), verdicts.UNTOLD_QUERY),
+    (results(A=OK, B=OK, C=OK, D=OK), verdicts.SOUND),
+    (results(A=OK, B=OK, C=OK), verdicts.SOUND),
+    (results(A=OK, B=OK, C=ALARM, D=ALARM), verdicts.NOT_HIT),
+    (results(A=OK, B=BAD, B_load=BAD, B_store=OK), "a race; late lanes: load"),
+    (results(A=OK, B=BAD, B_load=OK, B_store=OK), "a race; late lanes: not one alone"),
+    (results(A=OK, B=ERROR, B_load=ERROR, B_by_torch=OK), "a race in a kernel in Triton; late lanes: load"),
+    (results(A=OK, B=BAD, B_without_graphs=OK), "a race in graphs"),
+    (results(A=f"{BAD} 1", A_again=f"{BAD} 1", A_by_torch=OK), verdicts.NUMERICS_OF_TRITON),
+    (results(A=f"{BAD} 1", A_again=f"{BAD} 1", A_by_torch=BAD), verdicts.NUMERICS),
+    (results(A=f"{BAD} 1", A_again=f"{BAD} 2", A_by_torch=OK), verdicts.ATOMICS),
+    (results(A=f"{BAD} 1", A_again=OK, A_blocking=OK), "a race, which blocking launches mend"),
+    (results(A=f"{BAD} 1", A_again=f"{BAD} 1", A_without_graphs=OK), "graphs"),
+    (results(A=TIMEOUT, A_again=OK), "timeout in A; well: A again"),
+    (results(A=OK, B=CRASH), "crash in B"),
+    (results(A=OK, B=OK, C=ERROR), "error in C"),
+    (results(A=OK, B=OK), "not run: C"),
+    ({}, "not run: A, B, C"),
+)
+
+
+@pytest.mark.parametrize(("said", "told"), TABLE)
+def test_the_table_of_verdicts(said: Mapping[str, Result], told: str) -> None:
+    assert verdict(said).startswith(told)
+    assert is_sound(said) == (told in (verdicts.SOUND, verdicts.UNTOLD_QUERY))
+
+
+def test_a_failure_is_tried_further_and_a_sound_plan_is_not() -> None:
+    assert [way.name for way in more(results(A=BAD), ("load",), True)] == [
+        "A again",
+        "A by torch",
+        "A without graphs",
+        "A blocking",
+    ]
+    further = [way.name for way in more(results(A=OK, B=ERROR), ("load", "store"), False)]
+    assert further == ["B load", "B store", "B by torch", "B blocking"]
+    assert not list(more(results(A=OK, B=OK, C=ALARM), ("load",), True))
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+ECHO = """
+import json, os, sys
+orders, results = open(int(sys.argv[1])), open(int(sys.argv[2]), "w", buffering=1)
+results.write("ready\\n")
+for line in orders:
+    order = json.loads(line)
+    if order["plan"] == 1:
+        import time; time.sleep(3600)
+    if order["plan"] == 2:
+        os.abort()
+    told = {"plan": order["plan"], "way": order["way"]["name"], "verdict": "ok", "words": str(os.getpid())}
+    results.write(json.dumps(told) + "\\n")
+"""
+
+
+def test_processes_that_hang_or_crash_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(environment: Mapping[str, str]) -> Child:
+        (orders, ours), (mine, written) = os.pipe(), os.pipe()
+        command = [sys.executable, "-c", ECHO, str(orders), str(written)]
+        process = subprocess.Popen(command, pass_fds=(orders, written), stderr=subprocess.DEVNULL)
+        process.returncode = 0
+        os.close(orders)
+        os.close(written)
+        return Child(process.pid, ours, mine, environment)
+
+    heard = list[Result]()
+    dealer = Dealer(start, heard.append, tmp_path, children=1, seconds=1.0)
+    dealer.deal([Order(number, A) for number in range(4)], until=float("inf"))
+    assert [(one.plan, one.verdict) for one in heard] == [(0, OK), (1, TIMEOUT), (2, CRASH), (3, OK)]
+    assert "SIGABRT" in heard[2].words and heard[0].words != heard[3].words
+
+
+def test_on_a_gpu_it_has_sixty_plans_and_some_with_graphs() -> None:
+    plans = on_a_gpu()
+    assert sum(not one.has_graphs for one in plans) == 60
+    graphs = [one for one in plans if one.has_graphs]
+    assert any(one.streams for one in graphs) and any(one.limits and not one.streams for one in graphs) and len(graphs) > 10
+    assert all(one.case.percent[2:] == (100, 0, 100, 0) for one in graphs)
+    assert callable(spawned) and {B.name, C.name, D.name} <= {way.name for way in ALL}
