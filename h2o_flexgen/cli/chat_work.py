@@ -17,7 +17,7 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.report.entry import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.report.summary import say_broken
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, say_threads
 from h2o_flexgen.core.hints import did_you_mean
@@ -45,6 +45,7 @@ def work(request: ChatRequest) -> None:
             llm.tokenizer.encode("")  # reports a missing tokenizer before anything is loaded
         say_threads(request.others, request.site.threads, _arithmetic(llm))
         say_slow(kernel_reasons(_arithmetic(llm)))
+        say_slow(unchecked_reason(llm.plan, llm.loaded.site))
         style = choose_style(request.style, llm.tokenizer, request.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:

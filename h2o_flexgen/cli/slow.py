@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction
 
 SLOW = "slow"  # the first word of each line
@@ -100,6 +103,15 @@ def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:
         layer, why = next(iter(unrecorded.items()))
         count = "one layer" if len(unrecorded) == 1 else f"{len(unrecorded)} layers"
         yield f"{count} could not be recorded ({layer}: {why}), and Python made each call of each step; please report it"
+
+
+def unchecked_reason(plan: Plan, site: Site) -> Iterator[str]:
+    """The reason that a GPU launches call by call what it could replay, if nothing but a check is missing."""
+    if site.accelerator and not plan.may_capture(site.graph_bytes) and plan.graphs == AUTO and plan.may_capture(0):
+        yield (
+            "graphs would replay decode steps, but no check has found that they hold on this GPU; in a checkout, "
+            "`scripts/gpu_check OUT_FOLDER --only contract graphs` checks it, and --graphs on takes them unchecked"
+        )
 
 
 def one_worker_reason() -> str:

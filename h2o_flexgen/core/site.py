@@ -19,6 +19,7 @@ class Site:
     writes_weights: bool = False  # the disk share of the weights is not there yet but written for the run
     processor: Processor = field(default_factory=Processor)
     threads: int = 1  # of the CPU
+    graph_bytes: int | None = None  # that an accelerator takes for a graph; None: it is not known whether graphs hold there
 
     def usual_dtype(self, stored: str | None = None) -> str:
         """The default type to compute in: bf16 on CPUs, some of which have instructions for products of it;

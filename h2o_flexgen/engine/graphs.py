@@ -157,7 +157,7 @@ class StepGraphs:
     @classmethod
     def of(cls, plan: Plan, device: Device, rests: Callable[[int, int], bool], where: Where) -> StepGraphs | None:
         """None where graphs are not possible, or where the plan excludes them."""
-        may = plan.may_capture if device.accelerator else plan.may_record
+        may = plan.may_capture(device.graph_bytes) if device.accelerator else plan.may_record
         return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 
     def take(self, rows: BatchRows) -> bool:

@@ -97,6 +97,7 @@ class Device:
     accelerator = False
     chains = True  # whether what was captured can be joined to one launch
     steps_before_capture = 1  # in which tensors are made that stay: what is recorded finds them
+    graph_bytes: int | None = None  # of an accelerator: what a graph takes; None: it is not known whether graphs hold there
     kind = "cpu"
 
     def __init__(self) -> None:

@@ -19,12 +19,12 @@ from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
 from h2o_flexgen.memory.host import HostTier, SharedTier, SharedWeights
 
 
-def own_site(device: str, accelerator: bool, writes_weights: bool = False) -> Site:
+def own_site(device: str, accelerator: bool, writes_weights: bool = False, graph_bytes: int | None = None) -> Site:
     """The site that this process is: its kind of device, its library of kernels, its threads.
 
-    `device`: its kind. An accelerator that computes as a CPU has none of the kernels in C."""
+    `device`: its kind. An accelerator that computes as a CPU has none of the kernels in C. `graph_bytes`: as a device says."""
     own = Processor(device) if accelerator and device == CPU else processor(device)
-    return Site(accelerator, writes_weights, own, torch.get_num_threads())
+    return Site(accelerator, writes_weights, own, torch.get_num_threads(), graph_bytes)
 
 
 class Memories:

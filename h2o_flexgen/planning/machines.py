@@ -55,5 +55,10 @@ def save_machine(fingerprint: str, machine: Machine, comment: str = "") -> Path:
 
 
 def machine_file(fingerprint: str) -> Path:
+    return kept_folder("machines") / f"{fingerprint}.yaml"
+
+
+def kept_folder(kind: str) -> Path:
+    """The folder of the user's cache for what was found of machines."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "h2o_flexgen" / "machines" / f"{fingerprint}.yaml"
+    return Path(base) / "h2o_flexgen" / kind

@@ -138,12 +138,12 @@ class Plan:
         f"{EXACT}: activations are multiplied as they are; {INT8}: packed weights are multiplied with activations rounded to 8 "
         "bits, which is faster; on a CPU logits of a row do not depend on the rows beside it",
     )
-    graphs: str | None = option(  # AUTO: or they are not
-        None,
+    graphs: str = option(  # AUTO: or they are not
+        AUTO,
         Choice(GRAPHS),
         "",
         "decode steps are recorded once and then replayed without Python: on a CPU with kernels in C; on a GPU where KV and "
-        f"activations stay there; {ON}: or it is an error (default: {AUTO} on a CPU, {OFF} on a GPU)",
+        f"activations stay there, and where a check of this GPU found that they hold; {ON}: also unchecked, or it is an error",
         flags=("--graphs", "--cuda-graphs"),
     )
     schedule: str = option(
@@ -316,10 +316,11 @@ class Plan:
         """Whether KV and activations stay on the device. Weights may come through buffers, which are few."""
         return self.kv == self.hidden == ALL_DEVICE
 
-    @property
-    def may_capture(self) -> bool:
-        """Whether decode steps may be captured as graphs of a GPU, which work on addresses that stay."""
-        return self.graphs in (AUTO, ON) and self.stays_in_place and self.pipeline == 1
+    def may_capture(self, graph_bytes: int | None) -> bool:
+        """Whether decode steps may be captured as graphs of a GPU, which work on addresses that stay. `graph_bytes`: what a
+        graph takes, or None where no check has found that they hold."""
+        is_wanted = self.graphs == ON or (self.graphs == AUTO and graph_bytes is not None)
+        return is_wanted and self.stays_in_place and self.pipeline == 1
 
     @property
     def may_record(self) -> bool:

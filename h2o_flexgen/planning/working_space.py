@@ -38,7 +38,7 @@ WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it 
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
-GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
+GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
 RECORDED_BYTES = 16 << 10  # of the calls of a layer and batch on a CPU, and of what they are given
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
@@ -69,9 +69,10 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
         for at, (batch, own) in enumerate(zip(batches, slots))
     }  # most batches are alike
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
-    if plan.may_capture if site.accelerator else plan.may_record and site.processor.build != TORCH:
+    has_graphs = plan.may_capture(site.graph_bytes) if site.accelerator else plan.may_record and site.processor.build != TORCH
+    if has_graphs:
         most += max(graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
-        most += (GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned)
+        most += (site.graph_bytes or GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 

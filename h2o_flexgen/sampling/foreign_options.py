@@ -50,7 +50,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
         "shared_prefixes=False; generate computes each prompt by itself",
         (True, None),
     ),
-    "enforce_eager": ForeignOption(f"no graphs are captured unless graphs= asks for them; {_LEAVE_OUT}", _TRUE_OR_FALSE),
+    "enforce_eager": ForeignOption(f"graphs= says whether steps are captured; {_LEAVE_OUT}", _TRUE_OR_FALSE),
     "gpu_memory_utilization": ForeignOption('write gpu_mem="14GB", a size and not a share'),
     "hf_token": ForeignOption("log in with `hf auth login`", (None,)),
     "kv_cache_dtype": ForeignOption('write kv_codec="group4" or kv_codec="group8"', ("auto",)),

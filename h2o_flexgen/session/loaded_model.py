@@ -40,6 +40,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanSubject
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.profiling.gpu_checks import kept_graph_bytes
 from h2o_flexgen.session.machine_source import MachineSource
 from h2o_flexgen.session.open_request import OpenRequest
 from h2o_flexgen.session.opened_model import Mending, OpenedModel
@@ -64,6 +65,8 @@ class LoadedModel:
         self._shared: SharedWeights | None = None
         self._engine: Engine | None = None
         self.device = open_device(site.device)
+        if self.device.accelerator and self.device.graph_bytes is None:
+            self.device.graph_bytes = kept_graph_bytes(self.device.torch_device)
         site.refuse_memory_of_no_gpu(self.device.accelerator, "this model computes on the CPU")
         self._take(request.plan)
         self.offload_folder = site.offload_folder
@@ -128,7 +131,8 @@ class LoadedModel:
 
     @property
     def site(self) -> Site:
-        return own_site(self.device.kind, self.device.accelerator, self.request.model.dummy_weights)
+        device = self.device
+        return own_site(device.kind, device.accelerator, self.request.model.dummy_weights, device.graph_bytes)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
         """Plans the workload under this model's plan, or under another one."""

@@ -17,6 +17,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanSubject
+from h2o_flexgen.profiling.gpu_checks import kept_graph_bytes
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.session.opened_model import OpenedModel
 
@@ -50,9 +51,11 @@ class ModelShapes:
 
     def _site(self, machine: Machine) -> Site:
         site = own_site(machine.device, machine.has_accelerator, self.model.dummy_weights)
-        if self.named is not None and machine.has_accelerator:  # another machine's, where torch brings Triton
-            site = replace(site, processor=Processor(machine.device, TRITON, machine.multiplies))
-        return site
+        if not machine.has_accelerator:
+            return site
+        if self.named is not None:  # another machine's, where torch brings Triton
+            return replace(site, processor=Processor(machine.device, TRITON, machine.multiplies))
+        return replace(site, graph_bytes=kept_graph_bytes(machine.device))
 
     # -- what may be held ------------------------------------------------------------------------------------------------
 

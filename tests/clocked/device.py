@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.cuda import _gpu_trace as traced
 
 from h2o_flexgen.memory.device import Accelerator, StreamEvent
+from h2o_flexgen.planning.working_space import GRAPH_BYTES
 from tests.clocked.backend import registered
 from tests.clocked.checker import Checker, current
 from tests.clocked.clock import Clock
@@ -79,6 +80,7 @@ class ClockedStream(NamedTuple):
 
 class ClockedDevice(Accelerator):
     kind = NAME
+    graph_bytes = GRAPH_BYTES
 
     def __init__(self, number: int = 0) -> None:
         """`number`: of several, each of which has streams of its own."""

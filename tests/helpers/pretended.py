@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from h2o_flexgen.memory.device import Device, DeviceTier, open_device
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.planning.working_space import GRAPH_BYTES
 from h2o_flexgen.session import loaded_model
 from tests.helpers.recorded import repeated
 
@@ -19,6 +20,7 @@ class PretendedDevice(Device):
     captures = True
     chains = False
     steps_before_capture = 2
+    graph_bytes = GRAPH_BYTES
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return repeated(work)

@@ -21,6 +21,8 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.profiling.gpu_checks import check_file, keep_check
+from tests.delayed.contract import parse as parse_contract
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.scripts.loading import load_script
 
@@ -100,6 +102,49 @@ def test_its_tests_are_there_and_need_a_gpu(tmp_path: Path) -> None:
         if one.ends_with == SCRIPT.TESTS:
             places = [SCRIPT.ROOT / word for word in one.command if word.startswith("tests/")]
             assert places and all(place.exists() for place in places), one.name
+
+
+def test_the_contract_alone_takes_all_of_the_time_and_all_plans(tmp_path: Path) -> None:
+    (alone,) = SCRIPT.asked_stages(tmp_path, tmp_path, ["contract"])
+    beside = next(one for one in SCRIPT.stages(tmp_path, tmp_path) if one.name == "contract")
+    assert (alone.seconds, beside.seconds) == (SCRIPT.TOTAL_SECONDS - SCRIPT.GRAPHS_SECONDS, SCRIPT.CONTRACT_SECONDS)
+    assert [one.seconds for one in SCRIPT.asked_stages(tmp_path, tmp_path, ["contract", "graphs"])] == [alone.seconds, 35.0]
+    for one, every in ((alone, 1), (beside, 4)):
+        options = parse_contract(one.command[3:])
+        assert one.command[:3] == (sys.executable, "-m", "tests.delayed.contract")
+        assert options.every == every and options.seconds < one.seconds and options.pretended is None
+
+
+def test_the_verdict_of_the_contract_is_what_the_table_says(tmp_path: Path) -> None:
+    said = {"verdict": "3 of 4 plans are sound; 1: a race; late lanes: load", "sound": False}
+    outcome = ran(stage("contract", f"{printing(said)}; raise SystemExit(1)", ends_with=SCRIPT.DOCUMENT), tmp_path)
+    assert (outcome.result, outcome.words) == (SCRIPT.FAILED, said["verdict"])
+
+
+@pytest.mark.parametrize(
+    ("contract", "graphs", "kept"),
+    [
+        ("passed 1", "passed", {"plans": 74, "graph_bytes": 70_000}),
+        ("passed 4", "passed", {"plans": 1, "graph_bytes": 1}),  # as before: a quarter of the plans proves too little
+        ("passed 1", "not run", {"plans": 1, "graph_bytes": 1}),
+        ("FAILED 1", "passed", None),
+        ("passed 1", "FAILED", None),
+        ("FAILED", "passed", {"plans": 1, "graph_bytes": 1}),  # it said nothing of plans
+    ],
+)
+def test_a_check_that_is_passed_is_kept(
+    contract: str, graphs: str, kept: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("KEEP", "FORGET"):
+        monkeypatch.setattr(SCRIPT, name, getattr(SCRIPT, name).replace('"cuda"', '"cpu"'))
+    keep_check("cpu", 1, 1)
+    result, _, every = contract.partition(" ")
+    documents = {"plans": 74, "every": int(every)} if every else None, {"graph_bytes": 70_000}
+    results = zip(("contract", "graphs"), (result, graphs), documents)
+    SCRIPT.keep_check({name: SCRIPT.Outcome(said, 1.0, "", document=own) for name, said, own in results})
+    found = json.loads(check_file("cpu").read_text()) if check_file("cpu").exists() else None
+    assert (found and {name: found[name] for name in ("plans", "graph_bytes")}) == kept
 
 
 def test_plan_only_prints_every_command_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +255,7 @@ def test_one_failure_does_not_stop_the_others(
         stage("never", "", lacks="pytest is not installed"),
         stage("opt-6.7b", printing(DOCUMENT), ends_with=SCRIPT.RUN),
     ]
-    monkeypatch.setattr(SCRIPT, "stages", lambda folder, cache: planned)
+    monkeypatch.setattr(SCRIPT, "stages", lambda folder, cache, contract_alone: planned)
     monkeypatch.setattr(SCRIPT, "probe", lambda: {"gpu": "a GPU", "torch": "2.13", "host_bytes": 128e9})
     assert SCRIPT.main([str(tmp_path)]) == 1
     said = capsys.readouterr().out
