@@ -232,5 +232,30 @@ class KVLayout:
         return max(1, CHUNK_BYTES // self.padded_slot_bytes)
 
     def of_rows(self, rows: int) -> KVLayout:
-        """The layout when only this many rows are left."""
+        """The layout of only this many rows: those that are left, or those of a part."""
         return replace(self, rows=rows)
+
+
+@dataclass(frozen=True)
+class PromptPlaces:
+    """The places of a device for the KV of prompts that the host attends later: those of one batch in one layer, in a buffer.
+    Parts of the prompts take the places in turn, so that one part goes home while the next is computed."""
+
+    layout: KVLayout  # of the part that has most rows
+    count: int
+
+    def start(self, part: int) -> int:
+        """The place of a part, by its number among those of the batch."""
+        return part % self.count * region_bytes(self.layout.image_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * region_bytes(self.layout.image_bytes)
+
+    # -- what a policy notes of their slots, in a buffer of its own ------------------------------------------------------
+
+    def start_of_notes(self, part: int, of_a_slot: int) -> int:
+        return part % self.count * region_bytes(self.layout.score_bytes(of_a_slot))
+
+    def notes_bytes(self, of_a_slot: int) -> int:
+        return self.count * region_bytes(self.layout.score_bytes(of_a_slot)) if of_a_slot else 0

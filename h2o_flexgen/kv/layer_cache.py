@@ -136,6 +136,18 @@ class LayerCache:
             yield level, heads, cache
 
 
+class LayerByPart(LayerCache):
+    """The same for prompts that are computed part by part, each in a place of its own. Parts are asked for in their order."""
+
+    def __init__(self, heads: HeadsOfLayer, opened: Callable[[slice], Sequence[KVCache]]) -> None:
+        """`opened`: the caches of some rows, one for each level."""
+        super().__init__(heads, ())
+        self._opened = opened
+
+    def part(self, rows: slice) -> LayerCache:
+        return LayerCache(self._heads, self._opened(rows))
+
+
 def _replaces(cache: KVCache, slots: Tensor, visit: object) -> None:
     cache.replaced = slots.clone()  # the next step has others, and a journal keeps these
 

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import (
     HeldKV,
+    Place,
     Placement,
     layers_of,
     only_layers,
@@ -91,6 +93,14 @@ class BlockPlan:
     @cached_property
     def kv(self) -> HeldKV:
         return HeldKV(self.spec, self.levels, self.block)
+
+    def prompt_places(self, place: Place, layout: KVLayout) -> PromptPlaces:
+        """The places of a device for the KV of a batch's prompts in one layer, where the host attends it later. `layout`: of
+        one level's heads."""
+        if not self.schedule.traffic.passes_parts:
+            return PromptPlaces(layout, 1)
+        parts = self.block.batches[place[1]].kinds_of_parts(self.plan.prefill_tokens)
+        return PromptPlaces(layout.of_rows(max(part.size for part in parts)), min(2, sum(parts.values())))
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:

@@ -29,6 +29,7 @@ from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.kv_rooms import KVRooms
 from h2o_flexgen.planning.placement import Place, Placement
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
@@ -156,16 +157,16 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
     for number, level in enumerate(planned.levels):
         layouts = {place: own for place, levels in by_place.items() if (own := levels[number]) is not None}
         if layouts:
-            _add_level(parts, layouts, level.policy.score_bytes, planned.schedule, compute)
+            _add_level(parts, planned, layouts, level.policy.score_bytes, compute)
     if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
         sizes = (planned.block.batches[batch].size for batch in beside)
         shares, judged = bool(planned.block.prefix_room), planned.plan.policy.judge is not None
         parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares, judged).nbytes) for size in sizes)
 
 
-def _add_level(parts: Parts, layouts: Mapping[Place, KVLayout], score_bytes: int, schedule: Schedule, compute: str) -> None:
+def _add_level(parts: Parts, planned: BlockPlan, layouts: Mapping[Place, KVLayout], score_bytes: int, compute: str) -> None:
     """Adds the KV of one level: what lies at rest, notes of its slots, and buffers."""
-    traffic = schedule.traffic
+    traffic, buffers = planned.schedule.traffic, planned.schedule.buffers
     for place, layout in layouts.items():
         tier = traffic.kv[place]
         if score_bytes:
@@ -173,17 +174,10 @@ def _add_level(parts: Parts, layouts: Mapping[Place, KVLayout], score_bytes: int
             parts[noted_on]["KV notes"] += region_bytes(layout.score_bytes(score_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
         parts[tier if tier != DEVICE else compute]["KV"] += home
-    ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts.values())
-    if any(traffic.kv[place] == DISK for place in layouts):
-        parts[HOST]["KV buffers"] += ring
-    is_moved = traffic.accelerator and any(traffic.moves_kv(*place) for place in layouts)
-    if is_moved:
-        parts[DEVICE]["KV buffers"] += ring
-    if any(traffic.is_beside(*place) for place in layouts):
-        noted = max(layout.score_bytes(score_bytes) for layout in layouts.values())
-        parts[DEVICE]["KV notes"] += schedule.buffers * region_bytes(noted) if noted else 0
-    elif is_moved:
-        parts[HOST]["KV buffers"] += max(region_bytes(layout.staged_bytes) for layout in layouts.values())
+    rooms = KVRooms.of(planned, layouts, score_bytes)
+    parts[HOST]["KV buffers"] += buffers * rooms.on_host + rooms.staged
+    parts[DEVICE]["KV buffers"] += buffers * rooms.on_device
+    parts[DEVICE]["KV notes"] += buffers * rooms.noted
 
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:

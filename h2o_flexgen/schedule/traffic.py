@@ -95,6 +95,16 @@ class Traffic:
     def reads_prompts(self, step: int) -> bool:
         return step == 0 or self.rows_join
 
+    @property
+    def passes_parts(self) -> bool:
+        """True if of prompts that the host attends later a device holds some parts alone: each goes home while the next one is
+        computed. Where rows join others, the host must first make room for them; where texts go on, all that they hold is
+        needed at once."""
+        return self.accelerator and self.attends_on_host and not (self.rows_join or self.kv_before or self.kv_after)
+
+    def passes_parts_of(self, visit: Visit) -> bool:
+        return self.passes_parts and visit.step == 0 and self.is_beside(visit.layer, visit.batch)
+
     def loads_kv(self, visit: Visit) -> bool:
         """True if the KV that is held crosses the link before a COMPUTE."""
         return self.works_on_device(visit) and (visit.step == 0 or not self.is_beside(visit.layer, visit.batch))
@@ -147,10 +157,13 @@ class Traffic:
         return (ring(data, HOST),) * on_host + (ring(data, DEVICE),) * on_device
 
     def computed_in(self, data: Data, visit: Visit) -> tuple[str, ...]:
-        """Those of the rings that a COMPUTE works in: the last, but what the host attends is not there."""
+        """Those of the rings that a COMPUTE works in: the last, but what the host attends is not there, and parts of prompts
+        are on their way through all."""
         rings = self.rings(data, visit)
         if data is Data.KV and self.attends_beside(visit):
             return tuple(name for name in rings if name == ring(data, DEVICE))
+        if data is Data.KV and self.passes_parts_of(visit) and self.stores_kv(visit):
+            return rings
         return rings[-1:]
 
     def uses_disk(self, op: Op) -> bool:

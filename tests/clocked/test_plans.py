@@ -155,9 +155,23 @@ BESIDE_THE_KV = {
     "policy": [(("attend_on", "host"), *policy) for policy in (POLICIES[0], POLICIES[1])],
     "kv_codec": (PLAIN, "group4"),
 }
+BY_PART = {  # prompts of four rows in four parts, which wait for each other's places
+    "percent": (*BESIDE_THE_KV["percent"], (0, 0, 0, 0, 0, 0)),
+    "buffers": (2, 1, 3),
+    "schedule": BESIDE_THE_KV["schedule"],
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[11], BY_HEAD[0]),
+    "kv_codec": (PLAIN, "group4"),
+    "gen_len": (3, 1),
+}
 
 
 @pytest.mark.parametrize("values", covering(BESIDE_THE_KV))
 def test_attention_on_the_host(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
     assert any(task.startswith("ATTEND") for task in checker.tasks)
+
+
+@pytest.mark.parametrize("values", covering(BY_PART))
+def test_prompts_go_home_part_by_part(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    how = {"gpu_batch_size": 4, "prefill_tokens": 3, "attend_on": HOST}
+    hold_contract(Case("llama-gqa", lengths=(3, 2, 5, 1, 4), device=NAME, **how, **values), by_twins, offload)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.buffer_layout import PromptPlaces
 from h2o_flexgen.engine import executor
 from h2o_flexgen.engine.executor import Executor, TaskFailed
 from h2o_flexgen.engine.recorder import Recorder
@@ -27,7 +28,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import EventMarker, Marker, StreamEvent
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
-from h2o_flexgen.schedule.ops import Key, Op, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, STORE, Key, Op, Task
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.row_by_row import RowByRow
 from h2o_flexgen.schedule.schedule import Schedule
@@ -190,6 +191,17 @@ def nobody_waits_for_what_is_read_back() -> AbstractContextManager[object]:
     return patch.object(EventMarker, "synchronize", lambda marker: None)
 
 
+def no_wait_between_parts(stream: str) -> Fault:
+    """While prompts are computed part by part, one of the streams does not wait for the other."""
+    wait = ClockedDevice.wait
+
+    def unless(device: ClockedDevice, marker: Marker | None) -> None:
+        if not (current().task.startswith(Op.COMPUTE.name) and current().stream == stream):
+            wait(device, marker)
+
+    return lambda: patch.object(ClockedDevice, "wait", unless)
+
+
 # -- where things lie ------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +215,10 @@ def hidden_states_in_memory_of_their_own() -> AbstractContextManager[object]:
 def rings_that_are_too_short() -> AbstractContextManager[object]:
     """All visits share one buffer of the KV."""
     return patch.object(KVStore, "_working_region", lambda store, task: (store._device_ring or store._host_ring)[0])
+
+
+def one_place_for_all_parts() -> AbstractContextManager[object]:
+    return patch.object(PromptPlaces, "start", lambda places, part: 0)
 
 
 def gathered_on_a_stream_of_its_own() -> AbstractContextManager[object]:
@@ -267,6 +283,7 @@ MOST = (DISK, replace(DISK, kind="llama-gqa", policy=H2O), HOST)
 KV = (KV_ON_HOST, replace(KV_ON_DISK, policy=H2O), THREE_BUFFERS)
 SINGLE_SLOTS = (replace(KV_ON_HOST, policy=H2O),)
 BESIDE = tuple(replace(case, attend_on="host", policy=H2O) for case in (KV_ON_HOST, KV_ON_DISK))
+BY_PART = tuple(replace(case, lengths=(3, 2, 4, 2, 3, 1, 2), gpu_batch_size=4, prefill_tokens=2) for case in BESIDE)
 TALK = (replace(KV_ON_HOST, prefill_tokens=2), replace(HOST, prefill_tokens=2))
 FAULTS = [
     Planted("no block waits before it begins", nobody_settles(True, False), (KV_ON_HOST,)),
@@ -290,6 +307,18 @@ FAULTS = [
             (Op.ATTEND, Op.STORE_KV),
             (Op.COMPUTE, Op.ATTEND),
             (Op.WRITE_KV, Op.ATTEND),
+        )
+    ),
+    Planted("a part does not wait until its place is free", no_wait_between_parts(COMPUTE_LANE), BY_PART),
+    Planted("a part goes home before it is computed", no_wait_between_parts(STORE), BY_PART),
+    Planted("all parts have one place", one_place_for_all_parts, BY_PART),
+    *(
+        Planted(f"with parts on their way, {op} does not need {', '.join(map(str, needs))}", without_needs(op, *needs), BY_PART)
+        for op, *needs in (
+            (Op.STORE_KV, Op.COMPUTE),
+            (Op.COMPUTE, Op.STORE_KV),
+            (Op.COMPUTE, Op.WRITE_KV),
+            (Op.ATTEND, Op.STORE_KV),
         )
     ),
     *(
@@ -370,7 +399,7 @@ def nothing() -> Iterator[None]:
     yield
 
 
-SOUND = [*MOST, *KV, *SINGLE_SLOTS, *BESIDE, HIDDEN_ON_DISK, PIPELINE, RESIDENT]
+SOUND = [*MOST, *KV, *SINGLE_SLOTS, *BESIDE, *BY_PART, HIDDEN_ON_DISK, PIPELINE, RESIDENT]
 OTHERS = [replace(case, schedule=kind.name) for kind in (RowByRow, FlexGenBarrier) for case in (DISK, *KV)]
 
 

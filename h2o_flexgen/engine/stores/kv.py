@@ -5,7 +5,8 @@ Where the CPU attends in host memory, an image lies head by head, as CPU attenti
 disk, it lies token by token, so that held slots are one range from the start and a step's new tokens are one range as well.
 
 Where the host attends beside a device, images are in the CPU's form, and scores lie in host memory too. A device then works
-with prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty slots are zero there.
+with prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty slots are zero there. It
+goes part by part while the next part is computed (`parts_on_the_way`), or, where rows join others or texts go on, at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy
@@ -23,6 +25,7 @@ from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.layer_judges import Judges
+from h2o_flexgen.engine.stores.parts_on_the_way import PartOfPrompts, PartsOnTheWay
 from h2o_flexgen.kernels.evict import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
@@ -34,6 +37,7 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.kv_rooms import KVRooms
 from h2o_flexgen.schedule.ops import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
@@ -50,6 +54,7 @@ class Unit:
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
     cache: KVCache | None = None  # cache of the last COMPUTE
     joined: dict[int, slice] = field(default_factory=dict)  # by step: rows with prompts read in it, until the host has them
+    parts: PartsOnTheWay | None = None  # those prompts, where they go part by part
     journaled: list[Tensor] = field(default_factory=list)  # the slots of the journal's entries, which follow the slots on disk
     at_home: Tensor | None = None  # in host memory: the changed slots of the last store
 
@@ -78,7 +83,7 @@ class KVStore:
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
         self._scores: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
         with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
-            self._allocate(held)
+            self._allocate(held, KVRooms.of(planned, self._layouts, self._policy.score_bytes))
             self._held = held.pop_all()
 
     def prepare(self, planned: BlockPlan) -> None:
@@ -88,13 +93,15 @@ class KVStore:
         self._changed_of: dict[tuple[KVLayout, int], ChangedSlots] = {}  # by the layout and the rows in it
         layouts = {place: planned.kv.layouts(*place)[self._level] for place in self._schedule.traffic.kv}
         self._layouts = {place: layout for place, layout in layouts.items() if layout is not None}
+        beside = ((place, own) for place, own in self._layouts.items() if self._schedule.traffic.is_beside(*place))
+        self._places = {place: planned.prompt_places(place, own) for place, own in beside}
         for place in self._layouts:
             batch, before = planned.block.batches[place[1]], self._units.get(place)
             goes_on = before is not None and any(batch.seen)
             held = planned.kv.occupancies[self._level][place[1]].held(0)
             self._units[place] = Unit(batch.size, held, journaled=before.journaled if goes_on and before else [])
 
-    def _allocate(self, held: ExitStack) -> None:
+    def _allocate(self, held: ExitStack, rooms: KVRooms) -> None:
         traffic, memories = self._schedule.traffic, self._memories
         for place, layout in self._layouts.items():
             tier = traffic.kv[place]
@@ -108,15 +115,11 @@ class KVStore:
             if self._policy.score_bytes:
                 region = self._scores_region(held, layout, traffic.is_beside(*place))
                 self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
-        self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
-        moved = any(traffic.moves_kv(*place) for place in self._units)
-        self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
-        beside = any(traffic.is_beside(*place) for place in self._units)
-        scored = max((layout.score_bytes(self._policy.score_bytes) for layout in self._layouts.values()), default=0)
-        self._score_ring = Ring(memories.compute, self._schedule.buffers, scored if beside else 0)
+        self._host_ring = self._ring(held, memories.host, rooms.on_host)
+        self._device_ring = self._ring(held, memories.compute, rooms.on_device)
+        self._score_ring = Ring(memories.compute, self._schedule.buffers, rooms.noted)
         held.callback(self._score_ring.free)
-        staged = max((layout.staged_bytes for layout in self._layouts.values()), default=0)
-        self._staging = memories.host.alloc(staged) if self._device_ring and not beside else None
+        self._staging = memories.host.alloc(rooms.staged) if rooms.staged else None
         if self._staging is not None:
             held.callback(memories.host.free, self._staging)
 
@@ -126,18 +129,17 @@ class KVStore:
         held.callback(memory.free, region)
         return region
 
-    def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
+    def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, nbytes: int) -> Ring:
         """A ring of zeroed buffers: unfilled slots are masked, but 0 times a NaN left by an earlier user is still NaN."""
-        largest = max((layout.image_bytes for layout in self._layouts.values()), default=0)
-        ring = Ring(memory, self._schedule.buffers, largest if needed else 0)
+        ring = Ring(memory, self._schedule.buffers, nbytes)
         held.callback(ring.free)
         ring.zero()
         return ring
 
     def close(self) -> None:
         self._held.close()
-        for places in (self._units, self._caches, self._in_memory, self._on_disk, self._scores):
-            places.clear()  # so that a reference to the store keeps no memory alive
+        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._scores):
+            kept.clear()  # so that a reference to the store keeps no memory alive
 
     def _layout(self, task: Task) -> KVLayout:
         return self._layouts[task.layer, task.batch]
@@ -157,7 +159,7 @@ class KVStore:
         scores = self._scores.get((task.layer, task.batch))
         if not self._is_beside(task):
             return self._opened(task, rows, self._working_region(task), scores)
-        region, noted = self._device_ring[self._schedule.buffer(task.visit)], self._noted_on_device(task)
+        region, noted = self._device_ring[self._schedule.buffer(task.visit)], self._noted_on_device(task, 0)
         if rows.joining is not None:
             self._units[task.layer, task.batch].joined[task.step] = rows.joining
         if task.step:  # the host may still read what this needs, and opens it itself
@@ -169,12 +171,35 @@ class KVStore:
         place = task.layer, task.batch
         return self._opened(task, rows, self._on_host(task), self._scores.get(place))
 
-    def _noted_on_device(self, task: Task) -> SlotScores | None:
+    def begin_parts(self, task: Task, rows: BatchRows) -> None:
+        """Begins a COMPUTE of prompts that go home part by part."""
+        unit, visit = self._units[task.layer, task.batch], task.visit
+        unit.changed, unit.cache = rows.changed(self._level), None
+        unit.rows, unit.held, unit.generation = rows.size, unit.changed[1], rows.generation
+        send = partial(self._send, task) if self._schedule.traffic.stores_kv(visit) else None
+        unit.parts = PartsOnTheWay(self._memories.device, self._places[task.layer, task.batch].count, send)
+
+    def open_part(self, task: Task, rows: slice) -> KVCache:
+        """The cache for the next part of these prompts."""
+        parts = self._units[task.layer, task.batch].parts
+        assert parts is not None
+        image, scores = self._on_device(task, parts.begin(rows))
+        return KVCache(image, scores, self._coding, judge=self._judges.get(task.layer), cap=self._cap)
+
+    def _on_device(self, task: Task, part: PartOfPrompts) -> tuple[Tensor, SlotScores | None]:
+        """The image of a part in its place, and what is noted of its slots."""
+        places, buffer = self._places[task.layer, task.batch], self._schedule.buffer(task.visit)
+        shape = places.layout.of_rows(part.rows.stop - part.rows.start).shape
+        region = self._device_ring[buffer][places.start(part.number) :]
+        return image_over(region, shape, self._coding, by_token=False), self._noted_on_device(task, part.number, shape)
+
+    def _noted_on_device(self, task: Task, part: int, shape: tuple[int, int, int] | None = None) -> SlotScores | None:
         """The scores that a device records for the slots of prompts that it reads for the host."""
         if not self._score_ring:
             return None
-        region, layout = self._score_ring[self._schedule.buffer(task.visit)], self._layout(task)
-        return SlotScores.over(region, self._policy, layout.shape)
+        start = self._places[task.layer, task.batch].start_of_notes(part, self._policy.score_bytes)
+        region = self._score_ring[self._schedule.buffer(task.visit)][start:]
+        return SlotScores.over(region, self._policy, shape or self._layout(task).shape)
 
     def _opened(self, task: Task, rows: BatchRows, region: Tensor, scores: SlotScores | None) -> KVCache:
         """The cache over a region, in which living rows fill the places of those that have left."""
@@ -215,6 +240,8 @@ class KVStore:
     def store(self, task: Task) -> int:
         """Device -> host: the slots that the step changed."""
         unit = self._units[task.layer, task.batch]
+        if unit.parts is not None:
+            return unit.parts.finish()
         if self._is_beside(task):
             return self._transfer_rows(task, unit.joined.pop(task.step, slice(0)), to_device=False)
         if unit.replaced is None:
@@ -252,15 +279,22 @@ class KVStore:
 
     def _transfer_rows(self, task: Task, rows: slice, to_device: bool) -> int:
         """Copies all slots of rows, and their scores: few ranges, as they lie head by head."""
-        host, device = (self._image(region, task) for region in self._both_regions(task))
-        pairs = list(zip(host, device))
-        on_host, on_device = self._scores.get((task.layer, task.batch)), self._noted_on_device(task)
-        if on_host is not None and on_device is not None:
-            pairs += zip(on_host.tensors, on_device.tensors)
-        for there, here in pairs:
-            source, target = (there, here) if to_device else (here, there)
-            target[rows].copy_(source[rows], non_blocking=True)
-        return sum(here[rows].nbytes for _, here in pairs)
+        image, noted = self._image(self._both_regions(task)[1], task)[:, rows], self._noted_on_device(task, 0)
+        return self._copy_rows(task, rows, (image, None if noted is None else noted.part(rows)), to_device)
+
+    def _send(self, task: Task, part: PartOfPrompts) -> int:
+        """Device -> host: a part of prompts."""
+        return self._copy_rows(task, part.rows, self._on_device(task, part), to_device=False)
+
+    def _copy_rows(self, task: Task, rows: slice, on_device: tuple[Tensor, SlotScores | None], to_device: bool) -> int:
+        there, (here, noted_here) = self._image(self._on_host(task), task)[:, rows], on_device
+        pairs, noted_there = list(zip(there, here)), self._scores.get((task.layer, task.batch))
+        if noted_there is not None and noted_here is not None:
+            pairs += zip(noted_there.part(rows).tensors, noted_here.tensors)
+        for on_host, own in pairs:
+            source, target = (on_host, own) if to_device else (own, on_host)
+            target.copy_(source, non_blocking=True)
+        return sum(own.nbytes for _, own in pairs)
 
     def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
         host, device = self._both_regions(task)

@@ -14,7 +14,7 @@ from h2o_flexgen.engine.stores.host_attention_exchange import HOST_MEMORY
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerCache, heads_by_layer
+from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerByPart, LayerCache, heads_by_layer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.schedule.ops import Task, Visit
@@ -53,7 +53,16 @@ class KVLevels:
 
     def open(self, task: Task, rows: BatchRows) -> LayerCache:
         """The cache for a COMPUTE."""
+        if self._schedule.traffic.passes_parts_of(task.visit):
+            return self._by_part(task, rows)
         return self._opened(task, self._heads, lambda store: store.open(task, rows))
+
+    def _by_part(self, task: Task, rows: BatchRows) -> LayerCache:
+        stores = self._of_layer[task.layer]
+        for store in stores:
+            store.begin_parts(task, rows)
+        cache = LayerByPart(self._heads[task.layer], lambda part: [store.open_part(task, part) for store in stores])
+        return cache if len(rows.parts) > 1 else cache.part(slice(0, rows.size))
 
     def open_beside(self, task: Task, rows: BatchRows) -> LayerCache:
         """The cache on the host for an ATTEND."""
