@@ -80,11 +80,7 @@ def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:
     """The reason that a step brings many experts for which no row asks: what is brought must be shared by enough rows, which a
     talk never has."""
     schedule, batches = first.schedule, first.block.batches
-    brought = [
-        layer
-        for number, layer in enumerate(first.spec.layers)
-        if schedule.traffic.reads_weights(number) or schedule.traffic.loads_weights(number)
-    ]
+    brought = [layer for number, layer in enumerate(first.spec.layers) if schedule.traffic.moves_weights(number)]
     share = min((share for layer in brought for _, share in layer.products), default=1.0)
     together = sum(schedule.weight_batch(place) == 0 for place in range(len(batches)))  # batches of a pass over the weights
     rows = sum(batch.size for batch in batches[:together])

@@ -6,7 +6,7 @@ kernels is in formats/kernel_sizes.py, beside the header that they share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import NamedTuple
@@ -107,7 +107,7 @@ def decoded_bytes(spec: ModelSpec, site: Site) -> int:
 
 
 def _largest_decoded(spec: ModelSpec) -> int:
-    return max(decoded_arena(layer).nbytes for layer in spec.unlike_layers)
+    return max(decoded_arena(layer).nbytes for form in spec.forms for layer in form.unlike_layers)
 
 
 def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
@@ -117,13 +117,23 @@ def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
 
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
-    """Bytes of the hidden states of a batch between two layers, at their widest."""
-    return _hidden_tokens(batch) * spec.widest * spec.itemsize
+    """Bytes of the hidden states of a batch between two layers, at their widest: of its prompts, or of a decode step."""
+    return max(tokens * form.widest for tokens, form in _hidden_tokens_of(spec, batch)) * spec.itemsize
 
 
 def next_hidden_bytes(spec: ModelSpec, batch: Batch, moves: bool) -> int:
     """Bytes beside them for those that a layer makes of them. Where they move, none takes the place of what it was made of."""
-    return _hidden_tokens(batch) * (spec.widest if moves else spec.beside_widest) * spec.itemsize
+    forms = _hidden_tokens_of(spec, batch)
+    return max(tokens * (form.widest if moves else form.beside_widest) for tokens, form in forms) * spec.itemsize
+
+
+def prompt_form(spec: ModelSpec, batch: Batch) -> ModelSpec:
+    """The model as the prompts of a batch pass it: like decode steps, where rows come and go and both are computed at once."""
+    return spec.of_prompts if batch.seats is None else spec
+
+
+def _hidden_tokens_of(spec: ModelSpec, batch: Batch) -> Sequence[tuple[int, ModelSpec]]:
+    return (_hidden_tokens(batch), prompt_form(spec, batch)), (batch.size, spec)
 
 
 def _hidden_tokens(batch: Batch) -> int:

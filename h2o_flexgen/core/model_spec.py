@@ -7,7 +7,7 @@ A *layer* here is a step of the schedule: the embedding, a decoder block (or its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -78,6 +78,18 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class AttentionHalves:
+    """An attention among the functions of a layer, and what is before and behind the point where others may attend for it."""
+
+    whole: str  # the function that is both halves
+    before: str
+    behind: str
+    out_width: int  # values per token that it hands on
+    used_behind: frozenset[str]  # the names of the tensors that are used behind that point
+    used_after: frozenset[str] = frozenset()  # those of them that belong to the functions after the attention
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One step of the schedule. Neither planning nor the engine knows kinds of layers: a layer describes itself. `tensors`
     pairs the names that its functions use with those of the checkpoint."""
@@ -94,8 +106,8 @@ class LayerSpec:
     least_passing: int = 0  # a recorded step has room for the values of so many tokens at least
     token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
-    halves: tuple[str, ...] = ()  # of an attention: the function that is both, and those before and after, where others attend
-    behind: frozenset[str] = frozenset()  # the names of the tensors that are used after it
+    halves: AttentionHalves | None = None  # of its attention, if it has one
+    in_prompts: LayerSpec | None = None  # the layer as prompts pass it, where decode steps are cut at an attention
     # tensors and the expert that each belongs to; empty where the layer has the router: its choice then comes too late
     experts: tuple[tuple[str, int], ...] = ()
     part: str = ""  # what it is of its block, for people, where its functions do not say so
@@ -191,6 +203,11 @@ class LayerSpec:
         """Values per token that go into its products and come out of them."""
         return sum(share * prod(matrix.shape[:-2]) * sum(matrix.shape[-2:]) for matrix, share in self.multiplied)
 
+    def each_form(self, change: Callable[[LayerSpec], LayerSpec]) -> LayerSpec:
+        """The layer changed, and so in the form in which prompts pass it."""
+        made = change(self)
+        return made if self.in_prompts is None else replace(made, in_prompts=change(self.in_prompts))
+
     @property
     def computes(self) -> Hashable:
         """Everything that decides what a visit costs; the same for layers that differ only in their tensors' contents."""
@@ -240,6 +257,19 @@ class ModelSpec:
     def with_kv_heads(self, count: int) -> ModelSpec:
         """The same model with so many KV heads alone, and the query heads that attend them."""
         return self if count == self.kv_heads else replace(self, heads=count * self.heads // self.kv_heads, kv_heads=count)
+
+    @cached_property
+    def of_prompts(self) -> ModelSpec:
+        """The same model as prompts pass it. Where decode steps are cut at their attentions, it has as many layers, and these
+        are cut behind the attentions."""
+        if all(layer.in_prompts is None for layer in self.layers):
+            return self
+        return replace(self, layers=tuple(layer.in_prompts or layer for layer in self.layers))
+
+    @cached_property
+    def forms(self) -> tuple[ModelSpec, ...]:
+        """The model as decode steps pass it and, where that is another one, as prompts do."""
+        return (self,) if self.of_prompts is self else (self, self.of_prompts)
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
@@ -352,16 +382,18 @@ class ModelSpec:
 
     def cut_at_attention(self) -> ModelSpec:
         """The same model with layers that end where an attention is over: what comes after it begins the next one. Blocks
-        that are one layer and those that are two come out the same."""
+        that are one layer and those that are two come out the same. For prompts the host does not attend: they pass layers
+        that end behind an attention, and so hand on no outcome of it beside their hidden states."""
         layers: list[LayerSpec] = []
         rest: LayerSpec | None = None  # a second half that has nothing after it yet
         for layer in self.layers:
-            if layer.halves:
-                before, behind = _cut(layer, self.width + self.heads * self.head_dim)
+            if layer.halves is not None:
+                before, behind = _cut(layer, layer.halves, self.width + self.heads * self.head_dim)
                 layers.append(before if rest is None else _one_behind_the_other(rest, before))
                 rest = behind
             else:
-                layers.append(layer if rest is None else _one_behind_the_other(rest, layer))
+                whole = replace(layer, in_prompts=layer)
+                layers.append(layer if rest is None else _one_behind_the_other(rest, whole))
                 rest = None
             if rest is not None and len(rest.functions) > 1:
                 layers.append(rest)
@@ -370,10 +402,11 @@ class ModelSpec:
 
     def map_tensors(self, change: Callable[[TensorSpec], TensorSpec]) -> ModelSpec:
         """The same model with every tensor replaced, e.g. by what the checkpoint really stores."""
-        layers = tuple(
-            replace(layer, tensors=tuple((name, change(tensor)) for name, tensor in layer.tensors)) for layer in self.layers
-        )
-        return replace(self, layers=layers)
+
+        def changed(layer: LayerSpec) -> LayerSpec:
+            return replace(layer, tensors=tuple((name, change(tensor)) for name, tensor in layer.tensors))
+
+        return replace(self, layers=tuple(layer.each_form(changed) for layer in self.layers))
 
     def packed(self, format: str) -> ModelSpec:
         """The same model with its matrices and token tables in this format, but those that the checkpoint has in as few bytes.
@@ -390,7 +423,7 @@ class ModelSpec:
 
     def within_windows(self) -> ModelSpec:
         """The same model for texts that are no longer than its windows, which then hide nothing."""
-        layers = tuple(replace(layer, window=None) for layer in self.layers)
+        layers = tuple(layer.each_form(lambda one: replace(one, window=None)) for layer in self.layers)
         return replace(self, max_positions=self.seen_positions, layers=layers)
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
@@ -420,25 +453,36 @@ class ModelSpec:
             )
 
 
-def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:
-    """A layer up to the outcome of its attention, which it hands on after hidden states, and the rest of it."""
-    whole, before, behind = layer.halves
-    at = layer.functions.index(whole)
+def _cut(layer: LayerSpec, halves: AttentionHalves, width: int) -> tuple[LayerSpec, LayerSpec]:
+    """A layer up to the outcome of its attention, which it hands on after hidden states, and the rest of it. For prompts it is
+    cut behind the attention."""
+    at = layer.functions.index(halves.whole)
+    after, visits = layer.functions[at + 1 :], tuple(visit for visit in layer.visits if visit != ATTENTION_VISIT)
 
-    def half(is_behind: bool, **changes: Any) -> LayerSpec:
-        return replace(
-            layer,
-            tensors=tuple(pair for pair in layer.tensors if (pair[0] in layer.behind) == is_behind),
-            products=tuple(pair for pair in layer.products if (pair[0] in layer.behind) == is_behind),
-            halves=(),
-            behind=frozenset(),
-            part="",  # half of what the whole was called after: functions say which
-            **changes,
-        )
+    def first(function: str, used_behind: Set[str], out_width: int) -> LayerSpec:
+        kept = _with_tensors(layer, lambda name: name not in used_behind)
+        functions = *layer.functions[:at], function
+        return replace(kept, functions=functions, out_width=out_width, visits=(ATTENTION_VISIT,), passing_width=0)
 
-    visits = tuple(visit for visit in layer.visits if visit != ATTENTION_VISIT)
-    first = half(False, functions=(*layer.functions[:at], before), out_width=width, visits=(ATTENTION_VISIT,), passing_width=0)
-    return first, half(True, functions=(behind, *layer.functions[at + 1 :]), has_kv=False, window=None, visits=visits)
+    def then(functions: tuple[str, ...], used: Set[str]) -> LayerSpec:
+        kept = _with_tensors(layer, used.__contains__)
+        return replace(kept, functions=functions, has_kv=False, window=None, visits=visits)
+
+    of_prompts = first(halves.whole, halves.used_after, halves.out_width), then(after, halves.used_after)
+    steps = first(halves.before, halves.used_behind, width), then((halves.behind, *after), halves.used_behind)
+    before, behind = (replace(step, in_prompts=whole) for step, whole in zip(steps, of_prompts))
+    return before, behind
+
+
+def _with_tensors(layer: LayerSpec, is_kept: Callable[[str], bool]) -> LayerSpec:
+    """A part of a layer, with those of its tensors that are kept. Its functions say which part it is."""
+    return replace(
+        layer,
+        tensors=tuple(pair for pair in layer.tensors if is_kept(pair[0])),
+        products=tuple(pair for pair in layer.products if is_kept(pair[0])),
+        halves=None,
+        part="",
+    )
 
 
 def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:

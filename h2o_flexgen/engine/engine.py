@@ -486,7 +486,8 @@ class Engine:
 
     def _compute(self, task: Task, state: _Progress) -> None:
         """Computes one layer on one batch."""
-        rows, layer, visit = state.rows[task.batch], self._spec.layers[task.layer], task.visit
+        rows, visit = state.rows[task.batch], task.visit
+        layer = self._weights_for(visit).layer(visit)
         if layer.makes_logits:
             state.at_the_head(rows, task, self._of_head(visit))
             return
@@ -580,7 +581,8 @@ class Engine:
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool) -> Tensor:
         """Computes all rows at once, or part by part and long prompts piece by piece, so that each reuses the working memory of
         the one before. A layer may write its outcome over its hidden states: for all tokens, or for none."""
-        overwrites = may_overwrite and self._spec.layers[visit.layer].overwrites  # the plan counts no memory for other cases
+        layer = self._weights_for(visit).layer(visit)
+        overwrites = may_overwrite and layer.overwrites  # the plan counts no memory for other cases
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
             only = self._there(visit, rows.parts[0])
             computed = self._computed(visit, only, hidden, attend_of(only), may_overwrite=may_overwrite)
@@ -630,7 +632,7 @@ class Engine:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:
             x, weights = hidden, self._weights_for(visit).views(visit)
-        return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
+        return base.computed(self._model, self._weights_for(visit).layer(visit), x, weights, given)
 
 
 def _never(task: Task) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, AttentionHalves, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.models.base import HeadFunction, InHalves, LayerFunction
 from h2o_flexgen.models.config_values import Config
@@ -104,13 +104,15 @@ def attention(before: Parameters, behind: Parameters, out_width: int, origin: Or
     """The attention of an architecture in halves; the parameters `behind` are used when all is attended."""
     whole = layer(InHalves.attention, joined(before, behind), out_width, origin)
     functions = InHalves.attention, InHalves.before_attended, InHalves.behind_attended
-    halves = tuple(function.__name__ for function in functions)
-    return replace(whole, has_kv=True, window=window, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
+    both, first, then = (function.__name__ for function in functions)
+    halves = AttentionHalves(both, first, then, out_width, frozenset(behind))
+    return replace(whole, has_kv=True, window=window, visits=(ATTENTION_VISIT,), halves=halves)
 
 
 def attending_by(layer: LayerSpec, whole: str, first_half: str) -> LayerSpec:
     """A layer of attention with other methods of its model."""
-    return replace(layer, functions=(whole,), halves=(whole, first_half, *layer.halves[2:]))
+    assert layer.halves is not None
+    return replace(layer, functions=(whole,), halves=replace(layer.halves, whole=whole, before=first_half))
 
 
 def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:
@@ -132,15 +134,11 @@ def in_order(
 
 
 def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
-    """What stands behind the attention of a part is behind that of the whole."""
-    attends = next((place for place, part in enumerate(parts) if part.halves), len(parts))
-    behind = {name for part in parts[attends + 1 :] for name, _ in part.tensors}.union(*(part.behind for part in parts))
     return replace(
         parts[-1],
         part=", ".join(part.part or ", ".join(part.functions) for part in parts) if any(part.part for part in parts) else "",
         experts=parts[-1].experts if len(parts) == 1 else (),  # they are there before the router of this layer has chosen
-        halves=next((part.halves for part in parts if part.halves), ()),
-        behind=frozenset(behind),
+        halves=_halves_in_one(parts),
         functions=tuple(name for part in parts for name in part.functions),
         tensors=tuple(pair for part in parts for pair in part.tensors),
         products=tuple(product for part in parts for product in part.products),
@@ -151,6 +149,15 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         least_passing=max(part.least_passing for part in parts),
         reads_back=any(part.reads_back for part in parts),
     )
+
+
+def _halves_in_one(parts: Sequence[LayerSpec]) -> AttentionHalves | None:
+    """What stands behind the attention of a part is behind that of the whole."""
+    for place, part in enumerate(parts):
+        if part.halves is not None:
+            after = frozenset(name for later in parts[place + 1 :] for name, _ in later.tensors)
+            return replace(part.halves, used_behind=part.halves.used_behind | after, used_after=after)
+    return None
 
 
 def model_spec(config: Config, dtype: str, name: str, ffn: int, layers: tuple[LayerSpec, ...], **own: Any) -> ModelSpec:

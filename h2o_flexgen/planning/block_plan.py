@@ -90,6 +90,10 @@ class BlockPlan:
     def placed_percent(self) -> tuple[float, ...]:
         return placed_shares(self.kv, self.placement)
 
+    def spec_at(self, step: int) -> ModelSpec:
+        """The model as the rows of a step pass it."""
+        return self.spec.of_prompts if self.schedule.traffic.is_of_prompts(step) else self.spec
+
     @cached_property
     def kv(self) -> HeldKV:
         return HeldKV(self.spec, self.levels, self.block)

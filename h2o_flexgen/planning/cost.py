@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple
 
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
@@ -92,7 +92,7 @@ class Cost:
         """Bytes moved by all tasks of this task's transfer."""
         op = task.op
         if op.data is Data.WEIGHTS:
-            return (self.stored_bytes if op.uses_disk else self.loaded_bytes)[task.layer]
+            return (self.stored_bytes if op.uses_disk else self.loaded_bytes)(task.step)[task.layer]
         if op.data is Data.KV:
             if op is Op.ATTEND:
                 return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
@@ -132,28 +132,30 @@ class Cost:
         fetches, of_head = task.op.fetches, self.spec.kv_bytes_per_head
         return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))
 
-    @cached_property
-    def stored_bytes(self) -> tuple[int, ...]:
-        """Bytes of weights per layer that are read from disk."""
-        tiers = self.planned.placement.weights
-        return tuple(
-            sum(tensor.stored_nbytes for _, tensor in layer.tensors if tiers[tensor.name] == DISK) for layer in self.spec.layers
-        )
+    def stored_bytes(self, step: int) -> tuple[int, ...]:
+        """Bytes of weights per layer that a step reads from disk."""
+        return self._bytes_by_layer(step, lambda tensor: tensor.stored_nbytes, DISK)
+
+    def loaded_bytes(self, step: int) -> tuple[int, ...]:
+        """Bytes of weights per layer that an accelerator must fetch for a step."""
+        return self._bytes_by_layer(step, lambda tensor: tensor.nbytes, HOST, DISK)
+
+    def _bytes_by_layer(self, step: int, nbytes: Callable[[TensorSpec], int], *tiers: str) -> tuple[int, ...]:
+        spec, placed = self.planned.spec_at(step), self.planned.placement.weights
+        if (spec is self.spec, tiers) not in self._known_weights:
+            found = ([tensor for _, tensor in layer.tensors if placed[tensor.name] in tiers] for layer in spec.layers)
+            self._known_weights[spec is self.spec, tiers] = tuple(sum(map(nbytes, own)) for own in found)
+        return self._known_weights[spec is self.spec, tiers]
 
     @cached_property
-    def loaded_bytes(self) -> tuple[int, ...]:
-        """Bytes of weights per layer that an accelerator must fetch."""
-        tiers = self.planned.placement.weights
-        return tuple(
-            sum(tensor.nbytes for _, tensor in layer.tensors if tiers[tensor.name] in (DISK, HOST))
-            for layer in self.spec.layers
-        )
+    def _known_weights(self) -> dict[tuple[bool, tuple[str, ...]], tuple[int, ...]]:
+        return {}
 
     def _hidden_bytes(self, task: Task | Key) -> int:
         """Bytes of the hidden states that come from the layer before, or that go to the next."""
         layer = task.layer - 1 if task.op.fetches else task.layer
         tokens = tokens_of(self.batch_pass(task.step, task.batch))
-        return tokens * self.spec.layers[layer].out_width * self.spec.itemsize
+        return tokens * self.planned.spec_at(task.step).layers[layer].out_width * self.spec.itemsize
 
     def op_bytes(self) -> Counter[Op]:
         """Bytes that a whole run of the block moves, by op, if no row finishes early. A long job has very many tasks, so
@@ -194,21 +196,22 @@ class Cost:
     # -- flops -------------------------------------------------------------------------------------------------------
 
     def flops(self, task: Task) -> float:
-        if not self.spec.layers[task.layer].has_kv:
-            return self._flops(task.layer, self.batch_pass(task.step, task.batch))
-        return sum(at.heads / self.spec.kv_heads * self._flops(task.layer, at.one) for at in self.by_level(task))
-
-    def _flops(self, layer: int, one: BatchPass) -> float:
-        """Flops if all heads hold what those of one level do."""
-        newest = self.spec.flops(layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
-        return newest + sum(
-            count * self.spec.flops(layer, part.rows, part.length_computed, part.attended)
-            for part, count in one.prompts.items()
-        )
+        spec = self.planned.spec_at(task.step)
+        if not spec.layers[task.layer].has_kv:
+            return _flops(spec, task.layer, self.batch_pass(task.step, task.batch))
+        return sum(at.heads / spec.kv_heads * _flops(spec, task.layer, at.one) for at in self.by_level(task))
 
     def product_rows(self, task: Task) -> int:
         """Rows of the matrix products of a COMPUTE, in its largest part."""
         return max(products_of(self.batch_pass(task.step, task.batch)))
+
+
+def _flops(spec: ModelSpec, layer: int, one: BatchPass) -> float:
+    """Flops if all heads hold what those of one level do."""
+    newest = spec.flops(layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
+    return newest + sum(
+        count * spec.flops(layer, part.rows, part.length_computed, part.attended) for part, count in one.prompts.items()
+    )
 
 
 def _kv_slots(op: Op, one: BatchPass) -> int:

@@ -58,8 +58,8 @@ def _emptied(layer: LayerSpec) -> LayerSpec:
         passing_width=0,
         token_table=None,
         logit_matrix=None,
-        halves=(),
-        behind=frozenset(),
+        halves=None,
+        in_prompts=None,
     )
 
 
@@ -216,6 +216,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         accelerator=site.accelerator,
         weights_on_disk=_layers_with(spec, plan, placement, DISK),
         weights_on_host=_layers_with(spec, plan, placement, HOST),
+        prompt_weights=_prompt_weights(spec.of_prompts, plan, placement) if len(spec.forms) > 1 else None,
         kv=placement.kv,
         hidden=placement.hidden,
         kv_before=any(any(batch.seen) for batch in block.batches),
@@ -251,6 +252,10 @@ def _layers_with(spec: ModelSpec, plan: Plan, placement: Placement, tier: str) -
         )
     found: frozenset[int] = spec.worked_out[key]
     return found
+
+
+def _prompt_weights(spec: ModelSpec, plan: Plan, placement: Placement) -> tuple[frozenset[int], frozenset[int]]:
+    return _layers_with(spec, plan, placement, DISK), _layers_with(spec, plan, placement, HOST)
 
 
 def _percent(placed: Iterable[tuple[str, int]]) -> tuple[float, float]:

@@ -73,16 +73,24 @@ class Pricing:
         """The key of tasks that cost the same."""
         op, step, layer, batch = task[:4]
         if op.data is Data.WEIGHTS:
-            return op, layer
+            return op, layer, self.schedule.traffic.is_of_prompts(step)
+        kind = self._layer_kinds[self.schedule.traffic.is_of_prompts(step)][layer]
         if op.data is Data.HIDDEN:
-            return op, step, self._layer_kinds[layer], self._batch_kinds[batch], self.schedule.traffic.hidden[batch]
+            return op, step, kind, self._batch_kinds[batch], self.schedule.traffic.hidden[batch]
         first = op is Op.COMPUTE and self.schedule.begins_pass(batch)
-        return op, step, self._layer_kinds[layer], self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
+        return op, step, kind, self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
 
     @cached_property
-    def _layer_kinds(self) -> Sequence[int]:
-        """The same number for layers that compute the same, with heads of the same levels."""
-        return numbered((kind, self.planned.kv.heads(layer)) for layer, kind in enumerate(self.spec.layer_kinds))
+    def _layer_kinds(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The same number for layers that compute the same, with heads of the same levels: in a decode step, and in a step of
+        prompts."""
+        heads = self.planned.kv.heads
+        found = [numbered((kind, heads(at)) for at, kind in enumerate(form.layer_kinds)) for form in self.spec.forms]
+        return found[0], found[-1]
+
+    def _layer(self, task: Task | Key) -> LayerSpec:
+        """The layer as the rows of a visit pass it."""
+        return self.planned.spec_at(task.step).layers[task.layer]
 
     @cached_property
     def _batch_kinds(self) -> Sequence[int]:
@@ -112,7 +120,7 @@ class Pricing:
 
     def compute_parts(self, task: Task | Key) -> dict[str, float]:
         """The seconds of a visit, by what they are spent on."""
-        layer, one = self.spec.layers[task.layer], self.cost.batch_pass(task.step, task.batch)
+        layer, one = self._layer(task), self.cost.batch_pass(task.step, task.batch)
         rows = Counter({rows_of(one): 1}) if layer.makes_logits else products_of(one)
         first = self.schedule.begins_pass(task.batch)
         return {
@@ -167,7 +175,7 @@ class Pricing:
 
     def _is_chained(self, task: Task | Key) -> bool:
         """Whether it is one of many visits that are replayed in one call. Such a visit costs nothing beside its work."""
-        one, layer = self.cost.batch_pass(task.step, task.batch), self.spec.layers[task.layer]
+        one, layer = self.cost.batch_pass(task.step, task.batch), self._layer(task)
         if self.machine.has_accelerator or not self.planned.plan.may_record or layer.makes_logits:
             return False
         is_step = bool(one.rows) and not one.prompts and not one.shared.tokens
@@ -316,7 +324,7 @@ class Pricing:
                 continue
             if on_host:
                 nbytes += self._matrix_bytes(key)
-            if on_host and self.spec.layers[key.layer].has_kv:
+            if on_host and self._layer(key).has_kv:
                 nbytes += self._attended_bytes(key)
         return nbytes
 
@@ -326,12 +334,15 @@ class Pricing:
     def _matrix_bytes(self, key: Key) -> float:
         """Bytes of the matrices that a visit multiplies with."""
         rows = max(products_of(self.cost.batch_pass(key.step, key.batch)), default=0)
-        return sum(asked_for(share, rows) * nbytes for share, nbytes in self._matrix_bytes_by_share[key.layer].items())
+        by_share = self._matrix_bytes_by_share[self.schedule.traffic.is_of_prompts(key.step)][key.layer]
+        return sum(asked_for(share, rows) * nbytes for share, nbytes in by_share.items())
 
     @cached_property
-    def _matrix_bytes_by_share(self) -> tuple[Mapping[float, int], ...]:
-        """The bytes of each layer's matrices, by the share of rows that they multiply."""
-        return tuple(map(_bytes_by_share, self.spec.layers))
+    def _matrix_bytes_by_share(self) -> tuple[Sequence[Mapping[float, int]], Sequence[Mapping[float, int]]]:
+        """The bytes of each layer's matrices, by the share of rows that they multiply: in a decode step, and in a step of
+        prompts."""
+        found = [[*map(_bytes_by_share, form.layers)] for form in self.spec.forms]
+        return found[0], found[-1]
 
     def simulated(self) -> Trace:
         """The trace of the block as it should run on this machine."""

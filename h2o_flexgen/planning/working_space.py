@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes
+from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes, prompt_form
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
@@ -100,7 +100,8 @@ def _values_at_once(site: Site) -> int:
 def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0, moves_hidden: bool = True) -> int:
     """Bytes for one batch, most where its hidden states move."""
     spec, batch, levels = kv.spec, kv.block.batches[number], LevelHeads.of(kv, number)
-    prefill = max(_prefill_bytes(spec, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
+    prompts = prompt_form(spec, batch)
+    prefill = max(_prefill_bytes(prompts, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
     decode = _decode_bytes(spec, plan, levels, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     scoring = scored * (spec.vocab * (3 * FLOAT_BYTES + spec.itemsize) + _normed_bytes(spec))

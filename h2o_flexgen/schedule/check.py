@@ -105,11 +105,11 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
     traffic = schedule.traffic
     for number in range(traffic.visits):
         visit = schedule.visit(number)
-        _, layer, batch = visit
+        step, layer, batch = visit
         yield Key(Op.COMPUTE, *visit)
-        if traffic.reads_weights(layer):
+        if traffic.reads_weights(step, layer):
             yield from _slices(schedule, Op.READ_W, visit)
-        if traffic.loads_weights(layer):
+        if traffic.loads_weights(step, layer):
             yield from _slices(schedule, Op.LOAD_W, visit)
         if traffic.moves_hidden(batch):
             if layer > 0:
@@ -193,7 +193,7 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
     step, layer, batch = visit
     if task.op is Op.COMPUTE:
         yield from _inputs(schedule, visit)
-    elif task.op is Op.LOAD_W and traffic.reads_weights(layer):
+    elif task.op is Op.LOAD_W and traffic.reads_weights(step, layer):
         yield Key(Op.READ_W, *visit)
     elif task.op is Op.LOAD_H:
         yield Key(Op.STORE_H, step, layer - 1, batch)
@@ -243,9 +243,9 @@ def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
             yield Key(Op.PASS_H, *before)
         if _is_attended_by_host(schedule, before):
             yield Key(Op.ATTEND, *before)
-    if traffic.loads_weights(layer):
+    if traffic.loads_weights(step, layer):
         yield from _slices(schedule, Op.LOAD_W, visit)
-    elif traffic.reads_weights(layer):
+    elif traffic.reads_weights(step, layer):
         yield from _slices(schedule, Op.READ_W, visit)
     if traffic.fetches_kv(visit) and not _is_attended_by_host(schedule, visit):
         yield Key(_fetches(schedule, visit)[-1], *visit)

@@ -21,6 +21,9 @@ class Traffic:
     accelerator: bool = False  # a device with its own memory
     weights_on_disk: frozenset[int] = frozenset()  # layers with some of their weights there
     weights_on_host: frozenset[int] = frozenset()
+    prompt_weights: tuple[frozenset[int], frozenset[int]] | None = (
+        None  # both, of the first step, where others are in its layers
+    )
     kv: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (layer, batch) -> tier, for layers that have KV
     hidden: tuple[str, ...] = ()  # tier of each batch's activations
     kv_before: bool = False  # KV of an earlier block exists before the first step
@@ -45,11 +48,11 @@ class Traffic:
 
     def transfers(self, visit: Visit, brings_weights: bool) -> tuple[Op, ...]:
         """The transfers of a visit, kind by kind, from home and back. They are enumerated nowhere else."""
-        _, layer, batch = visit
+        step, layer, batch = visit
         fetches_kv, stores_kv, on_disk = self.fetches_kv(visit), self.stores_kv(visit), self.kv_on_disk(layer, batch)
         is_moved = {
-            Op.READ_W: brings_weights and self.reads_weights(layer),
-            Op.LOAD_W: brings_weights and self.loads_weights(layer),
+            Op.READ_W: brings_weights and self.reads_weights(step, layer),
+            Op.LOAD_W: brings_weights and self.loads_weights(step, layer),
             Op.READ_KV: fetches_kv and on_disk,
             Op.LOAD_KV: fetches_kv and self.loads_kv(visit),
             Op.ATTEND: self.attends_beside(visit),
@@ -69,14 +72,25 @@ class Traffic:
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 
-    def reads_weights(self, layer: int) -> bool:
-        return layer in self.weights_on_disk
+    def is_of_prompts(self, step: int) -> bool:
+        """True if no row of a step is decoded. All pass the layers then as prompts do."""
+        return step == 0 and not self.rows_join
 
-    def loads_weights(self, layer: int) -> bool:
-        return self.accelerator and (layer in self.weights_on_disk or layer in self.weights_on_host)
+    def reads_weights(self, step: int, layer: int) -> bool:
+        return layer in self._weights_of(step)[0]
+
+    def loads_weights(self, step: int, layer: int) -> bool:
+        return self.accelerator and any(layer in layers for layers in self._weights_of(step))
+
+    def _weights_of(self, step: int) -> tuple[frozenset[int], frozenset[int]]:
+        """The layers that have weights on disk, and those that have some on the host."""
+        if self.prompt_weights is not None and self.is_of_prompts(step):
+            return self.prompt_weights
+        return self.weights_on_disk, self.weights_on_host
 
     def moves_weights(self, layer: int) -> bool:
-        return self.reads_weights(layer) or self.loads_weights(layer)
+        """True if weights are moved for a layer in any step."""
+        return any(self.reads_weights(step, layer) or self.loads_weights(step, layer) for step in (0, 1))
 
     def is_beside(self, layer: int, batch: int) -> bool:
         """True if the host attends this KV in decode. The device attends prompts, and what is kept of them goes to the host."""
@@ -147,9 +161,9 @@ class Traffic:
     def rings(self, data: Data, visit: Visit) -> tuple[str, ...]:
         """The rings of buffers that data passes through, from its home to where it is computed with."""
         on_host = on_device = False
-        _, layer, batch = visit
+        step, layer, batch = visit
         if data is Data.WEIGHTS:
-            on_host, on_device = self.reads_weights(layer), self.loads_weights(layer)
+            on_host, on_device = self.reads_weights(step, layer), self.loads_weights(step, layer)
         elif data is Data.KV:
             on_host, on_device = self.kv_on_disk(layer, batch), self.works_on_device(visit)
         elif data is Data.HIDDEN:

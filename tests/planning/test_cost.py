@@ -153,8 +153,8 @@ def test_hidden_bytes_by_hand() -> None:
 def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:
     cost = tiny_cost(block_of([[4, 2], [3, 3], [1, 1]]))
     reads = [task for task in cost.schedule.tasks() if task.op is Op.READ_W and task.step == 0]
-    assert sum(cost.nbytes(task) for task in reads) == pytest.approx(sum(cost.stored_bytes))
-    assert 0 < sum(cost.stored_bytes) < sum(cost.loaded_bytes)  # half of the model rests in host memory
+    assert sum(cost.nbytes(task) for task in reads) == pytest.approx(sum(cost.stored_bytes(0)))
+    assert 0 < sum(cost.stored_bytes(0)) < sum(cost.loaded_bytes(0))  # half of the model rests in host memory
 
 
 @pytest.mark.parametrize("accelerator", [False, True])

@@ -79,11 +79,12 @@ class KVStore:
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
         self.prepare(planned)
+        self._rooms = KVRooms.of(planned, self._layouts, self._policy.score_bytes)
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
         self._scores: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
         with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
-            self._allocate(held, KVRooms.of(planned, self._layouts, self._policy.score_bytes))
+            self._allocate(held)
             self._held = held.pop_all()
 
     def prepare(self, planned: BlockPlan) -> None:
@@ -101,8 +102,8 @@ class KVStore:
             held = planned.kv.occupancies[self._level][place[1]].held(0)
             self._units[place] = Unit(batch.size, held, journaled=before.journaled if goes_on and before else [])
 
-    def _allocate(self, held: ExitStack, rooms: KVRooms) -> None:
-        traffic, memories = self._schedule.traffic, self._memories
+    def _allocate(self, held: ExitStack) -> None:
+        traffic, memories, rooms = self._schedule.traffic, self._memories, self._rooms
         for place, layout in self._layouts.items():
             tier = traffic.kv[place]
             if tier == DISK:

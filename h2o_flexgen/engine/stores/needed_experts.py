@@ -78,6 +78,6 @@ def _routers(spec: ModelSpec, schedule: Schedule) -> Mapping[int, int]:
     for number in with_experts:
         layer = spec.layers[number]
         router = first.setdefault(layer.block, number)
-        if router != number and (schedule.traffic.reads_weights(number) or schedule.traffic.loads_weights(number)):
+        if router != number and schedule.traffic.moves_weights(number):
             found[router] = rows_asking(min(share for _, share in layer.products))
     return found

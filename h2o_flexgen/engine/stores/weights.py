@@ -136,21 +136,39 @@ class WeightStore:
         self._schedule = schedule
         self._pieces: dict[SlicePlace, list[tuple[str, list[FilePiece]]]] = {}  # by tensor
         self._copies: dict[SlicePlace, Copies] = {}
-        self._views: dict[tuple[int, int], dict[str, Matrix]] = {}
-        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
+        self._views: dict[LayerPlace, dict[str, Matrix]] = {}
+        self._parts: dict[LayerPlace, list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
         self.wanted = Wanted(self._spec, schedule)
         self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that no row chose
         memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
-        self._host_ring = self._host_ring or Ring(memories.weights, buffers, read_buffer_bytes(_largest(self._disk_layouts)))
+        largest_read = read_buffer_bytes(_largest(self._disk_layouts))
+        self._host_ring = self._host_ring or Ring(memories.weights, buffers, largest_read)
         self._device_ring = self._device_ring or Ring(memories.compute, buffers, largest_moved)
 
+    def layer(self, visit: Visit) -> LayerSpec:
+        """The layer as the rows of a visit pass it."""
+        return self._layer_of(self._pass_of(visit))
+
+    def _pass_of(self, visit: Visit) -> LayerPass:
+        return LayerPass(visit.layer, len(self._spec.forms) > 1 and self._schedule.traffic.is_of_prompts(visit.step))
+
+    def _layer_of(self, one: LayerPass) -> LayerSpec:
+        return self._spec.forms[one.is_of_prompts].layers[one.layer]
+
     @cached_property
-    def _disk_layouts(self) -> list[Layout]:
-        accelerator, each = self._memories.device.accelerator, (self._of(layer, DISK) for layer in self._spec.layers)
-        arenas = ((tensors, read_arena(tensors, accelerator, self._places_in_page)) for tensors in each)
-        return [Layout.placed(self._entries(tensors), arena) for tensors, arena in arenas]
+    def _passes(self) -> list[LayerPass]:
+        forms = range(len(self._spec.forms))
+        return [LayerPass(layer, bool(form)) for form in forms for layer in range(len(self._spec.layers))]
+
+    @cached_property
+    def _disk_layouts(self) -> dict[LayerPass, Layout]:
+        return {one: self._disk_layout(self._of(self._layer_of(one), DISK)) for one in self._passes}
+
+    def _disk_layout(self, tensors: Sequence[TensorSpec]) -> Layout:
+        arena = read_arena(tensors, self._memories.device.accelerator, self._places_in_page)
+        return Layout.placed(self._entries(tensors), arena)
 
     @cached_property
     def _places_in_page(self) -> Mapping[str, int]:
@@ -168,14 +186,14 @@ class WeightStore:
         return tensor.format != PLAIN or (DTYPES[stored.dtype] == dtype and stored.offset % dtype.itemsize == 0)
 
     @cached_property
-    def _moved_layouts(self) -> list[Layout]:
-        return [self._layout(self._of(layer, HOST, DISK)) for layer in self._spec.layers]
+    def _moved_layouts(self) -> dict[LayerPass, Layout]:
+        return {one: self._layout(self._of(self._layer_of(one), HOST, DISK)) for one in self._passes}
 
     def _of(self, layer: LayerSpec, *tiers: str) -> list[TensorSpec]:
         return [tensor for _, tensor in layer.tensors if self._tiers[tensor.name] in tiers]
 
     def _slice(self, place: SlicePlace, tier: str) -> list[Range]:
-        tensors = self._of(self._spec.layers[place.layer], tier)
+        tensors = self._of(self._layer_of(place.of), tier)
         sizes = {tensor.name: tensor.nbytes for tensor in tensors}
         return slices(sizes, self._schedule.slices, self._places_in_page)[place.part]
 
@@ -219,36 +237,37 @@ class WeightStore:
     def _copies_of(self, place: SlicePlace, left_out: frozenset[str]) -> Copies:
         parts = (self._slice(place, tier) for tier in (HOST, DISK))
         resting, read = ([cut for cut in cuts if cut.name not in left_out] for cuts in parts)
-        target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
+        target = Pack(self._device_ring[place.slot], self._moved_layouts[place.of])
         copies = copies_between(self._host, target, resting)
         copies += copies_between(self._read_pack(place), target, read) if read else []
         return copies, sum(cut.stop - cut.start for cut in (*resting, *read))
 
     def _place(self, task: Task) -> SlicePlace:
         part = task.batch if self._schedule.cuts_layers else 0
-        return SlicePlace(task.layer, part, self._schedule.weight_buffer(task.visit))
+        return SlicePlace(self._pass_of(task.visit), part, self._schedule.weight_buffer(task.visit))
 
     def _read_pack(self, place: SlicePlace) -> Pack:
-        return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
+        return Pack(self._host_ring[place.slot], self._disk_layouts[place.of])
+
+    def _layer_place(self, visit: Visit) -> LayerPlace:
+        return LayerPlace(self._pass_of(visit), self._schedule.weight_buffer(visit))
 
     def views(self, visit: Visit) -> Weights:
         """The layer's weights by local name, where they lie. Packed matrices are decoded into a buffer, once per pass over the
         layer's weights, since the next pass finds other bytes there. Valid until the next call, which decodes into the same
         buffer. Tables decoded in pieces are not included."""
-        layer, slot, number = visit.layer, self._schedule.weight_buffer(visit), self._schedule.weight_number(*visit)
-        if (layer, slot) not in self._views:
-            spec = self._spec.layers[layer]
-            whole = ((local, tensor) for local, tensor in spec.tensors if local not in spec.in_pieces)
-            multiplied = dict(spec.products).keys() if self._spec.product != PRODUCT else ()
-            self._views[layer, slot] = {
-                local: self._weight(tensor, layer, slot, local in multiplied) for local, tensor in whole
-            }
+        place, number = self._layer_place(visit), self._schedule.weight_number(*visit)
+        if place not in self._views:
+            layer = self._layer_of(place.of)
+            whole = ((local, tensor) for local, tensor in layer.tensors if local not in layer.in_pieces)
+            multiplied = dict(layer.products).keys() if self._spec.product != PRODUCT else ()
+            self._views[place] = {local: self._weight(tensor, place, local in multiplied) for local, tensor in whole}
         if number != self._viewed_pass:
             self._viewed_pass = number
-            for weight in (*self._views[layer, slot].values(), *self._parts.get((layer, slot), [])):
+            for weight in (*self._views[place].values(), *self._parts.get(place, [])):
                 if isinstance(weight, PackedMatrix):
                     weight.renew()
-        return self._views[layer, slot]
+        return self._views[place]
 
     def kind(self, visit: Visit) -> Hashable:
         """What the matrices of a layer are, apart from their values."""
@@ -269,52 +288,52 @@ class WeightStore:
         """Makes the next visit decode its matrices, whatever was decoded before: a captured graph must decode them itself."""
         self._viewed_pass = -1
 
-    def _weight(self, tensor: TensorSpec, layer: int, slot: int, is_steady: bool) -> Matrix:
+    def _weight(self, tensor: TensorSpec, place: LayerPlace, is_steady: bool) -> Matrix:
         """`is_steady`: products with this matrix must not depend on the rows beside a row."""
-        pack = self._pack_of(tensor, layer, slot)
+        pack = self._pack_of(tensor, place)
         if tensor.format == PLAIN:
             return SteadyMatrix(pack.view(tensor.name)) if is_steady else pack.view(tensor.name)
-        return pack.matrix(tensor.name, self._room(tensor, layer), self._spec.product)
+        return pack.matrix(tensor.name, self._room(tensor, self._layer_of(place.of)), self._spec.product)
 
-    def _room(self, tensor: TensorSpec, layer: int) -> DecodeBuffer | None:
+    def _room(self, tensor: TensorSpec, layer: LayerSpec) -> DecodeBuffer | None:
         if self._decoded is None:
             return None
-        return DecodeBuffer(Pack(self._decoded, self._decoded_layout(self._spec.layers[layer])).view(tensor.name))
+        return DecodeBuffer(Pack(self._decoded, self._decoded_layout(layer)).view(tensor.name))
 
     def look_up(self, visit: Visit, tokens: Tensor) -> tuple[Tensor, Weights]:
         """Tokens (rows, tokens) and weights for a layer that takes tokens. From a packed table only the rows of these tokens
         are decoded. They become the table, and the tokens become places in it."""
-        layer, views = self._spec.layers[visit.layer], self.views(visit)
+        layer, views = self.layer(visit), self.views(visit)
         local, table = layer.token_table, layer.packed_tensor(layer.token_table)
         if local is None or table is None:
             return tokens, views
         found = torch.empty(tokens.numel(), table.shape[1], dtype=self._dtype, device=tokens.device)
-        pack = self._pack_of(table, visit.layer, self._schedule.weight_buffer(visit))
+        pack = self._pack_of(table, self._layer_place(visit))
         pack.decode_rows(table.name, tokens.flatten(), found)
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
     def for_logits(self, visit: Visit, hidden: Tensor) -> Iterator[Weights]:
         """The weights of a layer that makes logits of hidden states (positions, width): once where a kernel in C reads the
         matrix as it is stored, otherwise part by part."""
-        layer = self._spec.layers[visit.layer]
+        layer = self.layer(visit)
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None or not in_one_order(self._spec.product, matrix.format, hidden, len(hidden)):
             yield from self.logit_parts(visit)
             return
-        whole = self._pack_of(matrix, visit.layer, self._schedule.weight_buffer(visit))
+        whole = self._pack_of(matrix, self._layer_place(visit))
         yield {**self.views(visit), local: whole.matrix(matrix.name, None, self._spec.product)}
 
     def logit_parts(self, visit: Visit) -> Iterator[Weights]:
         """The same once for each part of a packed matrix, each valid until the next. Parts with a buffer of their own are
         decoded once for all batches of a pass; the others take turns in the last buffer."""
-        layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
+        layer, place = self.layer(visit), self._layer_place(visit)
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None or not layer.logit_parts:
             yield self.views(visit)
             return
         if place not in self._parts:
             rooms = self._rooms_for_parts(layer, matrix)
-            whole = self._pack_of(matrix, *place).matrix(matrix.name, rooms[0], self._spec.product)
+            whole = self._pack_of(matrix, place).matrix(matrix.name, rooms[0], self._spec.product)
             self._parts[place] = [
                 whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts)
             ]
@@ -330,28 +349,42 @@ class WeightStore:
         starts = part_starts(self._spec, layer)
         return [DecodeBuffer(room[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
 
-    def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
+    def _pack_of(self, tensor: TensorSpec, place: LayerPlace) -> Pack:
         """The pack with a tensor's bytes while its layer computes."""
         if self._tiers[tensor.name] in self._stays_in:
             return self._resident
         if self._memories.device.accelerator:
-            return Pack(self._device_ring[slot], self._moved_layouts[layer])
-        return Pack(self._host_ring[slot], self._disk_layouts[layer])
+            return Pack(self._device_ring[place.slot], self._moved_layouts[place.of])
+        return Pack(self._host_ring[place.slot], self._disk_layouts[place.of])
 
     def _decoded_layout(self, layer: LayerSpec) -> Layout:
         return Layout.pack({tensor.name: PackEntry(0, tensor.shape, self._dtype) for tensor in layer.decoded})
 
 
+class LayerPass(NamedTuple):
+    """A layer as decode steps pass it, or as prompts do."""
+
+    layer: int
+    is_of_prompts: bool
+
+
+class LayerPlace(NamedTuple):
+    """A layer in a buffer of a ring."""
+
+    of: LayerPass
+    slot: int
+
+
 class SlicePlace(NamedTuple):
     """A slice of a layer in a buffer of a ring."""
 
-    layer: int
+    of: LayerPass
     part: int
     slot: int
 
 
-def _largest(layouts: Iterable[Layout]) -> int:
-    return max(layout.nbytes for layout in layouts)
+def _largest(layouts: Mapping[LayerPass, Layout]) -> int:
+    return max(layout.nbytes for layout in layouts.values())
 
 
 def _part_of_biases(views: Weights, name: str | None, rows: slice) -> Weights:
