@@ -121,10 +121,31 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return max(tokens * form.widest for tokens, form in _hidden_tokens_of(spec, batch)) * spec.itemsize
 
 
-def next_hidden_bytes(spec: ModelSpec, batch: Batch, moves: bool) -> int:
-    """Bytes beside them for those that a layer makes of them. Where they move, none takes the place of what it was made of."""
+def next_hidden_bytes(spec: ModelSpec, batch: Batch, at_once: int, moves: bool, accelerator: bool) -> int:
+    """Bytes beside them for those that a layer makes of them, with so many tokens of prompts computed at once."""
+    most = max(at_once, batch.size)
     forms = _hidden_tokens_of(spec, batch)
-    return max(tokens * (form.widest if moves else form.beside_widest) for tokens, form in forms) * spec.itemsize
+    return max(_values_beside(form, tokens, min(tokens, most), moves, accelerator) for tokens, form in forms) * spec.itemsize
+
+
+def _values_beside(spec: ModelSpec, tokens: int, at_once: int, moves: bool, accelerator: bool) -> int:
+    """Values that are held beside a batch's states at their widest. What is made part by part takes the place of what it is
+    made of: in the buffer of states that move, or where both are as wide."""
+    found = 0
+    for before, behind, overwrites in spec.widths:
+        if moves:
+            held = (at_once if accelerator or behind <= before else tokens) * behind
+        else:
+            made = 0 if overwrites else at_once if behind == before else tokens
+            held = tokens * (before - spec.widest) + made * behind
+        found = max(found, held)
+    return found
+
+
+def states_start(tokens: int, before: int, behind: int) -> int:
+    """The first value of a layer's states in a buffer in which, part by part, those that it makes of them are written from the
+    start: no part is written where the states of a later one lie. `before`, `behind`: values of a token in and out."""
+    return tokens * max(0, behind - before)
 
 
 def prompt_form(spec: ModelSpec, batch: Batch) -> ModelSpec:

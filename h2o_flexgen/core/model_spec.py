@@ -367,11 +367,11 @@ class ModelSpec:
         return max(layer.out_width for layer in self.layers[:-1])
 
     @cached_property
-    def beside_widest(self) -> int:
-        """Values per token that are held beside a hidden state as wide as that, while a layer makes the next one of it."""
-        pairs = ((before.out_width, layer) for before, layer in pairwise(self.layers[:-1]))
-        held = (layer.out_width if layer.overwrites else width + layer.out_width for width, layer in pairs)
-        return max(0, max(held, default=0) - self.widest)
+    def widths(self) -> frozenset[tuple[int, int, bool]]:
+        """For every kind of layer behind the first: values of a token that it takes and that it hands on, and whether these
+        take the place of those."""
+        pairs = pairwise(self.layers[:-1])
+        return frozenset((before.out_width, layer.out_width, layer.overwrites) for before, layer in pairs)
 
     def flops(self, layer: int, rows: int, tokens: int, context: float) -> float:
         """Flops of `rows` sequences with `tokens` new tokens each, which attend `context` keys on average."""

@@ -503,8 +503,9 @@ class Engine:
             place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit), self._kv_for(visit, state).buffer(visit))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache)))
             return
+        attend_of, room = partial(self._attend_of, visit, cache, state), partial(state.hidden.room, task, hidden)
         may_overwrite = state.hidden.may_be_overwritten(task.batch)
-        state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state), may_overwrite))
+        state.hidden.put(task, self._layer(visit, rows, hidden, attend_of, may_overwrite, room))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
 
@@ -578,9 +579,18 @@ class Engine:
         is_all = len(state.rows[visit.batch].parts) == 1
         return partial((cache if is_all else _cache_of(part, cache)).attend, part.levels)
 
-    def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf, may_overwrite: bool) -> Tensor:
+    def _layer(
+        self,
+        visit: Visit,
+        rows: BatchRows,
+        hidden: Tensor | None,
+        attend_of: AttendOf,
+        may_overwrite: bool,
+        room: Callable[[int, int], Tensor | None],
+    ) -> Tensor:
         """Computes all rows at once, or part by part and long prompts piece by piece, so that each reuses the working memory of
-        the one before. A layer may write its outcome over its hidden states: for all tokens, or for none."""
+        the one before. A layer may write its outcome over its hidden states: for all tokens, or for none. `room`: where the
+        outcome of parts goes, (tokens, width); None if it needs memory of its own."""
         layer = self._weights_for(visit).layer(visit)
         overwrites = may_overwrite and layer.overwrites  # the plan counts no memory for other cases
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
@@ -601,7 +611,9 @@ class Engine:
                 if computed is own:
                     continue
                 computed = computed.flatten(0, 1)
-                out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
+                if out is None:
+                    there = room(rows.tokens, computed.shape[-1])
+                    out = computed.new_empty(rows.tokens, computed.shape[-1]) if there is None else there
                 out[start : start + len(computed)] = computed
                 start += len(computed)
         if out is None:

@@ -105,7 +105,8 @@ def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_onc
     decode = _decode_bytes(spec, plan, levels, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     scoring = scored * (spec.vocab * (3 * FLOAT_BYTES + spec.itemsize) + _normed_bytes(spec))
-    return max(prefill, decode, scoring, picking_bytes(spec, batch.size)) + next_hidden_bytes(spec, batch, moves_hidden)
+    beside = next_hidden_bytes(spec, batch, plan.prefill_tokens, moves_hidden, site.accelerator)
+    return max(prefill, decode, scoring, picking_bytes(spec, batch.size)) + beside
 
 
 def picking_bytes(spec: ModelSpec, rows: int) -> int:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.buffer_layout import next_hidden_bytes
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.models import create_model, mixture
 from h2o_flexgen.models.base import Given, Weights
@@ -95,7 +97,10 @@ def test_layers_that_overwrite_are_those_that_memory_is_saved_for(kind: str, dty
     spec, wide = model.spec, Routed.width(model.spec.width, model._mixture.chosen, str(dtype).removeprefix("torch."))
     between = [layer for layer in spec.layers if layer.functions == ("given_to_experts",)]
     assert [layer for layer in spec.layers if layer.overwrites] == between and between
-    assert (spec.widest, spec.beside_widest) == (wide, spec.width)  # the first and the last slice have a narrow one beside
+    assert spec.widest == wide
+    batch, at_once = Batch((0,), (20,)), 20
+    beside = next_hidden_bytes(spec, batch, at_once, moves=False, accelerator=False)
+    assert beside == 20 * spec.width * spec.itemsize, "the first and the last slice have narrow states beside wide ones"
 
 
 def test_a_sum_is_that_of_one_expert_after_the_other(dtype: torch.dtype) -> None:

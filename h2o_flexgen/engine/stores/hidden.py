@@ -1,5 +1,7 @@
 """The hidden states of a block between layers: kept where they are, or moved to a home in host memory or on disk and back.
 
+States that move come through a buffer for each visit. What a layer makes of them part by part is written in the same buffer.
+
 Where several devices compute, states without such a home are passed on: the device of a layer leaves them in a region of the
 batch, from which they are copied to a region of the batch on the next device.
 """
@@ -12,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import aligned, hidden_bytes
+from h2o_flexgen.core.buffer_layout import aligned, hidden_bytes, states_start
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DISK
 from h2o_flexgen.core.workload import Block
@@ -26,6 +28,7 @@ from h2o_flexgen.schedule.schedule import Schedule
 
 class HiddenStore:
     def __init__(self, spec: ModelSpec, block: Block, schedule: Schedule, memories: Memories) -> None:
+        self._spec = spec
         self._schedule = schedule
         self._memories = memories
         self._dtype = DTYPES[spec.dtype]
@@ -35,7 +38,8 @@ class HiddenStore:
         self._on_disk: dict[int, DiskRegion] = {}
         self._left: dict[tuple[int, int], Tensor] = {}  # (layer, batch) -> where a device leaves states for the next
         self._found: dict[tuple[int, int], Tensor] = {}  # where the next device finds them
-        self._views: dict[int, Tensor] = {}  # the last one of each region that stays as long as this store
+        self._views: dict[int, tuple[int, Tensor]] = {}  # the last one of each region that stays as long as this store
+        self._in_buffers: set[int] = set()  # batches with states that are written in their buffer already
         sizes = {
             place: hidden_bytes(spec, batch)
             for place, batch in enumerate(block.batches)
@@ -92,12 +96,27 @@ class HiddenStore:
         once the layer is over. The outcome still waits to be moved home then, and so must lie elsewhere."""
         return not self._schedule.traffic.moves_hidden(batch)
 
+    def room(self, task: Task, hidden: Tensor | None, tokens: int, width: int) -> Tensor | None:
+        """Where a layer writes what it makes part by part of a batch's states, (tokens, width): over them, since each part is
+        needed no more when its outcome is there. None if it needs memory of its own."""
+        shape = torch.Size((tokens, width))
+        if self._schedule.traffic.moves_hidden(task.batch):
+            at = self._device(task.layer)
+            if not self._device_rings[at] and hidden is not None and width > hidden.shape[-1]:
+                return None  # parts that wait lie where it would be written: the disk's states begin at the start
+            self._in_buffers.add(task.batch)
+            ring = self._device_rings[at] or self._host_rings[at]
+            return self._view(ring[self._schedule.buffer(task.visit)], shape)
+        return hidden.view(shape) if hidden is not None and hidden.shape[-1] == width else None
+
     def put(self, task: Task, hidden: Tensor) -> None:
-        """Keeps hidden states. If they go home from a device, or to another device, they are first copied to their buffer. The
-        layer's own memory is then free when the layer is done. Otherwise it were free only after the copy home, and layers may
-        be launched far ahead of that."""
+        """Keeps hidden states. If they go home from a device, or to another device, they are first copied to their buffer,
+        unless they are there. The layer's own memory is then free when the layer is done. Otherwise it were free only after the
+        copy home, and layers may be launched far ahead of that."""
         ring = self._device_rings[self._device(task.layer)]
-        if ring and self._schedule.traffic.moves_hidden(task.batch):
+        if task.batch in self._in_buffers:
+            self._in_buffers.remove(task.batch)
+        elif ring and self._schedule.traffic.moves_hidden(task.batch):
             hidden = self._view(ring[self._schedule.buffer(task.visit)], hidden.shape).copy_(hidden)
         elif (left := self._left.get((task.layer, task.batch))) is not None:
             hidden = self._view(left, hidden.shape).copy_(hidden)
@@ -142,13 +161,21 @@ class HiddenStore:
         else:
             hidden = self._view(self._on_host[task.batch], shape)
         if self._device_rings[device]:
-            hidden = self._view(self._device_rings[device][slot], shape).copy_(hidden, non_blocking=True)
+            there = self._view(self._device_rings[device][slot], shape, self._start(task, shape))
+            hidden = there.copy_(hidden, non_blocking=True)
         self._now[task.batch] = hidden
         return hidden.nbytes
 
-    def _view(self, region: Tensor, shape: torch.Size) -> Tensor:
-        """Hidden states in a region of memory; steps of as many rows have the same view."""
+    def _start(self, task: Task, shape: torch.Size) -> int:
+        """The first value in a buffer of a device, so that a layer may write what it makes of them from the start."""
+        spec = self._spec.forms[-1] if self._schedule.traffic.is_of_prompts(task.step) else self._spec
+        layer = spec.layers[task.layer]
+        return 0 if layer.makes_logits else states_start(shape[:-1].numel(), shape[-1], layer.out_width)
+
+    def _view(self, region: Tensor, shape: torch.Size, start: int = 0) -> Tensor:
+        """Hidden states in a region of memory, from a value on; steps of as many rows have the same view."""
         known = self._views.get(id(region))
-        if known is None or known.shape != shape:
-            known = self._views[id(region)] = region[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
-        return known
+        if known is None or known[0] != start or known[1].shape != shape:
+            values = region[start * self._dtype.itemsize : (start + shape.numel()) * self._dtype.itemsize]
+            known = self._views[id(region)] = start, values.view(self._dtype).view(shape)
+        return known[1]
