@@ -95,11 +95,17 @@ class Published:
         far = 1.0 if self.outside is None else self.outside[0]
         return min(1 - TOLERANCE, far), max(1 + TOLERANCE, far)
 
+    @property
+    def placed_percent(self) -> tuple[float, ...]:
+        """The percents that came of those that were asked for: weights lay where FlexGen's rule puts them."""
+        return (*placed_by_their_rule(spec_of(self.model, Plan()), self.percent[:2]), *self.percent[2:])
+
     def plan(self, schedule: str, **options: Any) -> Plan:
+        """The plan that was run, with its weights where they lay."""
         size, count = self.batches
         whole = {"prefill_tokens": WHOLE_BATCH} if schedule == THEIRS else {}
         options = {**self.options, **whole, "schedule": schedule, **options}
-        return Plan.create(gpu_batch_size=size, num_gpu_batches=count, **options).with_percent(self.percent)
+        return Plan.create(gpu_batch_size=size, num_gpu_batches=count, **options).with_percent(self.placed_percent)
 
     def planned(self, plan: Plan, gen_len: int | None = None) -> WorkloadPlan:
         workload = Workload.uniform(self.rows, self.lengths[0], gen_len or self.lengths[1])
@@ -218,6 +224,36 @@ ROWS = (
         H2O, "H2O, 4-bit weights", "opt-6.7b", (44, 1), ON_DEVICE, (512, 1024), 62.3, {**_h2o(0.3), **PACKED_WEIGHTS}, 128
     ),
 )
+
+
+# -- what was placed ---------------------------------------------------------------------------------------------------------
+
+
+def placed_by_their_rule(spec: ModelSpec, asked: tuple[int, ...]) -> tuple[float, float]:
+    """Per cent of OPT's weights that FlexGen has on the GPU and on the host where so many were asked for. A tensor goes whole
+    to the disk, to the host or to the GPU, by the place of its middle among the values of its layer: first comes the share of
+    the disk, last that of the GPU. So of an attention's four matrices one is on the GPU from 12.5 per cent on."""
+    on_device, on_host = asked
+    placed = dict.fromkeys(TIERS, 0)
+    for sizes, count in their_layers(spec):
+        before, total = 0, sum(sizes)
+        for size in sizes:
+            middle = 100 * (before + size / 2) / total
+            tier = DISK if middle < 100 - on_device - on_host else HOST if middle < 100 - on_device else DEVICE
+            placed[tier] += count * size
+            before += size
+    total = sum(placed.values())
+    return round(100 * placed[DEVICE] / total, 2), round(100 * placed[HOST] / total, 2)
+
+
+def their_layers(spec: ModelSpec) -> Iterator[tuple[list[int], int]]:
+    """The values of the tensors of each kind of layer, in their order there, and how many layers of the kind there are: the
+    embedding, attentions of four matrices and a norm, MLPs of two and a norm, and the head, which has a table of its own."""
+    width, inner, table = spec.width, spec.ffn, spec.vocab * spec.width
+    yield [table, (spec.max_positions + 2) * width], 1
+    yield [width * width, width] * 4 + [width, width], spec.num_blocks
+    yield [inner * width, inner, width * inner, width, width, width], spec.num_blocks
+    yield [width, width, table], 1
 
 
 # -- pricing ---------------------------------------------------------------------------------------------------------------
