@@ -52,6 +52,7 @@ from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.trace import Trace
 
 Thing = TypeVar("Thing")
+Moved = TypeVar("Moved")  # what an action returns
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
 AttendOf = Callable[[RowsPart], "Attend | None"]
@@ -435,7 +436,7 @@ class Engine:
         def for_the_living(action: Callable[[Task], int]) -> Callable[[Task], int]:
             return lambda task: 0 if state.rows[task.batch].is_done else action(task)
 
-        def while_wanted(action: Callable[[Task], int]) -> Callable[[Task], int]:
+        def while_wanted(action: Action) -> Action:
             return lambda task: action(task) if state.is_wanted(task) else 0
 
         def for_its_users(action: Callable[[Task], int]) -> Callable[[Task], int]:
@@ -448,7 +449,7 @@ class Engine:
 
         lanes = schedule.traffic.lanes
 
-        def on_own(action_of: Callable[[int], Callable[[Task], int]]) -> Callable[[Task], int]:
+        def on_own(action_of: Callable[[int], Callable[[Task], Moved]]) -> Callable[[Task], Moved]:
             """Wraps the actions of all devices: each task runs that of its own device."""
             return lambda task: action_of(lanes.device(task.layer))(task)
 

@@ -33,7 +33,22 @@ class Past(NamedTuple):
     ended: float
 
 
-Action = Callable[[Task], "int | Past"]  # does the task and returns the bytes that it moved
+class MovedBefore(NamedTuple):
+    """What has gone before the turn of its task came, between two markers of the stream of the task's lane."""
+
+    begun: Marker
+    ended: Marker
+    moved: int
+
+
+class MovedInParts(NamedTuple):
+    """The bytes that a task has moved in its turn, and those that went before."""
+
+    moved: int
+    before: Sequence[MovedBefore]
+
+
+Action = Callable[[Task], "int | Past | MovedInParts"]  # does the task and returns the bytes that it moved
 COLLECTED_EVERY = 32  # COMPUTEs: ended tasks are collected in groups, as each costs a call of the driver
 
 
@@ -289,6 +304,10 @@ class Executor:
         start = time.perf_counter()
         moved = self._actions[op](task)
         last = device.mark(is_timed, blocking=True) if on_stream else None
+        if isinstance(moved, MovedInParts):
+            for part in moved.before:
+                self._recorder.add_before(task, *part)
+            moved = moved.moved
         if isinstance(moved, Past):
             self._recorder.add(task, *moved, 0)
             return

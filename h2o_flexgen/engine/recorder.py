@@ -30,6 +30,7 @@ class Recorder:
         self._times_all = times_all or None in starts
         self._ended: deque[Span] = deque()
         self._marked: deque[tuple[Task, Marker | None, Marker, int]] = deque()
+        self._before: deque[tuple[Task, Marker, Marker, int]] = deque()
         self.moved_bytes: Counter[str] = Counter()  # by lane
         self._seconds: Counter[str] = Counter()  # of tasks that were over when their actions returned, by lane
         self._timed: Counter[Kind] = Counter()  # seconds of marked tasks
@@ -49,12 +50,18 @@ class Recorder:
         """Adds a task that a stream runs between two markers, or, if it is not timed, before one marker."""
         self._marked.append((task, first, last, moved))
 
+    def add_before(self, task: Task, begun: Marker, ended: Marker, moved: int) -> None:
+        """Adds what a stream has done for a task before its turn. It does not end the task."""
+        self._before.append((task, begun, ended, moved))
+
     def collect(self) -> Iterator[Key]:
         """Adds tasks that have ended since the last call, and yields those that have markers."""
         while self._ended:
             span = self._ended.popleft()
             self._seconds[span.lane] += span.end - span.start  # type: ignore[assignment]
             self._keep(span)
+        while self._before and self._before[0][2].query():
+            self._keep_timed(*self._before.popleft())
         while self._marked and self._marked[0][2].query():
             yield self._ends(*self._marked.popleft())
         if len(self._kept) > 2 * KEPT:
@@ -62,20 +69,24 @@ class Recorder:
             self._kept = []
 
     def _ends(self, task: Task, first: Marker | None, last: Marker, moved: int) -> Key:
-        lane = self._lanes.of(task)
-        key, kind = task.key, (lane, task.op, task.step == 0)
         if first is None:
-            self.moved_bytes[lane] += moved
-            self._untimed_tasks[kind] += 1
-            return key
+            self.moved_bytes[self._lanes.of(task)] += moved
+            self._untimed_tasks[self._kind(task)] += 1
+        else:
+            self._timed_tasks[self._kind(task)] += 1
+            self._keep_timed(task, first, last, moved)
+        return task.key
+
+    def _kind(self, task: Task) -> Kind:
+        return self._lanes.of(task), task.op, task.step == 0
+
+    def _keep_timed(self, task: Task, first: Marker, last: Marker, moved: int) -> None:
         at = self._lanes.device(task.layer)
         device, start = self._devices[at], self._starts[at]
         assert start is not None
         begun, ended = (device.seconds_between(start, marker) for marker in (first, last))
-        self._timed[kind] += ended - begun  # type: ignore[assignment]
-        self._timed_tasks[kind] += 1
-        self._keep(Span(key, lane, begun, ended, moved))
-        return key
+        self._timed[self._kind(task)] += ended - begun  # type: ignore[assignment]
+        self._keep(Span(task.key, self._lanes.of(task), begun, ended, moved))
 
     def _keep(self, span: Span) -> None:
         self.moved_bytes[span.lane] += span.bytes

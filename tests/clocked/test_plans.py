@@ -15,6 +15,8 @@ from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import JUDGED, PINNED
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import STORE, Op
 from tests import test_arriving_prefixes as arriving
 from tests import test_conversation as talks
 from tests import test_shared_prefixes as prefixes
@@ -175,3 +177,16 @@ def test_attention_on_the_host(values: dict[str, Any], by_twins: Checkpoints, of
 def test_prompts_go_home_part_by_part(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     how = {"gpu_batch_size": 4, "prefill_tokens": 3, "attend_on": HOST}
     hold_contract(Case("llama-gqa", lengths=(3, 2, 5, 1, 4), device=NAME, **how, **values), by_twins, offload)
+
+
+def test_each_part_on_its_way_is_in_the_trace(by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    """Four parts of a batch: three go while the next one is computed, and the last when all are."""
+    how = {"gpu_batch_size": 4, "num_gpu_batches": 1, "prefill_tokens": 1, "attend_on": HOST}
+    case = Case("opt", (100, 0, 0, 100, 100, 0), (3, 2, 4, 2), 2, device=NAME, **how)  # type: ignore[arg-type]
+    with case.open(by_twins, offload) as llm:
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
+        assert llm.stats is not None
+        spans = [span for span in llm.stats.last_block.trace.spans if span.key.op is Op.STORE_KV]
+        layers, slot = len(llm.spec.kv_layers), llm.spec.kv_bytes_per_slot
+    assert len(spans) == 4 * layers and {span.lane for span in spans} == {STORE}
+    assert {span.bytes for span in spans} == {5 * slot}, "all slots of a row"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.site import DISK, HOST
+from h2o_flexgen.engine.executor import MovedInParts
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.layer_judges import Judges
 from h2o_flexgen.engine.stores.parts_on_the_way import PartOfPrompts, PartsOnTheWay
@@ -238,11 +239,15 @@ class KVStore:
             return self._transfer_rows(task, slice(0, self._layout(task).rows), to_device=True)
         return self._transfer(task, 0, unit.held, to_device=True)
 
+    def store_parts(self, task: Task) -> MovedInParts:
+        """Device -> host: prompts that go part by part, most of which are on their way."""
+        parts = self._units[task.layer, task.batch].parts
+        assert parts is not None
+        return parts.finish()
+
     def store(self, task: Task) -> int:
         """Device -> host: the slots that the step changed."""
         unit = self._units[task.layer, task.batch]
-        if unit.parts is not None:
-            return unit.parts.finish()
         if self._is_beside(task):
             return self._transfer_rows(task, unit.joined.pop(task.step, slice(0)), to_device=False)
         if unit.replaced is None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 
+from h2o_flexgen.engine.executor import MovedInParts
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.host_attention_exchange import HOST_MEMORY
 from h2o_flexgen.engine.stores.kv import KVStore
@@ -74,8 +76,12 @@ class KVLevels:
     def load(self, task: Task) -> int:
         return sum(store.load(task) for store in self._of_layer[task.layer])
 
-    def store(self, task: Task) -> int:
-        return sum(store.store(task) for store in self._of_layer[task.layer])
+    def store(self, task: Task) -> int | MovedInParts:
+        stores = self._of_layer[task.layer]
+        if not self._schedule.traffic.passes_parts_of(task.visit):
+            return sum(store.store(task) for store in stores)
+        moved, before = zip(*(store.store_parts(task) for store in stores))
+        return MovedInParts(sum(moved), [*chain(*before)])
 
     def read(self, task: Task) -> int:
         return sum(store.read(task) for store in self._of_layer[task.layer])

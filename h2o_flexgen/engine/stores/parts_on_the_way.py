@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from h2o_flexgen.engine.executor import MovedBefore, MovedInParts
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.schedule.ops import STORE
 
@@ -28,7 +29,8 @@ class PartsOnTheWay:
         self._send = send
         self._last: PartOfPrompts | None = None
         self._home: list[Marker | None] = [None] * places  # where the part that had the place before is at home
-        self._moved = 0
+        self._sent: list[MovedBefore] = []
+        self._moved = 0  # bytes of parts that were at home when their copy returned
 
     def begin(self, rows: slice) -> PartOfPrompts:
         """Finds a place for the next part, and lets the one before it go."""
@@ -46,10 +48,15 @@ class PartsOnTheWay:
         computed = self._device.mark()
         with self._device.stream(STORE):
             self._device.wait(computed)
-            self._moved += self._send(part)
-            self._home[part.number % len(self._home)] = self._device.mark()
+            begun = self._device.mark(timed=True)
+            moved = self._send(part)
+            self._home[part.number % len(self._home)] = ended = self._device.mark(timed=True)
+        if begun is None or ended is None:
+            self._moved += moved
+        else:
+            self._sent.append(MovedBefore(begun, ended, moved))
 
-    def finish(self) -> int:
-        """Sends the last part, in the lane that stores, and returns the bytes of all."""
+    def finish(self) -> MovedInParts:
+        """Sends the last part, in the lane that stores."""
         assert self._last is not None and self._send is not None, "a visit with prompts has a part"
-        return self._moved + self._send(self._last)
+        return MovedInParts(self._moved + self._send(self._last), self._sent)
