@@ -368,8 +368,8 @@ class ModelSpec:
 
     @cached_property
     def widths(self) -> frozenset[tuple[int, int, bool]]:
-        """For every kind of layer behind the first: values of a token that it takes and that it hands on, and whether these
-        take the place of those."""
+        """The values of a token that layers behind the first take and hand on, and whether these take the place of those:
+        once for every kind of layer."""
         pairs = pairwise(self.layers[:-1])
         return frozenset((before.out_width, layer.out_width, layer.overwrites) for before, layer in pairs)
 

@@ -97,7 +97,7 @@ class HiddenStore:
         return not self._schedule.traffic.moves_hidden(batch)
 
     def room(self, task: Task, hidden: Tensor | None, tokens: int, width: int) -> Tensor | None:
-        """Where a layer writes what it makes part by part of a batch's states, (tokens, width): over them, since each part is
+        """The place for what a layer makes part by part of a batch's states, (tokens, width): over them, since each part is
         needed no more when its outcome is there. None if it needs memory of its own."""
         shape = torch.Size((tokens, width))
         if self._schedule.traffic.moves_hidden(task.batch):
