@@ -306,21 +306,14 @@ FAULTS = [
             (Op.ATTEND, Op.READ_KV),
             (Op.ATTEND, Op.STORE_KV),
             (Op.COMPUTE, Op.ATTEND),
+            (Op.COMPUTE, Op.STORE_KV),
+            (Op.COMPUTE, Op.WRITE_KV),
             (Op.WRITE_KV, Op.ATTEND),
         )
     ),
     Planted("a part does not wait until its place is free", no_wait_between_parts(COMPUTE_LANE), BY_PART),
     Planted("a part goes home before it is computed", no_wait_between_parts(STORE), BY_PART),
     Planted("all parts have one place", one_place_for_all_parts, BY_PART),
-    *(
-        Planted(f"with parts on their way, {op} does not need {', '.join(map(str, needs))}", without_needs(op, *needs), BY_PART)
-        for op, *needs in (
-            (Op.STORE_KV, Op.COMPUTE),
-            (Op.COMPUTE, Op.STORE_KV),
-            (Op.COMPUTE, Op.WRITE_KV),
-            (Op.ATTEND, Op.STORE_KV),
-        )
-    ),
     *(
         Planted(f"nobody finishes in {op}", nobody_finishes(op), cases)
         for op, cases in ((Op.STORE_H, (HIDDEN_ON_DISK,)), (Op.STORE_KV, SINGLE_SLOTS))

@@ -271,13 +271,13 @@ class WeightStore:
 
     def kind(self, visit: Visit) -> Hashable:
         """What the matrices of a layer are, apart from their values."""
-        each = ((local, tensor.shape, tensor.format) for local, tensor in self._spec.layers[visit.layer].tensors)
+        each = ((local, tensor.shape, tensor.format) for local, tensor in self.layer(visit).tensors)
         return tuple(each), tuple((local, type(weight)) for local, weight in self.views(visit).items())
 
     def memory(self, visit: Visit) -> Sequence[Tensor]:
         """The tensors in which a layer's weights lie, in the order of `kind`."""
         self.views(visit)
-        return [memory_of(weight) for weight in self._views[visit.layer, self._schedule.weight_buffer(visit)].values()]
+        return [memory_of(weight) for weight in self._views[self._layer_place(visit)].values()]
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which a layer's weights come; the same number for all visits of a layer that is not moved."""
