@@ -43,7 +43,7 @@ from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch, Workload
-from h2o_flexgen.engine.head import Picker
+from h2o_flexgen.engine.head import OfHead, Picker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.seated_rows import SeatedRows
@@ -194,7 +194,8 @@ def measured(
             if step == 0 and len(rows.parts) > 1:
                 hidden = hidden.flatten(0, 1)
             logits = next(ring)
-            run = partial(picker, rows, hidden, lambda hidden, logits=logits: logits, step)
+            of_head = OfHead(logits=lambda _, made=logits: made, states=lambda states: states)
+            run = partial(picker, rows, hidden, of_head, step)
             if step % 2 and profile is None:
                 with watch.parts():
                     watch.now.clear()
