@@ -24,7 +24,7 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Batch, Block, Workload
-from h2o_flexgen.engine.head import read_prompts
+from h2o_flexgen.engine.head import OfHead, read_prompts
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
@@ -614,7 +614,8 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     params, tokenizer, after = SamplingParams(max_tokens=tokens - 5), ByteTokenizer(vocab), [1] * (tokens - 5)
     asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
     scorer = Scorer(asked, tokenizer, at_once)
-    most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
+    made = OfHead(partial(model.head, weights=weights), partial(model.last_states, weights=weights))
+    most = peak_allocated(lambda: scorer(rows, hidden, made, 0), [hidden, *weights.values()])
     estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, own_site("cpu", False), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
     assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
