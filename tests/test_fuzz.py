@@ -30,6 +30,7 @@ NEAR = (
     "mistral-near",
     "qwen3-moe-near",
     "phi3-near",
+    "starcoder2-near",
 )  # windows everywhere, within which texts of policies that evict must stay
 KINDS = [kind for kind in tiny.KINDS if kind not in ("mistral", *NEAR)] + ["mistral"]
 
