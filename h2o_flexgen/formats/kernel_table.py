@@ -29,6 +29,7 @@ TAKE_ROWS, PUT_ROWS = "take rows", "put rows"
 RMS_NORM, LAYER_NORM, LENGTHS, HALVES_APART = "rms norm", "layer norm", "lengths", "halves apart"
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
 GATED_QUICK_GELU, GATED_RELU, CLAMPED_SILU = "gated quick gelu", "gated relu", "clamped silu"
+GATED_RELU_SQUARED, XIELU = "gated relu squared", "xielu"
 ROUTE, GATHER_CHOSEN = "route", "gather chosen"
 ADD_SCALED, ADD_WEIGHTED = "add scaled", "add weighted"
 PICK_TOKENS, LIKELIEST = "pick tokens", "likeliest"
@@ -221,6 +222,7 @@ def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
     gelus = (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu"), (GATED_QUICK_GELU, "gated_quick_gelu")
     gating = (GATED_SILU, "gated_silu"), (CLAMPED_SILU, "clamped_silu"), (GATED_RELU, "gated_relu"), *gelus
+    gating = *gating, (GATED_RELU_SQUARED, "gated_relu_squared"), (XIELU, "xielu")
     of_rows = (RMS_NORM, "rms_norm"), (LAYER_NORM, "layer_norm"), (LENGTHS, "lengths"), (HALVES_APART, "halves_apart")
     of_experts = (ROUTE, "route"), (GATHER_CHOSEN, "gather_chosen")
     sums = (ADD_SCALED, "add_scaled"), (ADD_WEIGHTED, "add_weighted")

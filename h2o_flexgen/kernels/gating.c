@@ -1,10 +1,12 @@
 /* An activation of the gate, rounded to the type of the values, and then times up where there is one. Both may be limited first, and
    the gate scaled. An activation is x times a share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of
    sqrt(8 / pi) * (x + 0.044715 * x^3), that of quick gelu the same of 1.702 * x, gelu's is the normal distribution. Relu's are 0 below 0
-   and then 1. What becomes of a value depends on nothing but the two. */
+   and then 1, those of relu squared 0 and then x. xIELU has numbers of its own, which
+   are learned. What becomes of a value depends on nothing beside these and the two. */
 
 #include "team.h"
 #include "vectors.h"
+#include <math.h>
 
 typedef struct {
     char *gate;     /* becomes the outcome */
@@ -13,9 +15,11 @@ typedef struct {
     int kind;
     int curve;
     float limit, alpha; /* of a clamped silu */
+    const float *rising, *falling, *slope, *least; /* of xIELU: what squares above 0 and falls below it, before their softplus; how
+                                                      steep both are in 0; and the least distance from it that counts below */
 } gating;
 
-enum { SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED_SILU };
+enum { SILU, GELU_TANH, GELU, QUICK_GELU, RELU, RELU_SQUARED, CLAMPED_SILU, XIELU, CURVES };
 
 /* Of what is not above 0; 0 from -86 on: then an activation of -infinity is NaN, as it is in torch. */
 static ALWAYS_INLINE floats exp_or_nothing(floats from)
@@ -56,9 +60,33 @@ static ALWAYS_INLINE floats activated(floats x, int curve)
         return x * normal_distribution(x);
     if (curve == RELU)
         return either(x < 0.0f, all(0.0f), x);
+    if (curve == RELU_SQUARED)
+        return either(x < 0.0f, all(0.0f), x * x);
     if (curve == QUICK_GELU)
         return x * sigmoid(x * 1.702f);
     return x * sigmoid(curve == SILU ? x : x * 1.59576912f * (x * x * 0.044715f + 1.0f));
+}
+
+/* exp(x) - 1 of what is not above 0. */
+static ALWAYS_INLINE floats expm1_below_zero(floats x)
+{
+    floats sum = x * (1.0f / 8.0f) + 1.0f;
+#pragma GCC unroll 6
+    for (int term = 7; term > 1; term--)
+        sum = sum * x * (1.0f / term) + 1.0f;
+    return either(x > -0.5f, sum * x, exp_or_nothing(x) - 1.0f);
+}
+
+static ALWAYS_INLINE float softplus(float x)
+{
+    return x > 20.0f ? x : log1pf(expf(x));
+}
+
+static ALWAYS_INLINE floats xielu(floats x, const gating *g)
+{
+    const float rising = softplus(*g->rising), falling = *g->slope + softplus(*g->falling);
+    const floats below = either(x > *g->least, all(*g->least), x);
+    return either(x > 0.0f, x * x * rising, (expm1_below_zero(below) - x) * falling) + x * *g->slope;
 }
 
 static ALWAYS_INLINE floats at_most(floats x, float limit) /* NaN stays NaN */
@@ -87,7 +115,7 @@ static ALWAYS_INLINE void gate_register(char *gate, const char *up, long count, 
         store_some(gate, value * clamped_up(load_some(up, count, kind), kind, g), count, kind);
         return;
     }
-    const floats value = rounded_to(activated(of_gate, curve), kind);
+    const floats value = rounded_to(curve == XIELU ? xielu(of_gate, g) : activated(of_gate, curve), kind);
     store_some(gate, up ? value * load_some(up, count, kind) : value, count, kind);
 }
 
@@ -104,7 +132,8 @@ static ALWAYS_INLINE void gate_some(const gating *g, long number, int kind, int 
 #define OF(KIND, CURVE)                                                                                                          \
     static void CURVE##_##KIND(const void *g, long number, int member) { gate_some(g, number, KIND, CURVE); }
 #define OF_KIND(KIND)                                                                                                            \
-    OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU) OF(KIND, QUICK_GELU) OF(KIND, RELU) OF(KIND, CLAMPED_SILU)
+    OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU) OF(KIND, QUICK_GELU) OF(KIND, RELU) OF(KIND, RELU_SQUARED)     \
+    OF(KIND, CLAMPED_SILU) OF(KIND, XIELU)
 
 OF_KIND(BF16)
 OF_KIND(FLOAT)
@@ -114,8 +143,8 @@ void gated(const void *given, int threads)
 {
     const gating *g = given;
 #define ACTIONS(KIND)                                                                                                            \
-    [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND, CLAMPED_SILU_##KIND}
-    static part_action *const actions[][6] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+    [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND, RELU_SQUARED_##KIND, CLAMPED_SILU_##KIND, XIELU_##KIND}
+    static part_action *const actions[][CURVES] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
 #undef ACTIONS
     share_out(given, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind][g->curve]);
 }

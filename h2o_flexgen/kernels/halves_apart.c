@@ -1,4 +1,5 @@
-/* Rows of values of which neighbours belong together, with those that come first before those that come second. */
+/* Rows of values of which the first are neighbours that belong together, with those that come first before those that come second. The
+   rest of a row stays. */
 
 #include "kernel.h"
 #include "team.h"
@@ -6,7 +7,7 @@
 typedef struct {
     const char *x;          /* (rows, width) */
     char *out;              /* alike */
-    long rows, half, nbytes; /* half a row in values, bytes of a value */
+    long rows, half, rest, nbytes; /* pairs and other values of a row, bytes of a value */
 } pairs;
 
 static ALWAYS_INLINE void part_words(const uint32_t *restrict x, uint32_t *restrict out, long half)
@@ -28,11 +29,12 @@ static ALWAYS_INLINE void part_shorts(const uint16_t *restrict x, uint16_t *rest
 static void part_row(const void *given, long row, int member)
 {
     const pairs *p = given;
-    const long at = row * 2 * p->half * p->nbytes;
+    const long paired = 2 * p->half * p->nbytes, beside = p->rest * p->nbytes, at = row * (paired + beside);
     if (p->nbytes == 4)
         part_words((const uint32_t *)(p->x + at), (uint32_t *)(p->out + at), p->half);
     else
         part_shorts((const uint16_t *)(p->x + at), (uint16_t *)(p->out + at), p->half);
+    memcpy(p->out + at + paired, p->x + at + paired, beside);
 }
 
 void halves_apart(const void *given, int threads)

@@ -7,9 +7,9 @@
 
 typedef struct {
     const char *x;             /* (rows, width) */
-    const char *weight, *bias; /* (width); NULL: ones, and zeros */
+    const char *weight, *bias; /* (kinds, width); NULL: ones, and zeros */
     char *out;                 /* (rows, width), one behind the other */
-    long rows, width, x_row;   /* the last is in bytes */
+    long rows, width, kinds, x_row; /* rows have the weights of each kind in turn; the last is in bytes */
     float eps;
     int kind;
 } norm;
@@ -45,15 +45,15 @@ static ALWAYS_INLINE floats or_else(const char *from, long at, long count, int k
 
 static ALWAYS_INLINE void norm_row(const norm *n, long row, int kind)
 {
-    const long size = itemsize_of(kind);
+    const long size = itemsize_of(kind), own = row % n->kinds * n->width;
     const char *x = n->x + row * n->x_row;
     char *out = n->out + row * n->width * size;
     const float mean = mean_of(x, n->width, 0.0f, 0, kind);
     const float factor = 1.0f / sqrtf(mean_of(x, n->width, mean, 1, kind) + n->eps);
 #define SCALE(AT, COUNT)                                                                                                         \
     store_some(out + (AT)*size,                                                                                                  \
-               (load_some(x + (AT)*size, COUNT, kind) - mean) * factor * or_else(n->weight, AT, COUNT, kind, 1.0f) +             \
-                   or_else(n->bias, AT, COUNT, kind, 0.0f),                                                                      \
+               (load_some(x + (AT)*size, COUNT, kind) - mean) * factor * or_else(n->weight, own + (AT), COUNT, kind, 1.0f) +             \
+                   or_else(n->bias, own + (AT), COUNT, kind, 0.0f),                                                                      \
                COUNT, kind)
     EACH_REGISTER(at, n->width, SCALE);
 #undef SCALE

@@ -30,6 +30,7 @@ from h2o_flexgen.formats.kernel_table import (
     GATED_GELU_TANH,
     GATED_QUICK_GELU,
     GATED_RELU,
+    GATED_RELU_SQUARED,
     GATED_SILU,
     GATHER_CHOSEN,
     GATHER_SLOTS,
@@ -50,6 +51,7 @@ from h2o_flexgen.formats.kernel_table import (
     SUM,
     TAKE_ROWS,
     TAKE_SLOTS,
+    XIELU,
     Kernel,
     Processor,
     choose,
@@ -331,13 +333,14 @@ def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
     """x (..., width) divided by the root of its mean square, and multiplied by weight (width,). `from_one`: by what is above
-    one by a weight. In 16 bits nothing but the outcome is rounded then."""
+    one by a weight. In 16 bits nothing but the outcome is rounded then, or where weights are in fp32."""
     out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps, from_one)
     return out
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x (..., width) less its mean, divided by its standard deviation, times weight (width,), plus bias (width,)."""
+    """x (..., width) less its mean, divided by its standard deviation, times weight (width,), plus bias (width,). Both may be
+    other ones for each of the rows (..., rows, width): (rows, width)."""
     out: Tensor = _required(LAYER_NORM, PLAIN, x)(x, weight, bias, eps)
     return out
 
@@ -378,6 +381,12 @@ def gated_relu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return out
 
 
+def gated_relu_squared(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with the square of relu."""
+    out: Tensor = _required(GATED_RELU_SQUARED, PLAIN, gate)(gate, up)
+    return out
+
+
 def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     """The same with silu of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there.
     Torch gives the last values of a tensor other last bits than those in its middle."""
@@ -403,9 +412,17 @@ def _of_each(function: Function, is_twin: bool, gate: Tensor, up: Tensor, counts
     return out
 
 
-def halves_apart(x: Tensor) -> Tensor:
-    """Values (..., width) of which neighbours are rotated together, with those behind one another half a width apart."""
-    out: Tensor = _required(HALVES_APART, PLAIN, x)(x)
+def xielu(x: Tensor, rising: Tensor, falling: Tensor, slope: Tensor, least: Tensor) -> Tensor:
+    """softplus(rising) * x**2 above 0, else (slope + softplus(falling)) * (expm1(min(x, least)) - x), and slope * x added.
+    Each of the four is one number in fp32. May overwrite x."""
+    out: Tensor = _required(XIELU, PLAIN, x)(x, rising, falling, slope, least)
+    return out
+
+
+def halves_apart(x: Tensor, paired: int | None = None) -> Tensor:
+    """Values (..., width) of which the first `paired`, or all, are neighbours that are rotated together, with those behind one
+    another half as many apart. The rest stays."""
+    out: Tensor = _required(HALVES_APART, PLAIN, x)(x, x.shape[-1] if paired is None else paired)
     return out
 
 

@@ -1,5 +1,5 @@
-/* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. Or the
-   weight says what is added to one, and only the outcome is rounded. A row's squares are summed up lane by lane in the order of its
+/* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. If the
+   weight says what is added to one, or is wider than the values, only the outcome is rounded. A row's squares are summed up lane by lane in the order of its
    values, and what becomes of it depends on nothing else. */
 
 #include "team.h"
@@ -11,13 +11,16 @@ typedef struct {
     char *out;              /* (rows, width) */
     long rows, width;
     float eps;
-    int kind, from_one; /* the second: a weight is above one by what is said */
+    int kind, weighing;
 } norm;
 
-static ALWAYS_INLINE void scale(const char *x, const char *weight, char *out, floats factor, long count, int kind, int from_one)
+enum { WEIGHT, ABOVE_ONE, WIDE_WEIGHT }; /* what is said: a weight, by how much it is above one, or one in float32 */
+
+static ALWAYS_INLINE void scale(const char *x, const char *weight, char *out, floats factor, long count, int kind, int weighing)
 {
-    const floats wide = load_some(x, count, kind) * factor, said = load_some(weight, count, kind);
-    store_some(out, from_one ? wide * (said + 1.0f) : rounded_to(wide, kind) * said, count, kind);
+    const floats wide = load_some(x, count, kind) * factor, said = load_some(weight, count, weighing == WIDE_WEIGHT ? FLOAT : kind);
+    const floats exact = wide * (weighing == ABOVE_ONE ? said + 1.0f : said);
+    store_some(out, weighing == WEIGHT ? rounded_to(wide, kind) * said : exact, count, kind);
 }
 
 static ALWAYS_INLINE float mean_square(const char *x, long width, int kind)
@@ -40,11 +43,11 @@ static ALWAYS_INLINE float mean_square(const char *x, long width, int kind)
 
 static ALWAYS_INLINE void norm_row(const norm *n, long row, int kind)
 {
-    const long size = itemsize_of(kind), width = n->width;
+    const long size = itemsize_of(kind), said_size = n->weighing == WIDE_WEIGHT ? 4 : size, width = n->width;
     const char *x = n->x + row * width * size;
     char *out = n->out + row * width * size;
     const floats factor = all(1.0f / sqrtf(mean_square(x, width, kind) + n->eps));
-#define SCALE(AT, COUNT) scale(x + (AT)*size, n->weight + (AT)*size, out + (AT)*size, factor, COUNT, kind, n->from_one)
+#define SCALE(AT, COUNT) scale(x + (AT)*size, n->weight + (AT)*said_size, out + (AT)*size, factor, COUNT, kind, n->weighing)
     EACH_REGISTER(at, width, SCALE);
 #undef SCALE
 }

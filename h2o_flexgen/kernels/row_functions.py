@@ -20,12 +20,16 @@ from h2o_flexgen.kernels.thread_counts import threads_for
 # and torch sum squares in different orders. With C what becomes of a row depends on nothing but the row.
 
 
+WEIGHT, ABOVE_ONE, WIDE_WEIGHT = range(3)  # as in C
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
     x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    width = x.shape[-1]
-    assert weight.dtype == x.dtype and weight.shape == (width,)
+    width, is_wide = x.shape[-1], weight.dtype != x.dtype
+    assert weight.shape == (width,) and (not is_wide or (weight.dtype == torch.float32 and not from_one))
+    weighing = ABOVE_ONE if from_one else WIDE_WEIGHT if is_wide else WEIGHT
     sizes = x.numel() // max(1, width), width
-    given = _RmsNorm(pointer(x), pointer(weight), pointer(out), *sizes, eps, KINDS[x.dtype], from_one)
+    given = _RmsNorm(pointer(x), pointer(weight), pointer(out), *sizes, eps, KINDS[x.dtype], weighing)
     run("rms_norm", given, threads_for(x.numel()))
     return out
 
@@ -33,7 +37,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> T
 def rms_norm_twin(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.mul_(weight.float() + 1.0).to(x.dtype) if from_one else normed.to(x.dtype).mul_(weight)
+    if from_one or weight.dtype != x.dtype:
+        return normed.mul_(weight.float() + 1.0 if from_one else weight).to(x.dtype)
+    return normed.to(x.dtype).mul_(weight)
 
 
 class _RmsNorm(ctypes.Structure):
@@ -41,7 +47,7 @@ class _RmsNorm(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
         *((name, ctypes.c_long) for name in ("rows", "width")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("kind", "from_one")),
+        *((name, ctypes.c_int) for name in ("kind", "weighing")),
     )
 
 
@@ -53,17 +59,21 @@ class _RmsNorm(ctypes.Structure):
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     width, out = x.shape[-1], torch.empty(x.shape, dtype=x.dtype)
     rows = in_rows(x)
-    assert all(each is None or (each.dtype == x.dtype and each.shape == (width,)) for each in (weight, bias))
+    assert all(each is None or (each.dtype == x.dtype and each.shape in ((width,), x.shape[-2:])) for each in (weight, bias))
+    kinds = next((each.numel() // width for each in (weight, bias) if each is not None), 1)
     added = (None if each is None else pointer(each) for each in (weight, bias))
     given = _LayerNorm(
-        address_of(rows), *added, pointer(out), len(rows), width, rows.stride(0) * x.itemsize, eps, KINDS[x.dtype]
+        address_of(rows), *added, pointer(out), len(rows), width, kinds, rows.stride(0) * x.itemsize, eps, KINDS[x.dtype]
     )
     run("layer_norm", given, threads_for(x.numel()))
     return out
 
 
 def layer_norm_twin(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if weight is None or weight.ndim == 1:
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    normed = functional.layer_norm(x.float(), x.shape[-1:], None, None, eps).mul_(weight)
+    return (normed if bias is None else normed.add_(bias)).to(x.dtype)
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -75,7 +85,7 @@ def in_rows(x: Tensor) -> Tensor:
 class _LayerNorm(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
-        *((name, ctypes.c_long) for name in ("rows", "width", "x_row")),
+        *((name, ctypes.c_long) for name in ("rows", "width", "kinds", "x_row")),
         ("eps", ctypes.c_float),
         ("kind", ctypes.c_int),
     )
@@ -111,7 +121,7 @@ class _Vectors(ctypes.Structure):
 # last bits of float32; both round the activation to the type of the values first. With C what becomes of a value depends on
 # nothing but the value: torch gives the last values of a tensor, and of a thread's part, other last bits.
 
-SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED_SILU = range(6)  # as in C
+SILU, GELU_TANH, GELU, QUICK_GELU, RELU, RELU_SQUARED, CLAMPED_SILU, XIELU = range(8)  # as in C
 
 
 def gated_silu(gate: Tensor, up: Tensor | None, counted: CountedRows | None = None) -> Tensor:
@@ -156,6 +166,14 @@ def gated_relu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(torch.relu_(gate), up)
 
 
+def gated_relu_squared(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, RELU_SQUARED)
+
+
+def gated_relu_squared_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _times(torch.relu_(gate).square_(), up)
+
+
 def clamped_silu(gate: Tensor, up: Tensor, limit: float, alpha: float, counted: CountedRows | None = None) -> Tensor:
     """silu of alpha * gate, where a gate counts as no higher than the limit, times (up + 1) / alpha, where up is within it"""
     return _gated(gate, up, CLAMPED_SILU, counted, limit, alpha)
@@ -166,16 +184,33 @@ def clamped_silu_twin(gate: Tensor, up: Tensor, limit: float, alpha: float) -> T
     return gated_silu_twin(gate, up.clamp_(-limit, limit).add_(1.0).div_(alpha))
 
 
+def xielu(x: Tensor, rising: Tensor, falling: Tensor, slope: Tensor, least: Tensor) -> Tensor:
+    return _gated(x, None, XIELU, shape=[pointer(each) for each in (rising, falling, slope, least)])
+
+
+def xielu_twin(x: Tensor, rising: Tensor, falling: Tensor, slope: Tensor, least: Tensor) -> Tensor:
+    wide = x.float() if x.itemsize < 4 else x
+    above = functional.softplus(rising) * wide * wide
+    below = (torch.expm1(torch.minimum(wide, least)) - wide) * (slope + functional.softplus(falling))
+    return (torch.where(wide > 0, above, below) + slope * wide).to(x.dtype)
+
+
 def _times(activated: Tensor, up: Tensor | None) -> Tensor:
     return activated if up is None else activated.mul_(up)
 
 
 def _gated(
-    gate: Tensor, up: Tensor | None, curve: int, counted: CountedRows | None = None, limit: float = 0.0, alpha: float = 1.0
+    gate: Tensor,
+    up: Tensor | None,
+    curve: int,
+    counted: CountedRows | None = None,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    shape: Sequence[int | None] = (None,) * 4,
 ) -> Tensor:
     assert up is None or (gate.shape == up.shape and gate.dtype == up.dtype)
     places = pointer(gate, writes=True), None if up is None else pointer(up)
-    given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve, limit, alpha)
+    given = _Gating(*places, gate.numel(), KINDS[gate.dtype], curve, limit, alpha, *shape)
     if counted is not None:
         counted.place_all(given, _Gating.count.offset, unit=gate.shape[-1])
     run("gated", given, threads_for(gate.numel()))
@@ -188,31 +223,32 @@ class _Gating(ctypes.Structure):
         ("count", ctypes.c_long),
         *((name, ctypes.c_int) for name in ("kind", "curve")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
+        *((name, ctypes.c_void_p) for name in ("rising", "falling", "slope", "least")),
     )
 
 
 # -- halves apart ----------------------------------------------------------------------------------------------------------
-# Rows of values of which neighbours belong together, with those that come first before those that come second. C and torch
-# give the same bits.
+# Rows of values of which the first are neighbours that belong together, with those that come first before those that come
+# second. The rest of a row stays. C and torch give the same bits.
 
 
-def halves_apart(x: Tensor) -> Tensor:
+def halves_apart(x: Tensor, paired: int) -> Tensor:
     x, out, width = x.contiguous(), torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
-    assert width % 2 == 0 and x.itemsize in (2, 4)
-    given = _Pairs(pointer(x), pointer(out), x.numel() // max(1, width), width // 2, x.itemsize)
+    assert paired % 2 == 0 and paired <= width and x.itemsize in (2, 4)
+    given = _Pairs(pointer(x), pointer(out), x.numel() // max(1, width), paired // 2, width - paired, x.itemsize)
     run("halves_apart", given, threads_for(x.numel()))
     return out
 
 
-def halves_apart_twin(x: Tensor) -> Tensor:
-    pairs: Tensor = x.unflatten(-1, (-1, 2))
-    return pairs.transpose(-1, -2).reshape(x.shape)
+def halves_apart_twin(x: Tensor, paired: int) -> Tensor:
+    pairs: Tensor = x[..., :paired].unflatten(-1, (-1, 2))
+    return torch.cat((pairs.transpose(-1, -2).flatten(-2), x[..., paired:]), dim=-1)
 
 
 class _Pairs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
-        *((name, ctypes.c_long) for name in ("rows", "half", "nbytes")),
+        *((name, ctypes.c_long) for name in ("rows", "half", "rest", "nbytes")),
     )
 
 

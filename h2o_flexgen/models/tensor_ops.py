@@ -20,6 +20,7 @@ from h2o_flexgen.kernels.operations import (
     gated_gelu_tanh,
     gated_quick_gelu,
     gated_relu,
+    gated_relu_squared,
     gated_silu,
     gated_silu_of_each,
     plain_product,
@@ -125,6 +126,7 @@ def sigmoid(x: Tensor) -> Tensor:
 SILU, GELU_TANH = ("silu", "swish"), ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 GATINGS: Mapping[str, Gating] = {
     "relu": gated_relu,
+    "relu2": gated_relu_squared,
     **dict.fromkeys(SILU, gated_silu),
     **dict.fromkeys(GELU_TANH, gated_gelu_tanh),
     "gelu": gated_gelu,

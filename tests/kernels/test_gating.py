@@ -9,15 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.operations import gated_gelu, gated_gelu_tanh, gated_quick_gelu, gated_relu, gated_silu
+from h2o_flexgen.kernels.operations import (
+    gated_gelu,
+    gated_gelu_tanh,
+    gated_quick_gelu,
+    gated_relu,
+    gated_relu_squared,
+    gated_silu,
+    xielu,
+)
 from h2o_flexgen.kernels.row_functions import (
     clamped_silu,
     clamped_silu_twin,
     gated_gelu_tanh_twin,
     gated_gelu_twin,
     gated_quick_gelu_twin,
+    gated_relu_squared_twin,
     gated_relu_twin,
     gated_silu_twin,
+    xielu_twin,
 )
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
@@ -32,6 +42,7 @@ GATINGS = {
     gated_gelu: gated_gelu_twin,
     gated_quick_gelu: gated_quick_gelu_twin,
     gated_relu: gated_relu_twin,
+    gated_relu_squared: gated_relu_squared_twin,
 }
 
 
@@ -64,6 +75,20 @@ def test_a_value_has_the_same_bits_in_any_company(variant: str, gating: Gating) 
     gate, up = torch.randn(3, 5001), torch.randn(3, 5001)
     with used(variant):
         assert torch.equal(gating(gate.clone(), up)[1:, -3:], gating(gate[1:, -3:].clone(), up[1:, -3:].contiguous()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", LAST_BITS)
+@pytest.mark.parametrize("rising", [0.6, 25.0])
+def test_xielu_is_torchs_with_numbers_that_are_learned(variant: str, dtype: torch.dtype, rising: float) -> None:
+    x = 3 * torch.randn(7, 333, generator=torch.Generator().manual_seed(3))
+    x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    x[3], x[4] = torch.linspace(-1.5, 0.0, 333), torch.linspace(-1e-5, 0.0, 333)
+    x, learned = x.to(dtype), [torch.tensor([number]) for number in (rising, -0.4, 0.5, -1e-6)]
+    expected = xielu_twin(x.double(), *(each.double() for each in learned))
+    with used(variant), without("xielu_twin"):
+        found = xielu(x.clone(), *learned)
+    torch.testing.assert_close(found, expected.to(dtype), rtol=LAST_BITS[dtype], atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -76,9 +76,10 @@ def test_the_newest_token_is_appended(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@all_of({"dtype": DTYPES, "shape": [(3, 4, 64), (1, 6), (2, 3, 5, 34), (0, 8), (700, 128)]})
-def test_halves_are_put_apart(variant: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@all_of({"dtype": DTYPES, "shape": [(3, 4, 64), (1, 6), (2, 3, 5, 34), (0, 8), (700, 128)], "paired": [None, 4]})
+def test_halves_are_put_apart(variant: str, dtype: torch.dtype, shape: tuple[int, ...], paired: int | None) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     with used(variant), without("halves_apart_twin"):
-        found = halves_apart(x)
-    assert torch.equal(found, halves_apart_twin(x))
+        found = halves_apart(x, paired)
+    assert torch.equal(found, halves_apart_twin(x, paired or shape[-1]))
+    assert paired is None or torch.equal(found[..., paired:], x[..., paired:])

@@ -37,6 +37,20 @@ def test_rows_are_normalised_as_torch_does_it(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"dtype": LAST_BITS, "has_weight": (True, False), "has_bias": (True, False)})
+def test_heads_may_have_weights_of_their_own(variant: str, dtype: torch.dtype, has_weight: bool, has_bias: bool) -> None:
+    x = (torch.randn(2, 3, 4, 20) * 3 + 5).to(dtype)
+    weight, bias = (torch.randn(4, 20).to(dtype) if there else None for there in (has_weight, has_bias))
+    with used(variant), without("layer_norm_twin"):
+        found = layer_norm(x, weight, bias, 1e-5)
+    for head in range(4):
+        own = (None if each is None else each[head] for each in (weight, bias))
+        expected = layer_norm_twin(x[:, :, head], *own, 1e-5)
+        torch.testing.assert_close(found[:, :, head], expected, rtol=LAST_BITS[dtype], atol=LAST_BITS[dtype])
+    torch.testing.assert_close(found, layer_norm_twin(x, weight, bias, 1e-5), rtol=LAST_BITS[dtype], atol=LAST_BITS[dtype])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_row_has_the_same_bits_in_any_company(variant: str) -> None:
     x, weight, bias = torch.randn(300, 577), torch.randn(577), torch.randn(577)
     with used(variant):

@@ -15,22 +15,24 @@ VALUES_OF_A_WARP = 512
 def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
     width = x.shape[-1]
     rows = x.reshape(-1, width)
-    assert rows.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype
+    is_wide = weight.dtype != x.dtype
+    assert rows.stride(1) == 1 and weight.is_contiguous() and (not is_wide or weight.dtype == torch.float32)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block = triton.next_power_of_2(width)
         warps = min(16, max(1, block // VALUES_OF_A_WARP))
         sizes = width, rows.stride(0)
-        norm_row[(len(rows),)](rows, weight, out, eps, *sizes, FROM_ONE=from_one, WIDTH=block, num_warps=warps)
+        norm_row[(len(rows),)](rows, weight, out, eps, *sizes, FROM_ONE=from_one, IS_WIDE=is_wide, WIDTH=block, num_warps=warps)
     return out
 
 
 @triton.jit
-def norm_row(x, weight, out, eps, width, stride, FROM_ONE: tl.constexpr, WIDTH: tl.constexpr):
+def norm_row(x, weight, out, eps, width, stride, FROM_ONE: tl.constexpr, IS_WIDE: tl.constexpr, WIDTH: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     there = at < width
     own = tl.load(x + row * stride + at, mask=there, other=0.0).to(tl.float32)
     normed = own * tl.rsqrt(tl.sum(own * own) / width + eps)
     said = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
-    scaled = normed * (said + 1.0) if FROM_ONE else normed.to(out.dtype.element_ty).to(tl.float32) * said
+    rounded = normed if FROM_ONE or IS_WIDE else normed.to(out.dtype.element_ty).to(tl.float32)
+    scaled = rounded * (said + 1.0 if FROM_ONE else said)
     tl.store(out + row * width + at, scaled.to(out.dtype.element_ty), mask=there)
