@@ -10,10 +10,13 @@ from typing import Any
 from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor
 from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.checkpoints.stored_architecture import (
+    ATTENTION_CAP,
     CLIP,
     DENSE_BLOCKS,
     GATING,
     LAYER_EPS,
+    LOGIT_CAP,
+    NEAR_THETA,
     NORMED,
     SOFTMAX,
     WEIGHTS_SCALE,
@@ -28,7 +31,8 @@ from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
-OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart"  # transformers reads none of them: only a GGUF file may say so
+# of a config: transformers reads none of them, and only a GGUF file may say them
+OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole"
 
 # keys behind the name of the architecture
 ROTATED, SCALING = "rope.dimension_count", "rope.scaling"
@@ -47,15 +51,15 @@ WITHOUT_EFFECT: Heeded = {
     "attention.max_alibi_bias": (0,),
     "attention.temperature_scale": (0,),
     "attention.causal": (True,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
+    ATTENTION_CAP: (0,),
+    LOGIT_CAP: (0,),
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
     f"{SCALING}.attn_factor": (0, 1),
     f"{SCALING}.yarn_attn_factor": (0, 1),
     f"{SCALING}.yarn_log_multiplier": (0,),
-    "rope.freq_base_swa": (),
+    NEAR_THETA: (),
 }
 
 
@@ -143,6 +147,8 @@ def _rope(said: GgufModel, head_dim: int) -> dict[str, Any]:
         if divisors is not None:
             raise said.refusal(f"{SCALING}.factor", f"and {ROPE_DIVISORS} too; positions that are scaled twice are not read")
         found |= {"rope_type": kind, "factor": factor, **(_yarn(said) if kind == YARN else {})}
+    if (near := said.architecture.near_rope) is not None:
+        return {"rope_parameters": {"full_attention": found, "sliding_attention": near(said)}}
     if divisors is None:
         return {"rope_parameters": found}
     count = min(head_dim, MOST_HEAD_DIM) // 2  # wider heads are refused later, and this many are read at once

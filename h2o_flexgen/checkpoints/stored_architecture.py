@@ -7,6 +7,7 @@ The names here are those that most architectures share: of tensors in a block, w
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,7 @@ UNGATED_MLP = {name: own for name, own in MLP.items() if name != "ffn_gate"}
 BEHIND_ATTENTION = "post_attention_layernorm"
 FIRST_NORM = {"attn_norm": "input_layernorm"}
 NORMS = {**FIRST_NORM, "ffn_norm": BEHIND_ATTENTION}
+BEHIND_BOTH = {"post_attention_norm": BEHIND_ATTENTION, "post_ffw_norm": "post_feedforward_layernorm"}
 NORMS_BY_PLACE = {**FIRST_NORM, "post_attention_norm": BEHIND_ATTENTION}
 HEAD_NORMS = {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
 ONE = "{}"  # stands for the number of an expert
@@ -59,6 +61,8 @@ BIAS_OF_HEAD = {"output.bias": "lm_head.bias"}
 EXPERT_COUNT, NORMED, GATING = "expert_count", "expert_weights_norm", "expert_gating_func"
 WEIGHTS_SCALE, DENSE_BLOCKS, MORE_TOKENS = "expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers"
 WINDOW, CLIP, LAYER_EPS = "attention.sliding_window", "attention.clamp_kqv", "attention.layer_norm_epsilon"
+PATTERN = f"{WINDOW}_pattern"  # which blocks have a window: yes or no for each, or that each last one of so many has none
+NEAR_THETA, ATTENTION_CAP, LOGIT_CAP = "rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
 Heeded = Mapping[str, tuple[float, ...] | None]  # keys of metadata -> the values that its layers do; None: any value
 
@@ -75,6 +79,7 @@ class GgufArchitecture:
     is_interleaved: bool = False  # rows of queries and keys are moved so that values that are rotated together are neighbours
     has_divisors: bool = False  # of the frequencies of rotations, as a tensor
     rotates_parts: bool = False  # of each head
+    near_rope: Said | None = None  # the rotation of layers with a window, where it is another one
     rounds_waves: bool = True  # between which YaRN blends: the config of a model says this, but no file does
     outside: Mapping[str, str] = field(default_factory=dict)  # of no block, beside those that all have: names, as `tensors`
     single_rows: tuple[str, ...] = ()  # names in models of matrices that files have as vectors
@@ -143,6 +148,16 @@ class GgufModel:
             older = " (files from before 2024 have experts apart)" if "ffn_gate_exps" in name else ""
             raise ValueError(f"{self.metadata.path} {what} {name}{older}; {AGAIN}")
         return tensor.shape[-2]
+
+    def sliding_blocks(self, every: int) -> list[bool]:
+        """Whether each block has a window. Where the file does not say so, each last one of `every` has none."""
+        said = self.value(PATTERN)
+        if isinstance(said, array):
+            if len(said) < self.blocks:
+                raise self.refusal(PATTERN, f"but it has {self.blocks} blocks; {AGAIN}")
+            return [bool(slides) for slides in said[: self.blocks]]
+        every = self.whole(PATTERN, every)
+        return [every == 0 or (block + 1) % every != 0 for block in range(self.blocks)]
 
     def key(self, name: str) -> str:
         return f"{self.architecture.name}.{name}"

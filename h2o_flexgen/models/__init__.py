@@ -34,6 +34,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "qwen2": ("qwen", "Qwen2"),
     "qwen3": ("qwen", "Qwen3"),
     "phi3": ("phi3", "Phi3"),
+    "gemma": ("gemma", "Gemma"),
     "gemma2": ("gemma", "Gemma2"),
     "gemma3_text": ("gemma", "Gemma3"),
     "mixtral": ("mistral", "Mixtral"),

@@ -19,13 +19,17 @@ class NormKind:
     function: Callable[[Tensor, Weights, str, float], Tensor]
     weight: bool = True
     bias: bool = False
+    is_wide: bool = False  # its weight has more bits than hidden states may have
 
     def parameters(self, name: str, width: int) -> Parameters:
+        if self.is_wide:
+            return layout.wide(f"{name}.weight", width)
         return layout.norm(name, width, self.weight, self.bias)
 
 
 RMS = NormKind(tensor_ops.rms_norm)
 RMS_FROM_ONE = NormKind(tensor_ops.rms_norm_from_one)  # a weight says what is added to one
+RMS_WIDE = NormKind(tensor_ops.rms_norm, is_wide=True)  # of the same, with one added in the file
 LAYER = NormKind(tensor_ops.layer_norm, bias=True)
 LAYER_UNBIASED = NormKind(tensor_ops.layer_norm)
 LAYER_BARE = NormKind(tensor_ops.layer_norm, weight=False)

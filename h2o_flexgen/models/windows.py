@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from h2o_flexgen.checkpoints.stored_architecture import GgufModel
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.models.config_values import Config
 
@@ -34,3 +35,8 @@ def _windows(config: Config, slides: Sequence[bool]) -> Windows:
     if not any(slides) or window >= config.max_position_embeddings:
         return None
     return tuple(window if has_one else None for has_one in slides)
+
+
+def kinds_in(said: GgufModel, every: int) -> list[str]:
+    """The kind of each layer as a GGUF file says it. Where it does not, each last one of so many has no window."""
+    return [SLIDING if slides else FULL for slides in said.sliding_blocks(every)]

@@ -109,17 +109,18 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
     say_eps = writer.add_layer_norm_rms_eps if eps == EPS_KEYS[0] else writer.add_layer_norm_eps
     say_eps(getattr(config, eps))
     writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if config.rope_parameters["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType(config.rope_parameters["rope_type"]))
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-    if config.rope_parameters["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(config.rope_parameters["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters["beta_slow"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     for say in family.says:
         say(writer, config)
 
@@ -136,6 +137,23 @@ Says = Callable[[GGUFWriter, PretrainedConfig], None]  # adds metadata of a fami
 def _window(writer: GGUFWriter, config: PretrainedConfig) -> None:
     if config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+
+
+def _kinds(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Which layers have a window."""
+    _window(writer, config)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def _near_theta(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def _caps(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    if config.attn_logit_softcapping:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _multipliers(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -186,7 +204,7 @@ def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
 def _add_divisors(writer: GGUFWriter, model: PreTrainedModel) -> None:
     """The scaling of LLaMA 3, as what each frequency is divided by."""
     rope = model.config.rope_parameters
-    if rope["rope_type"] == "llama3":
+    if rope.get("rope_type") == "llama3":
         scaled: Tensor = model.model.rotary_emb.inv_freq
         plain = rope["rope_theta"] ** -(torch.arange(0, 2 * len(scaled), 2) / (2 * len(scaled)))
         writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
@@ -230,8 +248,9 @@ def _add_tensor(
         name = name.replace("correction_bias", "correction.bias")
     name += ".weight" * name.endswith(".sinks")
     order = _rows_in_file(config, family, name, len(parameter))
-    written = _in_blocks(parameter[order].numpy(), kind, generator)
-    parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape)
+    added = family.norms_add if "norm" in name else 0.0
+    written = _in_blocks(parameter[order].numpy() + np.float32(added), kind, generator)
+    parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape) - added
     if name.endswith("shared_expert_gate.weight"):
         written = written[0]
     writer.add_tensor(name_in_file(name, family.names), written, raw_dtype=kind)
@@ -298,6 +317,8 @@ NAMES: Mapping[str, str] = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+NAMES_BEHIND = NAMES | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+NAMES_AROUND = NAMES_BEHIND | {"pre_feedforward_layernorm": "ffn_norm"}
 NAMES_BY_PLACE = NAMES | {"post_attention_layernorm": "post_attention_norm"}
 
 
@@ -311,6 +332,7 @@ class Family(NamedTuple):
     sizes: Mapping[str, Any] = MappingProxyType(
         {}
     )  # with which rows are whole blocks, and nothing that files do not say is used
+    norms_add: float = 0.0  # to their weights
     blocks_behind: int = 0  # those of a model, to guess at more tokens
 
 
@@ -321,6 +343,11 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family("llama", (_window,), moves_rows=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
+    "gemma": Family("gemma", norms_add=1.0),
+    "gemma2": Family("gemma2", (_kinds, _caps), NAMES_AROUND, sizes={"query_pre_attn_scalar": 16}, norms_add=1.0),
+    "gemma3_text": Family(
+        "gemma3", (_kinds, _caps, _near_theta), NAMES_AROUND, sizes={"query_pre_attn_scalar": 16}, norms_add=1.0
+    ),
     "granite": Family("granite", (_multipliers,), moves_rows=True),
     "granitemoe": Family("granitemoe", (_multipliers, _experts), moves_rows=True),
     "mixtral": Family("llama", (_experts,), moves_rows=True),

@@ -117,6 +117,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-gqa": ("phi", {**_LLAMA, "qk_layernorm": True, "hidden_act": "gelu", "tie_word_embeddings": True}),
     "phi3": ("phi3", {**_LLAMA, "original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
     "phi3-near": ("phi3", {**_LLAMA, "sliding_window": 6, "rope_theta": 300.0}),
+    "gemma": ("gemma", {**_LLAMA, "head_dim": 12, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", _GEMMA),
     "gemma3-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
     "gemma2": ("gemma2", _GEMMA2),
@@ -163,7 +164,10 @@ def tiny_config(kind: str, **changes: Any) -> PretrainedConfig:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return CONFIG_MAPPING[model_type](**_copied({**common, **values, **changes}))
+    every = {**common, **values, **changes}
+    if every.get("layer_types"):
+        every["layer_types"] = every["layer_types"][: every["num_hidden_layers"]]
+    return CONFIG_MAPPING[model_type](**_copied(every))
 
 
 def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

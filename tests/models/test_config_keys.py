@@ -109,6 +109,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "rope_interleave": (True,),
     "rope_divisors": ([1.0, 2.0, 3.0, 4.0],),
     "experts_apart": (True,),
+    "norms_are_whole": (True,),
     "original_max_position_embeddings": (16, 64),
     "rope_scaling": (
         {"type": "linear", "factor": 3.0},
@@ -248,6 +249,7 @@ def test_every_key_means_what_it_means_to_transformers(model_type: str, tmp_path
         ("llama", [("rope_scaling", LLAMA3), ("original_max_position_embeddings", 64)]),
         ("gpt_oss", [("original_max_position_embeddings", 16)]),
         ("gpt_oss", [("experts_apart", True)]),
+        ("gemma", [("norms_are_whole", True)]),
         ("gemma3_text", [("use_sliding_window", False)]),
         ("mistral", [("max_window_layers", 5)]),
         ("phi3", [("layer_types", [FULL, FULL])]),
