@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -60,7 +60,7 @@ Kind = TypeVar("Kind", bound=Value)
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as struct names them
 TEXT, LIST = 8, 9
-LENGTH_BYTES = 8
+LENGTH_BYTES, LIST_HEAD_BYTES = 8, 12
 FIRST_BYTES = 1 << 20
 
 # far more than any model has, yet what is made of so many is held without harm
@@ -77,6 +77,7 @@ class Metadata:
 
     path: Path
     values: Mapping[str, Value]
+    places: Mapping[str, int] = field(default_factory=dict)  # of lists: where the file has the first entry of each
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -219,12 +220,15 @@ def read_values(header: HeaderBytes, count: int) -> Metadata:
     """The keys and values that come next in a header."""
     header.limit(count, MOST_ENTRIES, "keys")
     values: dict[str, Value] = {}
+    places: dict[str, int] = {}
     for _ in range(count):
         key = header.text()
         if key in values:
             raise header.corrupt(f"the key {shown(key)} stands there twice")
-        values[key] = header.value(header.number("I"))
-    return Metadata(header.path, values)
+        if (kind := header.number("I")) == LIST:
+            places[key] = header.position + LIST_HEAD_BYTES
+        values[key] = header.value(kind)
+    return Metadata(header.path, values, places)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------------------

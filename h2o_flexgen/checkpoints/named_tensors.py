@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, HEAD, ROPE_DIVISORS
+from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, FLOAT32, HEAD, ROPE_DIVISORS
 from h2o_flexgen.checkpoints.gguf_format import BLOCKS, GgufTensor
 from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufModel, TensorNames
@@ -122,7 +122,20 @@ def stored_in(said: GgufModel) -> tuple[dict[str, StoredTensor], dict[str, Store
                 packed[name] = StoredMatrix(name, tensor.format, stored.shape, (stored,))
             else:
                 raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, no matrix, as {tensor.format}; {AGAIN}")
-    return plain, packed
+    return plain | {one.name: one for one in _numbers(said)}, packed
+
+
+def _numbers(said: GgufModel) -> Iterator[StoredTensor]:
+    """Tensors of one value that the metadata have as a list with an entry for each block."""
+    metadata, itemsize = said.metadata, DTYPE_BYTES[FLOAT32]
+    for key, (name, shape) in said.architecture.numbers.items():
+        found = metadata.numbers(said.key(key))
+        if found.itemsize != itemsize or len(found) != said.blocks:
+            raise said.refusal(key, f"which are no {said.blocks} numbers in {FLOAT32}, one for each block; {AGAIN}")
+        place = metadata.places[said.key(key)]
+        for block in range(said.blocks):
+            own = f"model.layers.{block}.{name}"
+            yield StoredTensor(own, metadata.path, place + block * itemsize, itemsize, FLOAT32, shape)
 
 
 def _each_expert(name: str, tensor: GgufTensor, said: GgufModel) -> Iterator[tuple[str, StoredTensor]]:

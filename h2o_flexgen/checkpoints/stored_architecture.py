@@ -61,6 +61,7 @@ BIAS_OF_HEAD = {"output.bias": "lm_head.bias"}
 EXPERT_COUNT, NORMED, GATING = "expert_count", "expert_weights_norm", "expert_gating_func"
 WEIGHTS_SCALE, DENSE_BLOCKS, MORE_TOKENS = "expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers"
 WINDOW, CLIP, LAYER_EPS = "attention.sliding_window", "attention.clamp_kqv", "attention.layer_norm_epsilon"
+LOGIT_SCALE, TEMPERATURE, LOG_MULTIPLIER = "logit_scale", "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
 PATTERN = f"{WINDOW}_pattern"  # which blocks have a window: yes or no for each, or that each last one of so many has none
 NEAR_THETA, ATTENTION_CAP, LOGIT_CAP = "rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
@@ -82,6 +83,7 @@ class GgufArchitecture:
     near_rope: Said | None = None  # the rotation of layers with a window, where it is another one
     rounds_waves: bool = True  # between which YaRN blends: the config of a model says this, but no file does
     outside: Mapping[str, str] = field(default_factory=dict)  # of no block, beside those that all have: names, as `tensors`
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # lists of metadata, by block
     single_rows: tuple[str, ...] = ()  # names in models of matrices that files have as vectors
 
 

@@ -222,12 +222,12 @@ def _of_values() -> Iterator[Kernel]:
     yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
     gelus = (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu"), (GATED_QUICK_GELU, "gated_quick_gelu")
     gating = (GATED_SILU, "gated_silu"), (CLAMPED_SILU, "clamped_silu"), (GATED_RELU, "gated_relu"), *gelus
-    gating = *gating, (GATED_RELU_SQUARED, "gated_relu_squared"), (XIELU, "xielu")
+    ungated = (GATED_RELU_SQUARED, "gated_relu_squared"), (XIELU, "xielu")
     of_rows = (RMS_NORM, "rms_norm"), (LAYER_NORM, "layer_norm"), (LENGTHS, "lengths"), (HALVES_APART, "halves_apart")
     of_experts = (ROUTE, "route"), (GATHER_CHOSEN, "gather_chosen")
     sums = (ADD_SCALED, "add_scaled"), (ADD_WEIGHTED, "add_weighted")
     picking = (PICK_TOKENS, "pick_tokens"), (LIKELIEST, "likeliest")
-    for op, function in (*gating, *of_rows, *of_experts, *sums, *picking):
+    for op, function in (*gating, *ungated, *of_rows, *of_experts, *sums, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
     for op, function in ((TAKE_ROWS, "take_rows"), (PUT_ROWS, "put_rows")):

@@ -50,6 +50,18 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "stablelm": ("stablelm", "StableLM"),
     "ernie4_5": ("ernie", "Ernie"),
     "minimax_m2": ("minimax", "MiniMaxM2"),
+    "smollm3": ("smollm3", "SmolLM3"),
+    "olmo": ("olmo", "Olmo"),
+    "olmo2": ("olmo", "Olmo2"),
+    "olmo3": ("olmo", "Olmo3"),
+    "ministral": ("mistral", "Ministral"),
+    "exaone4": ("exaone", "Exaone4"),
+    "cohere": ("cohere", "Cohere"),
+    "cohere2": ("cohere", "Cohere2"),
+    "glm4": ("glm", "Glm4"),
+    "seed_oss": ("seed_oss", "SeedOss"),
+    "arcee": ("arcee", "Arcee"),
+    "apertus": ("arcee", "Apertus"),
     "gpt_neox": ("neox", "NeoX"),
 }
 

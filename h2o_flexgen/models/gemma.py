@@ -5,7 +5,7 @@ with a window have a rotation of their own."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -29,10 +29,9 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 )
 from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.models.config_values import SOFTCAP, Bounds, Config, Whole
-from h2o_flexgen.models.llama import NEAR, USUAL, AttentionFunctions, Decoder, Traits, head_width
+from h2o_flexgen.models.llama import Decoder, NearRotated, Traits, head_width
 from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE, NormPlaces
-from h2o_flexgen.models.rotary import Rope
-from h2o_flexgen.models.windows import FULL, SLIDING, kinds_in, windows_by_kind
+from h2o_flexgen.models.windows import FULL, kinds_in, windows_by_kind
 
 AROUND = NormPlaces(
     behind_attention="post_attention_layernorm",
@@ -106,7 +105,7 @@ class Gemma2(Gemma):
         return name
 
 
-class Gemma3(Gemma2):
+class Gemma3(NearRotated, Gemma2):
     gguf = GgufArchitecture(
         "gemma3",
         {**TENSORS, **weights(HEAD_NORMS)},
@@ -118,12 +117,6 @@ class Gemma3(Gemma2):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return replace(around(config), head_norm=True)  # it has a word for a cap of scores, and no use
-
-    def ropes_of(self, config: Config) -> Sequence[Rope]:
-        return [Rope.of(config, kind, partly=self.rotates_parts) for kind in (FULL, SLIDING)]
-
-    def attends_by(self, config: Config, block: int) -> AttentionFunctions:
-        return NEAR if config.layer_types[block] == SLIDING else USUAL
 
 
 def around(config: Config) -> Traits:

@@ -1,4 +1,5 @@
-"""GLM-4.5: a mixture with a router that scores each expert by itself. A correction changes which experts are chosen, but not
+"""GLM-4: LLaMA with norms before and behind attention and mlp, and neighbours in a part of each head that are rotated together.
+GLM-4.5: a mixture with a router that scores each expert by itself. A correction changes which experts are chosen, but not
 their weights. Its first blocks have a single mlp."""
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
     ATTENTION,
+    BEHIND_ATTENTION,
     DENSE_BLOCKS,
     EXPERTS,
+    FIRST_NORM,
     GATING,
     HEAD_NORMS,
     MLP,
@@ -31,6 +34,8 @@ from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Numbe
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import Traits
 from h2o_flexgen.models.mixture import SHARED, Mixture, MixtureOfExperts
+from h2o_flexgen.models.norms import NormPlaces
+from h2o_flexgen.models.phi3 import INTO_MLP, OUT_OF_MLP, FusedMlp
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
 CORRECTION_IN_FILES = {"exp_probs_b.bias": CORRECTION}
@@ -94,3 +99,23 @@ class GlmMoe(CorrectedMixture):
     @staticmethod
     def has_experts(config: Config, block: int) -> bool:
         return block >= int(config.first_k_dense_replace)
+
+
+class Glm4(FusedMlp):
+    gguf = GgufArchitecture(
+        "glm4",
+        {
+            **weights(ATTENTION, FIRST_NORM, {"ffn_up": INTO_MLP, "ffn_down": OUT_OF_MLP}),
+            **weights({"post_attention_norm": "post_self_attn_layernorm", "ffn_norm": BEHIND_ATTENTION}),
+            **weights({"post_ffw_norm": "post_mlp_layernorm"}),
+            **biases(QKV),
+        },
+        heeds={"rope.dimension_sections": ()},
+        rotates_parts=True,
+    )
+    rotates_parts = rotates_neighbours = True
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        behind = {"behind_attention": "post_self_attn_layernorm", "behind_mlp": "post_mlp_layernorm"}
+        return Traits(qkv_bias=config.attention_bias, norms=NormPlaces(**behind))

@@ -42,9 +42,9 @@ def router(name: str, out_width: int, in_width: int, bias: bool = False) -> Para
     return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
 
 
-def norm(name: str, width: int, weight: bool = True, bias: bool = True) -> Parameters:
+def norm(name: str, *shape: int, weight: bool = True, bias: bool = True) -> Parameters:
     present = {"weight": weight, "bias": bias}
-    return {f"{name}.{part}": Parameter((width,)) for part, is_there in present.items() if is_there}
+    return {f"{name}.{part}": Parameter(shape) for part, is_there in present.items() if is_there}
 
 
 def scores(name: str, heads: int) -> Parameters:
@@ -52,9 +52,9 @@ def scores(name: str, heads: int) -> Parameters:
     return {name: Parameter((heads,))}
 
 
-def wide(name: str, width: int) -> Parameters:
+def wide(name: str, *shape: int) -> Parameters:
     """Values that lose their meaning in 16 bits."""
-    return {name: Parameter((width,), is_wide=True)}
+    return {name: Parameter(shape, is_wide=True)}
 
 
 def table(name: str, rows: int, width: int) -> Parameters:

@@ -25,7 +25,7 @@ from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.norms import BEFORE, RMS, NormKind, NormPlaces
 from h2o_flexgen.models.rotary import Rope, Rotary
-from h2o_flexgen.models.windows import Windows
+from h2o_flexgen.models.windows import FULL, SLIDING, Windows
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Traits:
     norms: NormPlaces = BEFORE
     is_parallel: bool = False  # attention and mlp get the same hidden states, and without a norm of its own the mlp shares one
     head_norm: bool = False  # queries and keys are normalised head by head
+    own_norms: bool = False  # and each head has weights of its own
     whole_norm: bool = False  # all heads of a query, and of a key, are normalised at once
     windows: Windows = None
     clip: float | None = None  # queries, keys and values are no larger
@@ -102,8 +103,10 @@ class Decoder(InHalves):
         self.spec = self._spec(config, dtype, sep_layer, name)
         self._gating = tensor_ops.gating(self.activation_of(config))
         self._eps = self.eps_of(config)
-        rotations = [rope.rotary(int(rope.share * self.spec.head_dim)) for rope in self.ropes_of(config)]
+        ropes = self.ropes_of(config)
+        rotations = [self.rotary_of(rope, int(rope.share * self.spec.head_dim)) for rope in ropes]
         self._rotary, self._rotary_near = rotations[0], rotations[-1]
+        self._rotated = int(ropes[0].share * self.spec.head_dim)  # values of a head
         self._embedding_scale = self._traits.embedding_scale
         self._interleaved = self.rotates_neighbours or bool(getattr(config, "rope_interleave", False))
 
@@ -127,6 +130,10 @@ class Decoder(InHalves):
     def ropes_of(self, config: Config) -> Sequence[Rope]:
         """The rotation that its layers have, and the one of layers with a window, where that is another."""
         return [Rope.of(config, partly=self.rotates_parts)]
+
+    def rotary_of(self, rope: Rope, width: int) -> Rotary:
+        """The rotation for heads of which the first `width` values are rotated."""
+        return rope.rotary(width)
 
     def attends_by(self, config: Config, block: int) -> AttentionFunctions:
         """How the attention of a block rotates queries and keys."""
@@ -184,10 +191,10 @@ class Decoder(InHalves):
         if (most := self._traits.clip) is not None:
             q, k, v = (add_scaled(each, limit=most) for each in (q, k, v))
         q, k, v = (tensor_ops.split_heads(each, self.spec.head_dim) for each in (q, k, v))
-        if self._interleaved:
-            q, k = halves_apart(q), halves_apart(k)
         if self._traits.head_norm:
             q, k = self._normed(q, k, weights)
+        if self._interleaved:
+            q, k = halves_apart(q, self._rotated), halves_apart(k, self._rotated)
         return x, q, k, v
 
     def _normed(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -257,14 +264,19 @@ class Decoder(InHalves):
     def attention_parameters(self, width: int, q_width: int, kv_width: int, head_dim: int) -> tuple[Parameters, Parameters]:
         """Those of attention up to its outcome, and those behind it."""
         traits = self._traits
-        whole, each = {"q": q_width, "k": kv_width}, dict.fromkeys("qk", head_dim)
-        of_heads = whole if traits.whole_norm else each if traits.head_norm else {}
+        widths = {"q": q_width, "k": kv_width}
+        shapes = {part: (width // head_dim, head_dim) if traits.own_norms else (head_dim,) for part, width in widths.items()}
+        shapes = {part: (width,) for part, width in widths.items()} if traits.whole_norm else shapes
         before = layout.joined(
             self.norm_parameters(width, traits.norms.before_attention),
             layout.linear("self_attn.q_proj", q_width, width, traits.qkv_bias),
             layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
             layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
-            *(traits.norm.parameters(f"self_attn.{part}_norm", own) for part, own in of_heads.items()),
+            *(
+                traits.norm.parameters(f"self_attn.{part}_norm", *shape)
+                for part, shape in shapes.items()
+                if traits.whole_norm or traits.head_norm
+            ),
             layout.scores(SINKS, q_width // head_dim) if traits.sinks else {},
         )
         out = layout.linear("self_attn.o_proj", width, q_width, traits.out_bias)
@@ -275,8 +287,10 @@ class Decoder(InHalves):
         if self._norm_of_mlp == SHARED_NORM:
             there = self._traits.norms.before_attention or ""
             origin = origin.with_names({name: name.replace(SHARED_NORM, there) for name in norms})
-        parameters = layout.joined(norms, self._mlp.parameters(width, inner, self._traits.mlp_bias))
-        return layout.mlp(Decoder.mlp, parameters, width, inner, origin)
+        return layout.mlp(Decoder.mlp, layout.joined(norms, self.mlp_parameters(width, inner)), width, inner, origin)
+
+    def mlp_parameters(self, width: int, inner: int) -> Parameters:
+        return self._mlp.parameters(width, inner, self._traits.mlp_bias)
 
     def norm_parameters(self, width: int, *names: str | None) -> Parameters:
         """Those of norms of hidden states, where there are any."""
@@ -295,6 +309,16 @@ class Llama(Decoder):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return Traits(config.attention_bias, config.attention_bias, config.mlp_bias)
+
+
+class NearRotated(Decoder):
+    """LLaMA's relatives of which layers with a window have a rotation of their own."""
+
+    def ropes_of(self, config: Config) -> Sequence[Rope]:
+        return [Rope.of(config, kind, partly=self.rotates_parts) for kind in (FULL, SLIDING)]
+
+    def attends_by(self, config: Config, block: int) -> AttentionFunctions:
+        return NEAR if config.layer_types[block] == SLIDING else USUAL
 
 
 def head_width(config: Config) -> int:

@@ -1,4 +1,5 @@
-"""Mistral and Mixtral: LLaMA where all layers have a window, or none; the second with experts."""
+"""Mistral and Mixtral: LLaMA where all layers have a window, or none; the second with experts. Some layers of
+Ministral 8B have a window."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from h2o_flexgen.checkpoints.stored_architecture import OF_LLAMA, OF_MIXTURES
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
-from h2o_flexgen.models.windows import same_windows
+from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
     r"\.block_sparse_moe\.gate\.": ".mlp.gate.",
@@ -27,6 +28,12 @@ class Mistral(Decoder):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return Traits(windows=same_windows(config))
+
+
+class Ministral(Decoder):
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(windows=windows_by_kind(config))
 
 
 class Mixtral(MixtureOfExperts):

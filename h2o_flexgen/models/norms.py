@@ -21,10 +21,10 @@ class NormKind:
     bias: bool = False
     is_wide: bool = False  # its weight has more bits than hidden states may have
 
-    def parameters(self, name: str, width: int) -> Parameters:
+    def parameters(self, name: str, *shape: int) -> Parameters:
         if self.is_wide:
-            return layout.wide(f"{name}.weight", width)
-        return layout.norm(name, width, self.weight, self.bias)
+            return layout.wide(f"{name}.weight", *shape)
+        return layout.norm(name, *shape, weight=self.weight, bias=self.bias)
 
 
 RMS = NormKind(tensor_ops.rms_norm)
@@ -46,4 +46,5 @@ class NormPlaces:
 
 
 BEFORE = NormPlaces()
+BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 ONE_BEFORE = NormPlaces(before_mlp=None)  # where the mlp stands beside attention

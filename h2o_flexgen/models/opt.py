@@ -93,7 +93,7 @@ def _embedding(config: Config, origin: Origin) -> LayerSpec:
 def _attention_parameters(config: Config) -> tuple[Parameters, Parameters]:
     width, affine = config.hidden_size, config.layer_norm_elementwise_affine
     *kvq, out = (layout.linear(f"self_attn.{part}_proj", width, width, config.enable_bias) for part in ("k", "v", "q", "out"))
-    norm = layout.norm("self_attn_layer_norm", width, affine, affine)
+    norm = layout.norm("self_attn_layer_norm", width, weight=affine, bias=affine)
     if config.do_layer_norm_before:
         return layout.joined(*kvq, norm), out
     return layout.joined(*kvq), layout.joined(out, norm)
@@ -103,12 +103,12 @@ def _mlp_parameters(config: Config) -> Parameters:
     width, affine = config.hidden_size, config.layer_norm_elementwise_affine
     up = layout.linear("fc1", config.ffn_dim, width, config.enable_bias)
     down = layout.linear("fc2", width, config.ffn_dim, config.enable_bias)
-    return layout.joined(up, down, layout.norm("final_layer_norm", width, affine, affine))
+    return layout.joined(up, down, layout.norm("final_layer_norm", width, weight=affine, bias=affine))
 
 
 def _head(config: Config, origin: Origin) -> LayerSpec:
     width, inner, affine = config.hidden_size, config.word_embed_proj_dim, config.layer_norm_elementwise_affine
-    last_norm = layout.norm("final_layer_norm", width, affine, affine) if _has_last_norm(config) else {}
+    last_norm = layout.norm("final_layer_norm", width, weight=affine, bias=affine) if _has_last_norm(config) else {}
     project = layout.linear("project_out", inner, width, bias=False) if inner != width else {}
     logits = layout.linear("lm_head", config.vocab_size, inner, bias=False)
     return layout.head(OPT.head, layout.joined(last_norm, project), logits, origin)

@@ -11,7 +11,7 @@ from h2o_flexgen.core.model_spec import LayerSpec
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Config
-from h2o_flexgen.models.layout import Origin
+from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
 from h2o_flexgen.models.windows import same_windows
 
@@ -19,7 +19,22 @@ QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_
 FUSED_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
 
 
-class Phi3(Decoder):
+class FusedMlp(Decoder):
+    """LLaMA's relatives with one matrix for both ways into the mlp."""
+
+    def gated(self, x: Tensor, weights: Weights, names: MlpNames) -> Tensor:
+        made = self._gating(*(half.contiguous() for half in tensor_ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1)))
+        return tensor_ops.linear(made, weights, OUT_OF_MLP)
+
+    def mlp_parameters(self, width: int, inner: int) -> Parameters:
+        ways_in = layout.linear(INTO_MLP, 2 * inner, width, bias=False)
+        return layout.joined(ways_in, layout.linear(OUT_OF_MLP, width, inner, bias=False))
+
+    def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
+        return replace(super().mlp_layer(width, inner, origin), passing_width=FUSED_STATES * inner)
+
+
+class Phi3(FusedMlp):
     rotates_parts = True
 
     @staticmethod
@@ -33,10 +48,6 @@ class Phi3(Decoder):
         parts: tuple[Tensor, ...] = tensor_ops.linear(x, weights, QKV).split((q_width, kv_width, kv_width), dim=-1)
         return parts
 
-    def gated(self, x: Tensor, weights: Weights, names: MlpNames) -> Tensor:
-        made = self._gating(*(half.contiguous() for half in tensor_ops.linear(x, weights, INTO_MLP).chunk(2, dim=-1)))
-        return tensor_ops.linear(made, weights, OUT_OF_MLP)
-
     # -- its layers --------------------------------------------------------------------------------------------------------
 
     def attention_layer(
@@ -46,11 +57,3 @@ class Phi3(Decoder):
         before = layout.joined(layout.norm("input_layernorm", width, bias=False), fused)
         behind = layout.linear("self_attn.o_proj", width, q_width, bias=False)
         return layout.attention(before, behind, width, origin, window)
-
-    def mlp_layer(self, width: int, inner: int, origin: Origin) -> LayerSpec:
-        parameters = layout.joined(
-            layout.norm("post_attention_layernorm", width, bias=False),
-            layout.linear(INTO_MLP, 2 * inner, width, bias=False),
-            layout.linear(OUT_OF_MLP, width, inner, bias=False),
-        )
-        return replace(layout.mlp(Decoder.mlp, parameters, width, inner, origin), passing_width=FUSED_STATES * inner)

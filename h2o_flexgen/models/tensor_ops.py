@@ -77,9 +77,7 @@ def _linear(weights: Weights, name: str) -> tuple[Matrix, Tensor | None]:
 
 def embedding(rows: Tensor, weights: Weights, name: str, first: int = 0) -> Tensor:
     """The rows of a table with these numbers, counted from `first` on."""
-    table = plain(weights, f"{name}.weight")
-    assert table is not None, name
-    return take_rows(table, rows, first=first)
+    return take_rows(needed(weights, f"{name}.weight"), rows, first=first)
 
 
 def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Tensor:
@@ -87,22 +85,25 @@ def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Ten
 
 
 def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
-    weight = plain(weights, f"{name}.weight")
-    assert weight is not None, name
-    return operations.rms_norm(x, weight, eps)
+    return operations.rms_norm(x, needed(weights, f"{name}.weight"), eps)
 
 
 def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
     """The same where a weight says what is added to one. In 16 bits, one and a weight are not added before they are widened."""
-    weight = plain(weights, f"{name}.weight")
-    assert weight is not None, name
-    return operations.rms_norm(x, weight, eps, from_one=True)
+    return operations.rms_norm(x, needed(weights, f"{name}.weight"), eps, from_one=True)
 
 
 def plain(weights: Weights, name: str) -> Tensor | None:
     """A tensor that is none of those that rows are multiplied with, if the layer has it."""
     found = weights.get(name)
     assert found is None or isinstance(found, Tensor), name
+    return found
+
+
+def needed(weights: Weights, name: str) -> Tensor:
+    """The same of one that the layer must have."""
+    found = plain(weights, name)
+    assert found is not None, name
     return found
 
 

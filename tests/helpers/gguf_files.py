@@ -74,15 +74,17 @@ def save_gguf(
         writer.add_custom_alignment(alignment)
     for key, value in (metadata or {}).items():
         _add_value(writer, key, value)
+    _add_numbers(writer, model)
     generator = np.random.default_rng(seed)
     experts: dict[str, list[Tensor]] = {}
-    for name, parameter in _tensors(model):
+    for name, parameter in ((name, one) for name, one in _tensors(model) if not is_number(name)):
         if expert := EXPERT.fullmatch(name):
             experts.setdefault(f"{expert[1]}.ffn_{expert[2]}_exps.{expert[3]}", []).append(parameter)
             continue
         is_table, is_router = name in ("model.embed_tokens.weight", "lm_head.weight"), name.endswith(ROUTERS)
         own = format if not is_table else table_format or format
-        kind_there = FORMATS[own] if parameter.ndim == 2 and not is_router else Type.F32
+        is_plain = parameter.ndim != 2 or is_router or name.endswith("_norm.weight")
+        kind_there = Type.F32 if is_plain else FORMATS[own]
         _add_tensor(writer, model.config, family, name, parameter, kind_there, generator)
     for name, parameters in experts.items():
         kind_there = FORMATS[format] if name.endswith("weight") else Type.F32
@@ -107,7 +109,7 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
     writer.add_head_count_kv(config.num_key_value_heads)
     eps = eps_key(config)
     say_eps = writer.add_layer_norm_rms_eps if eps == EPS_KEYS[0] else writer.add_layer_norm_eps
-    say_eps(getattr(config, eps))
+    say_eps(getattr(config, eps, USUAL_EPS))
     writer.add_vocab_size(config.vocab_size)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
@@ -127,9 +129,10 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
 
 def eps_key(config: PretrainedConfig) -> str:
     """What a config calls that which norms add."""
-    return next(key for key in EPS_KEYS if hasattr(config, key))
+    return next((key for key in EPS_KEYS if hasattr(config, key)), "")
 
 
+USUAL_EPS = 1e-5  # where no config says it
 EPS_KEYS = "rms_norm_eps", "layer_norm_eps", "norm_epsilon"
 Says = Callable[[GGUFWriter, PretrainedConfig], None]  # adds metadata of a family
 
@@ -147,6 +150,10 @@ def _kinds(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 def _near_theta(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def _logit_scale(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_logit_scale(config.logit_scale)
 
 
 def _caps(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -199,6 +206,18 @@ def _choice_of_glm(writer: GGUFWriter, config: PretrainedConfig) -> None:
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     kind = gguf.GGUFValueType.get_type(value)
     writer.add_key_value(key, value, kind)
+
+
+def is_number(name: str) -> bool:
+    """Whether a tensor is one number, which files have among the metadata."""
+    return ".act_fn." in name
+
+
+def _add_numbers(writer: GGUFWriter, model: PreTrainedModel) -> None:
+    """The numbers of activations, each for all layers."""
+    found = [(name.rpartition(".")[2], one.item()) for name, one in _tensors(model) if is_number(name)]
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        writer.add_array(f"{writer.arch}.xielu.{kind}", [value for own, value in found if own == kind])
 
 
 def _add_divisors(writer: GGUFWriter, model: PreTrainedModel) -> None:
@@ -319,6 +338,11 @@ NAMES: Mapping[str, str] = {
 }
 NAMES_BEHIND = NAMES | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 NAMES_AROUND = NAMES_BEHIND | {"pre_feedforward_layernorm": "ffn_norm"}
+NAMES_OF_GLM4 = NAMES | {
+    "mlp.gate_up_proj": "ffn_up",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
 NAMES_BY_PLACE = NAMES | {"post_attention_layernorm": "post_attention_norm"}
 
 
@@ -336,6 +360,7 @@ class Family(NamedTuple):
     blocks_behind: int = 0  # those of a model, to guess at more tokens
 
 
+SMOLLM3_SIZES = {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4, "mlp_bias": False}
 QWEN3_SIZES = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True}
 QWEN2_SIZES = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
 FAMILIES: Mapping[str, Family] = {
@@ -348,6 +373,17 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(
         "gemma3", (_kinds, _caps, _near_theta), NAMES_AROUND, sizes={"query_pre_attn_scalar": 16}, norms_add=1.0
     ),
+    "smollm3": Family("smollm3", moves_rows=True, sizes=SMOLLM3_SIZES),
+    "olmo": Family("olmo", (_clip,), moves_rows=True),
+    "olmo2": Family("olmo2", names=NAMES_BEHIND),
+    "olmo3": Family("olmo2", (_kinds,), NAMES_BEHIND),
+    "exaone4": Family("exaone4", (_kinds,), NAMES_BEHIND),
+    "cohere": Family("command-r", (_logit_scale,)),
+    "cohere2": Family("cohere2", (_logit_scale, _kinds)),
+    "glm4": Family("glm4", names=NAMES_OF_GLM4),
+    "seed_oss": Family("seed_oss", names=NAMES_BY_PLACE),
+    "arcee": Family("arcee", moves_rows=True),
+    "apertus": Family("apertus"),
     "granite": Family("granite", (_multipliers,), moves_rows=True),
     "granitemoe": Family("granitemoe", (_multipliers, _experts), moves_rows=True),
     "mixtral": Family("llama", (_experts,), moves_rows=True),

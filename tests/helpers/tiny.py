@@ -85,6 +85,11 @@ _MINIMAX = {
     "rope_theta": 400.0,
     "rotary_dim": 8,
 }
+_OLMO3_ROPE = {
+    "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, **_YARN, "truncate": True},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+_SLIDING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 # kind -> the model_type of transformers and what its config says
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -144,6 +149,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": ("stablelm", {**_LLAMA, "use_parallel_residual": True}),
     "ernie": ("ernie4_5", {**_LLAMA, "head_dim": 16, "use_bias": True, "rope_theta": 300.0}),
     "minimax": ("minimax_m2", {**_LLAMA, **_MINIMAX}),
+    "smollm3": ("smollm3", {**_LLAMA, "no_rope_layers": [1, 0, 1], "rope_theta": 300.0, "mlp_bias": True}),
+    "olmo": ("olmo", {**_LLAMA, "clip_qkv": 1.5, "rope_theta": 300.0}),
+    "olmo2": ("olmo2", {**_LLAMA, "rope_theta": 300.0}),
+    "olmo3": ("olmo3", {**_LLAMA, **_SLIDING, "rope_parameters": _OLMO3_ROPE}),
+    "ministral": ("ministral", {**_LLAMA, **_SLIDING, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
+    "exaone4": ("exaone4", {**_LLAMA, **_SLIDING, "rope_theta": 300.0}),
+    "exaone4-full": ("exaone4", {**_LLAMA, "sliding_window": None, "layer_types": ["full_attention"] * BLOCKS}),
+    "cohere": ("cohere", {**_LLAMA, "use_qk_norm": True, "logit_scale": 1.7, "tie_word_embeddings": True}),
+    "cohere-plain": ("cohere", {**_LLAMA, "attention_bias": True}),
+    "cohere2": ("cohere2", {**_LLAMA, **_SLIDING, "logit_scale": 1.7, "rope_theta": 300.0}),
+    "glm4": ("glm4", {**_LLAMA, "head_dim": 16, "rope_theta": 300.0}),
+    "seed-oss": ("seed_oss", {**_LLAMA, "head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
+    "arcee": ("arcee", {**_LLAMA, "rope_theta": 300.0}),
+    "apertus": ("apertus", {**_LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **_LLAMA3_ROPE}}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (
         "gpt_neox",
@@ -188,8 +207,9 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def _corrections(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """What is learned and no parameter: how routers correct whom they choose."""
-    return ((name, one) for name, one in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    """What checkpoints have and is no parameter: how routers correct their choice, and numbers of activations."""
+    ends = "e_score_correction_bias", ".act_fn.beta", ".act_fn.eps"
+    return ((name, one) for name, one in model.named_buffers() if name.endswith(ends))
 
 
 def _middle(name: str) -> float:

@@ -1,0 +1,66 @@
+"""OLMo 1 to 3: the first is LLaMA with norms that have no weights. The others have norms behind attention and mlp, and all
+heads of a query, and of a key, are normalised at once. In the third, layers with a window have a rotation of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from h2o_flexgen.checkpoints.stored_architecture import (
+    ATTENTION,
+    BEHIND_BOTH,
+    CLIP,
+    HEAD_NORMS,
+    MLP,
+    NEAR_THETA,
+    GgufArchitecture,
+    weights,
+)
+from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.llama import Decoder, NearRotated, Traits
+from h2o_flexgen.models.norms import BEHIND, LAYER_BARE
+from h2o_flexgen.models.windows import kinds_in, windows_by_kind
+
+EPS = 1e-5  # of the first, which no config says
+
+
+class Olmo(Decoder):
+    gguf = GgufArchitecture(
+        "olmo",
+        weights(ATTENTION, MLP),
+        keys={"clip_qkv": lambda said: said.number(CLIP, 0.0) or None},
+        heeds={CLIP: None},
+        is_interleaved=True,
+    )
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(config.attention_bias, config.attention_bias, norm=LAYER_BARE, clip=config.clip_qkv)
+
+    @staticmethod
+    def eps_of(config: Config) -> float:
+        return EPS
+
+
+class Olmo2(Decoder):
+    gguf = GgufArchitecture("olmo2", weights(ATTENTION, MLP, BEHIND_BOTH, HEAD_NORMS), has_window=False)
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(config.attention_bias, config.attention_bias, norms=BEHIND, whole_norm=True)
+
+
+class Olmo3(NearRotated):
+    gguf = replace(
+        Olmo2.gguf,
+        has_window=True,
+        keys={"layer_types": lambda said: kinds_in(said, 4)},
+        heeds={NEAR_THETA: None},
+        near_rope=lambda said: {
+            "rope_type": "default",
+            "rope_theta": said.number(NEAR_THETA, said.number("rope.freq_base", 10000.0)),
+        },
+    )
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return replace(Olmo2.traits_of(config), windows=windows_by_kind(config))
