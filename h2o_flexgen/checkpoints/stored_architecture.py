@@ -187,6 +187,13 @@ class GgufModel:
 Said: TypeAlias = Callable[[GgufModel], Any]
 
 
+# Models of several parts have their text part below one of these.
+OF_TEXT_PARTS: Mapping[str, str] = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """What the files of an architecture call its tensors."""
@@ -197,7 +204,7 @@ class TensorNames:
 
     def usual(self, name: str) -> str:
         """The name that this tensor has in most checkpoints."""
-        for pattern, usual in self.patterns.items():
+        for pattern, usual in (*OF_TEXT_PARTS.items(), *self.patterns.items()):
             name = re.sub(pattern, usual, name)
         return name
 

@@ -19,6 +19,7 @@ from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config, parts_beside_text, what_is_unsupported
+from h2o_flexgen.models.text_parts import TEXT_PARTS, text_part
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
@@ -147,6 +148,7 @@ def _known_files() -> dict[str, Path]:
 
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
+    values = text_part(values, lambda model_type: architecture(model_type).bounds, name)
     model_type = _check(values, name)
     from transformers import CONFIG_MAPPING
 
@@ -164,7 +166,7 @@ def _check(values: Mapping[str, Any], name: str) -> str:
         kind, parts = shown(values.get("model_type")), ", ".join(beside)
         raise ValueError(
             f"the model {name!r} is of the architecture {kind}, which has {parts} beside its text part (text_config); "
-            "the text part of such a model is not read yet; give a checkpoint of the text model alone"
+            f"text parts are read of {', '.join(TEXT_PARTS)}; give a checkpoint of the text model alone"
         )
     model_type = _known_type(values.get("model_type"))
     check_config(values, architecture(model_type).bounds, name)
