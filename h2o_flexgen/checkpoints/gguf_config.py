@@ -15,10 +15,12 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     DENSE_BLOCKS,
     GATING,
     LAYER_EPS,
+    LOG_MULTIPLIER,
     LOGIT_CAP,
     NEAR_THETA,
     NORMED,
     SOFTMAX,
+    TEMPERATURE,
     WEIGHTS_SCALE,
     WINDOW,
     GgufArchitecture,
@@ -49,7 +51,7 @@ WITHOUT_EFFECT: Heeded = {
     "attention.scale": (0,),
     CLIP: (0,),
     "attention.max_alibi_bias": (0,),
-    "attention.temperature_scale": (0,),
+    TEMPERATURE: (0,),
     "attention.causal": (True,),
     ATTENTION_CAP: (0,),
     LOGIT_CAP: (0,),
@@ -58,7 +60,7 @@ WITHOUT_EFFECT: Heeded = {
     "logit_scale": (0, 1),
     f"{SCALING}.attn_factor": (0, 1),
     f"{SCALING}.yarn_attn_factor": (0, 1),
-    f"{SCALING}.yarn_log_multiplier": (0,),
+    LOG_MULTIPLIER: (0,),
     NEAR_THETA: (),
 }
 
@@ -172,6 +174,7 @@ def _yarn(said: GgufModel) -> dict[str, Any]:
         "beta_fast": said.number(f"{SCALING}.yarn_beta_fast", 32.0),
         "beta_slow": said.number(f"{SCALING}.yarn_beta_slow", 1.0),
         "truncate": said.architecture.rounds_waves,
+        **({} if said.architecture.more_of_rope is None else said.architecture.more_of_rope(said)),
     }
 
 

@@ -80,6 +80,7 @@ class GgufArchitecture:
     is_interleaved: bool = False  # rows of queries and keys are moved so that values that are rotated together are neighbours
     has_divisors: bool = False  # of the frequencies of rotations, as a tensor
     rotates_parts: bool = False  # of each head
+    more_of_rope: Said | None = None  # keys of the parameters of a rotation by YaRN
     near_rope: Said | None = None  # the rotation of layers with a window, where it is another one
     rounds_waves: bool = True  # between which YaRN blends: the config of a model says this, but no file does
     outside: Mapping[str, str] = field(default_factory=dict)  # of no block, beside those that all have: names, as `tensors`

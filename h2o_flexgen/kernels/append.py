@@ -25,6 +25,10 @@ class RotationAngles(NamedTuple):
     cos: Tensor
     sin: Tensor
 
+    def of(self, tokens: slice) -> RotationAngles:
+        """Those of some of the tokens."""
+        return RotationAngles(self.cos[:, tokens], self.sin[:, tokens])
+
 
 def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     (rows, tokens, heads, dim), half = x.shape, turn.cos.shape[-1]

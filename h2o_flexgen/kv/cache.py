@@ -16,7 +16,6 @@ from torch import Tensor
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.formats.kernel_table import SUM
 from h2o_flexgen.formats.table import PLAIN
-from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Notes
 from h2o_flexgen.kernels.more_keys import More
@@ -137,8 +136,7 @@ class KVCache:
             return self._read_piece(now, tokens)
         kept, scores = tokens.part(slice(now.positions.shape[1])), self.living(len(q)).scores
         if rotation is not None:
-            turn = now.turn(rotation, q.dtype, self._rolls)
-            q, k = rotate(q, turn), rotate(k, turn)
+            q, k = self._turned_queries(now, tokens), rotate(k, now.turn(rotation, k.dtype, self._rolls))
         more = self._more(now, q, tokens.sink_scores)
         written = Written(kept.x, kept.k if self._rolls else k[:, : kept.k.shape[1]], kept.v, now.slots.new)
         q, k, v = (each.transpose(1, 2) for each in (q, k, tokens.v))  # (rows, heads, tokens, head_dim)
@@ -161,9 +159,8 @@ class KVCache:
         reading = self._reading
         reading.note(k, x)
         if rotation is not None:
-            turn, piece = now.turn(rotation, q.dtype, self._rolls), reading.next(q.shape[1])
-            turn = RotationAngles(turn.cos[:, piece], turn.sin[:, piece])
-            q, k = rotate(q, turn), rotate(k, turn)
+            piece = reading.next(q.shape[1])
+            q, k = self._turned_queries(now, tokens, piece), rotate(k, now.turn(rotation, k.dtype, self._rolls).of(piece))
         more = self._more(now, q, tokens.sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores), self._cap)
@@ -171,6 +168,13 @@ class KVCache:
             self._reading = None
             self._enforce_budget(now, scores, reading.written, self._old(now, scores), reading.got)
         return out
+
+    def _turned_queries(self, now: KVStep, tokens: NewTokens, piece: slice | None = None) -> Tensor:
+        """The queries rotated to their positions; `piece`: which of a step's tokens they are."""
+        rotation = tokens.of_queries
+        assert rotation is not None, "queries are rotated where keys are"
+        turn = now.turn(rotation, tokens.q.dtype, self._rolls)
+        return rotate(tokens.q, turn if piece is None else turn.of(piece))
 
     def _old(self, now: KVStep, scores: SlotScores | None) -> _Old | None:
         if not now.held:
@@ -284,6 +288,8 @@ class KVCache:
 
     def _decode(self, now: KVStep, tokens: NewTokens) -> Tensor:
         rotation = tokens.rotation
+        if tokens.query_rotation is not None:
+            return self.answer(now, self.asked(now, tokens), rotation)
         kept_rotated = None if self._rolls else rotation
         turned = self._append(now, tokens.q, tokens.k, tokens.v, kept_rotated, self._worth(now, tokens))
         if rotation is not None and self._rolls:
@@ -303,7 +309,7 @@ class KVCache:
         """What a decode step asks of a cache in other memory: all that needs no slots is computed here."""
         q, k, rotation = tokens.q, tokens.k, tokens.rotation
         if rotation is not None:
-            q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
+            q = self._turned_queries(now, tokens)
             k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
         return AttentionInput(q, k, tokens.v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
 

@@ -56,6 +56,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "olmo2": ("olmo", "Olmo2"),
     "olmo3": ("olmo", "Olmo3"),
     "ministral": ("mistral", "Ministral"),
+    "ministral3": ("mistral", "Ministral3"),
     "exaone4": ("exaone", "Exaone4"),
     "cohere": ("cohere", "Cohere"),
     "cohere2": ("cohere", "Cohere2"),

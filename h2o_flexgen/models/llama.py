@@ -180,7 +180,12 @@ class Decoder(InHalves):
     def attended_by(self, rotary: Rotary | None, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, q, k, v = self.asked(hidden, weights)
         q = q if self._traits.query_scale == 1.0 else add_scaled(q, scale=self._traits.query_scale)
-        return given.attend(NewTokens(q, k, v, rotary, x, tensor_ops.plain(weights, SINKS)))
+        tokens = NewTokens(q, k, v, rotary, x, sink_scores=tensor_ops.plain(weights, SINKS))
+        return given.attend(self.with_own_queries(tokens))
+
+    def with_own_queries(self, tokens: NewTokens) -> NewTokens:
+        """New tokens with a rotation of their queries that is not that of their keys, where there is one."""
+        return tokens
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a layer makes queries, keys and values of, and these, head by head."""

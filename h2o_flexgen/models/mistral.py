@@ -1,5 +1,5 @@
 """Mistral and Mixtral: LLaMA where all layers have a window, or none; the second with experts. Some layers of
-Ministral 8B have a window."""
+Ministral 8B have a window. Queries of Ministral 3 are longer the more text stands before them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from h2o_flexgen.checkpoints.stored_architecture import OF_LLAMA, OF_MIXTURES
+from h2o_flexgen.checkpoints.stored_architecture import LOG_MULTIPLIER, OF_LLAMA, OF_MIXTURES, TEMPERATURE
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
+from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.rotary import QUERY_SHARE
 from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
@@ -34,6 +36,32 @@ class Ministral(Decoder):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return Traits(windows=windows_by_kind(config))
+
+
+class Ministral3(Decoder):
+    gguf = replace(
+        Llama.gguf,
+        name="mistral3",
+        tensors=OF_LLAMA,
+        heeds=dict.fromkeys((TEMPERATURE, LOG_MULTIPLIER)),
+        more_of_rope=lambda said: {
+            "mscale": 1.0,
+            "mscale_all_dim": said.number(LOG_MULTIPLIER, 0.0),
+            QUERY_SHARE: said.number(TEMPERATURE, 0.0),
+        },
+    )
+
+    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        super().__init__(config, dtype, sep_layer, name)
+        (rope,) = self.ropes_of(config)
+        self._longer = rope.of_queries(self._rotary)
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(windows=same_windows(config))
+
+    def with_own_queries(self, tokens: NewTokens) -> NewTokens:
+        return replace(tokens, query_rotation=self._longer)
 
 
 class Mixtral(MixtureOfExperts):

@@ -35,6 +35,11 @@ class NewTokens:
     rotation: Rotation | None = None  # of queries and keys, in rotary models
     x: Tensor | None = None  # (rows, tokens, width): what all three were made of, which may say what is worth keeping
     sink_scores: Tensor | None = None  # (heads,): part of the softmax of every query of a head; their shares are let go
+    query_rotation: Rotation | None = None  # of queries, where it is another one
+
+    @property
+    def of_queries(self) -> Rotation | None:
+        return self.query_rotation or self.rotation
 
     def part(self, tokens: slice) -> NewTokens:
         """Some of the tokens."""

@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.models.config_values import Config
 
-ORIGINAL_LENGTH = "original_max_position_embeddings"
+ORIGINAL_LENGTH, QUERY_SHARE = "original_max_position_embeddings", "llama_4_scaling_beta"
 
 
 class Rotary:
@@ -24,11 +24,11 @@ class Rotary:
 
     def __init__(self, frequencies: Tensor, stretch: float = 1.0) -> None:
         self._frequencies = {frequencies.device: frequencies}  # one copy per device: nothing is moved in the token loop
-        self._stretch = stretch
+        self.frequencies, self.stretch = frequencies, stretch
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
         angles = positions[..., None, None].float() * self._on(positions.device)  # (rows, tokens, 1, half)
-        cos, sin = (each if self._stretch == 1.0 else each.mul_(self._stretch) for each in (angles.cos(), angles.sin()))
+        cos, sin = (each if self.stretch == 1.0 else each.mul_(self.stretch) for each in (angles.cos(), angles.sin()))
         return RotationAngles(cos.to(dtype), sin.to(dtype))
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -38,6 +38,20 @@ class Rotary:
         if device not in self._frequencies:
             self._frequencies[device] = next(iter(self._frequencies.values())).to(device)
         return self._frequencies[device]
+
+
+class LongerQueries(Rotary):
+    """The same rotation for queries, which become longer by a share of the logarithm of how often a length fits into the text
+    before them."""
+
+    def __init__(self, frequencies: Tensor, stretch: float, share: float, length: float) -> None:
+        super().__init__(frequencies, stretch)
+        self._share, self._length = share, length
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
+        turn = super().turn(positions, torch.float32)
+        longer = 1.0 + self._share * torch.log1p(torch.floor(positions.float() / self._length))
+        return RotationAngles(*((each * longer[..., None, None]).to(dtype) for each in turn))
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,17 @@ class Rope:
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
         stretch = STRETCHES[self.kind](self.scaling) if self.kind in STRETCHES else 1.0
         return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, **self.scaling}), stretch)
+
+    def of_queries(self, rotary: Rotary) -> LongerQueries | None:
+        """The rotation of queries, if it is another one than that of keys."""
+        share = self.scaling.get(QUERY_SHARE)
+        if share is None:
+            return None
+        if not _is_positive(share) and share != 0:
+            raise ValueError(
+                f"{QUERY_SHARE} of the rope scaling is {shown(share)}, which is no number; download the model again"
+            )
+        return LongerQueries(rotary.frequencies, rotary.stretch, float(share), _positive(self.scaling, ORIGINAL_LENGTH))
 
 
 def _whole(share: float, kind: str, config: Config) -> float:

@@ -27,7 +27,7 @@ class TextPart(NamedTuple):
 
 TEXT_PARTS: Mapping[str, TextPart] = {
     "gemma3": TextPart({"gemma3_text": "gemma3_text"}, is_tied=True),
-    "mistral3": TextPart({"mistral": "mistral"}),
+    "mistral3": TextPart({"mistral": "mistral", "ministral3": "ministral3"}),
     "qwen2_vl": TextPart({"qwen2_vl_text": "qwen2"}, is_beside=True),
     "qwen2_5_vl": TextPart({"qwen2_5_vl_text": "qwen2"}, is_beside=True),
     "qwen3_vl": TextPart({"qwen3_vl_text": "qwen3"}),

@@ -202,7 +202,7 @@ def test_frequencies_of_yarn_are_those_of_transformers(kind: str, is_rounded: bo
     model: Any = save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1, rope_scaling=rope)
     rotary = Rope.of(load_config(str(tmp_path / "tiny.gguf"))).rotary(16)
     torch.testing.assert_close(rotary._on(torch.device("cpu")), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
-    assert rotary._stretch == pytest.approx(model.model.rotary_emb.attention_scaling) and rotary._stretch > 1
+    assert rotary.stretch == pytest.approx(model.model.rotary_emb.attention_scaling) and rotary.stretch > 1
 
 
 def test_divisors_that_are_none_are_refused(tmp_path: Path) -> None:

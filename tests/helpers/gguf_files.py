@@ -152,6 +152,11 @@ def _near_theta(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
+def _longer_queries(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+    writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+
+
 def _logit_scale(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_logit_scale(config.logit_scale)
 
@@ -377,6 +382,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo": Family("olmo", (_clip,), moves_rows=True),
     "olmo2": Family("olmo2", names=NAMES_BEHIND),
     "olmo3": Family("olmo2", (_kinds,), NAMES_BEHIND),
+    "ministral3": Family("mistral3", (_longer_queries,), moves_rows=True),
     "exaone4": Family("exaone4", (_kinds,), NAMES_BEHIND),
     "cohere": Family("command-r", (_logit_scale,)),
     "cohere2": Family("cohere2", (_logit_scale, _kinds)),

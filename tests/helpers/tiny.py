@@ -89,6 +89,17 @@ _OLMO3_ROPE = {
     "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, **_YARN, "truncate": True},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 300.0,
+    **_YARN,
+    "truncate": True,
+    "original_max_position_embeddings": 9,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "llama_4_scaling_beta": 0.6,
+}
 _SLIDING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 # kind -> the model_type of transformers and what its config says
@@ -153,7 +164,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("olmo", {**_LLAMA, "clip_qkv": 1.5, "rope_theta": 300.0}),
     "olmo2": ("olmo2", {**_LLAMA, "rope_theta": 300.0}),
     "olmo3": ("olmo3", {**_LLAMA, **_SLIDING, "rope_parameters": _OLMO3_ROPE}),
-    "ministral": ("ministral", {**_LLAMA, **_SLIDING, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
+    "ministral": ("ministral", {**_LLAMA, **_SLIDING, "head_dim": 12, "rope_theta": 300.0}),
+    "ministral3": ("ministral3", {**_LLAMA, "head_dim": 12, "rope_parameters": _MINISTRAL3_ROPE}),
     "exaone4": ("exaone4", {**_LLAMA, **_SLIDING, "rope_theta": 300.0}),
     "exaone4-full": ("exaone4", {**_LLAMA, "sliding_window": None, "layer_types": ["full_attention"] * BLOCKS}),
     "cohere": ("cohere", {**_LLAMA, "use_qk_norm": True, "logit_scale": 1.7, "tie_word_embeddings": True}),

@@ -196,7 +196,7 @@ def test_longrope_is_for_texts_within_the_original_length() -> None:
     spec = create_model(tiny_config("phi3"), "float32").spec
     assert spec.max_positions == 64 < POSITIONS
     rope = Rope.of(tiny_config("phi3"))
-    assert rope.rotary(4)._stretch == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
+    assert rope.rotary(4).stretch == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
 
 
 # -- windows ---------------------------------------------------------------------------------------------------------
