@@ -1,0 +1,115 @@
+"""Every family of models over long texts, from folders of several files and from GGUF files in parts: greedy tokens and logits
+are those of transformers. What the documents say of the families is held against the code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import MODELS, architecture, create_model, load_config
+from h2o_flexgen.models.mixture import MixtureOfExperts
+from h2o_flexgen.models.text_parts import TEXT_PARTS
+from h2o_flexgen.sampling.params import SamplingParams
+from tests.checkpoints.test_gguf_model import RELATIVES
+from tests.helpers.contract import as_stored, opened
+from tests.helpers.gguf_files import save_gguf
+from tests.helpers.tiny import KINDS, save_tiny, tiny_config
+
+STEPS, PROMPTS = 64, [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13], [60]]
+VARIED = 20  # different tokens at least, in all texts: a model that repeats itself proves little
+CHECKPOINTS = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+FIRST = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")  # the families of the first version
+
+Saved = Callable[[str, Path], tuple[Path, PreTrainedModel]]
+
+
+def in_folder(kind: str, place: Path) -> tuple[Path, PreTrainedModel]:
+    model = save_tiny(kind, place, max_shard_size="40KB", seed=3)
+    assert len([*place.glob("*.safetensors")]) > 1
+    return place, model
+
+
+def in_gguf(kind: str, place: Path) -> tuple[Path, PreTrainedModel]:
+    model = save_gguf(kind, place / "tiny.gguf", "q8_0", "q4_1", tensors_per_part=9, seed=3)
+    return sorted(place.glob("tiny-*.gguf"))[1], model
+
+
+def of_each_type(kinds: list[str]) -> list[str]:
+    """One kind of each model_type."""
+    return [*{KINDS[kind][0]: kind for kind in reversed(kinds)}.values()]
+
+
+CASES = [(kind, in_folder) for kind in of_each_type([*KINDS])] + [(kind, in_gguf) for kind in of_each_type(RELATIVES)]
+
+
+@pytest.mark.parametrize(("kind", "save"), CASES, ids=[f"{kind}-{save.__name__}" for kind, save in CASES])
+def test_long_texts_are_those_of_transformers(kind: str, save: Saved, tmp_path: Path) -> None:
+    place, model = save(kind, tmp_path)
+    where = {"percent": (40, 30, 100, 0, 100, 0), "offload_dir": tmp_path / "offload", "device": "cpu"}
+    with LLM(place, tokenizer="bytes", dtype="float32", gpu_batch_size=4, **where) as llm:
+        rows = llm.generate(PROMPTS, SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True, logprobs=1))
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        text = [*prompt, *row.token_ids]
+        with torch.inference_mode():
+            logits = model(torch.tensor([text]), use_cache=False).logits[0, len(prompt) - 1 : -1]  # type: ignore[operator]
+        assert logits.argmax(-1).tolist() == list(row.token_ids)
+        found = torch.tensor([step.chosen.logprob for step in row.logprobs or ()])
+        torch.testing.assert_close(found, logits.log_softmax(-1).amax(-1), atol=2e-5, rtol=0)
+    assert len(set(chain.from_iterable(row.token_ids for row in rows))) >= VARIED
+
+
+def in_one_file(kind: str, place: Path, save: Saved) -> Path:
+    if save is in_gguf:
+        save_gguf(kind, place / "whole.gguf", "q8_0", "q4_1", seed=3)
+        return place / "whole.gguf"
+    save_tiny(kind, place / "whole", seed=3)
+    return place / "whole"
+
+
+@pytest.mark.parametrize(("kind", "save"), CASES, ids=[f"{kind}-{save.__name__}" for kind, save in CASES])
+def test_one_file_has_what_several_have(kind: str, save: Saved, tmp_path: Path) -> None:
+    several, _ = save(kind, tmp_path)
+    one = in_one_file(kind, tmp_path, save)
+    spec, whole, parts = create_model(load_config(str(one)), "float32").spec, opened(one), opened(several)
+    assert len(whole.files) == 1 < len(parts.files)
+    for tensor in spec.tensors.values():
+        assert torch.equal(as_stored(whole, tensor)[1], as_stored(parts, tensor)[1]), tensor.name
+
+
+# -- the table of models ---------------------------------------------------------------------------------------------------
+
+
+def table() -> dict[str, list[str]]:
+    """The cells behind the model_type, by it."""
+    text = CHECKPOINTS.read_text(encoding="utf-8").partition("## Models")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "a model stands there twice"
+    return {model_type: cells.split(" | ") for model_type, cells in rows}
+
+
+def said(is_so: bool) -> str:
+    return "yes" if is_so else "no"
+
+
+def cells_of(model_type: str) -> list[str]:
+    """Folders, GGUF, experts, windows, latents, since when."""
+    kind, own = architecture(model_type), [name for name, (of, _) in KINDS.items() if of == model_type]
+    has_windows = any(window for name in own for window in create_model(tiny_config(name), "float32").spec.windows)
+    gguf = "no" if kind.gguf is None else f"`{kind.gguf.name}`"
+    since = "0.1" if model_type in FIRST else "0.2"
+    return ["yes", gguf, said(issubclass(kind, MixtureOfExperts)), said(has_windows), "no", since]
+
+
+def test_the_table_of_models_is_true() -> None:
+    found = table()
+    assert found.keys() == MODELS.keys() | TEXT_PARTS.keys()
+    assert {model_type: found[model_type] for model_type in MODELS} == {each: cells_of(each) for each in MODELS}
+    for name, part in TEXT_PARTS.items():
+        assert found[name][0] == f"its text: {', '.join(f'`{own}`' for own in part.kinds.values())}"
