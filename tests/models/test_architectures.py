@@ -240,6 +240,9 @@ PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": 30.5e9,
     "Qwen/Qwen3-8B": 8.2e9,
     "allenai/OLMoE-1B-7B-0924": 6.92e9,
+    "allenai/Olmo-3-1025-7B": 7.30e9,
+    "HuggingFaceTB/SmolLM3-3B": 3.08e9,
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.6e9,  # its text part
     "facebook/opt-125m": 125e6,
     "facebook/opt-350m": 331e6,
     "facebook/opt-1.3b": 1.3e9,
