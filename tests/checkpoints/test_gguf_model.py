@@ -168,7 +168,9 @@ MEANT += ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "hidde
 def test_the_config_says_what_the_model_was_written_from(kind: str, tmp_path: Path) -> None:
     model = save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=2)
     found, meant = load_config(str(tmp_path / "tiny.gguf")), model.config
-    assert {name: getattr(found, name) for name in MEANT} == {name: getattr(meant, name) for name in MEANT}
+    names = [name for name in MEANT if hasattr(meant, name)]  # Gemma 2 and 3 call their activation otherwise
+    assert len(names) >= len(MEANT) - 1
+    assert {name: getattr(found, name) for name in names} == {name: getattr(meant, name) for name in names}
     eps = eps_key(meant)
     assert getattr(found, eps, USUAL_EPS) == pytest.approx(getattr(meant, eps, USUAL_EPS))
     if kind.startswith(("llama", "qwen3")):
