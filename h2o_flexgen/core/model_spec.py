@@ -135,8 +135,13 @@ class LayerSpec:
         return own if own in dict(self.tensors) else None
 
     @cached_property
+    def stored(self) -> tuple[TensorSpec, ...]:
+        """Its tensors, each once: two of its functions may have names of their own for one."""
+        return tuple({tensor.name: tensor for _, tensor in self.tensors}.values())
+
+    @cached_property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.stored)
 
     @cached_property
     def expert_of(self) -> Mapping[str, int]:

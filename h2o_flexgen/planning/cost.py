@@ -143,7 +143,7 @@ class Cost:
     def _bytes_by_layer(self, step: int, nbytes: Callable[[TensorSpec], int], *tiers: str) -> tuple[int, ...]:
         spec, placed = self.planned.spec_at(step), self.planned.placement.weights
         if (spec is self.spec, tiers) not in self._known_weights:
-            found = ([tensor for _, tensor in layer.tensors if placed[tensor.name] in tiers] for layer in spec.layers)
+            found = ([tensor for tensor in layer.stored if placed[tensor.name] in tiers] for layer in spec.layers)
             self._known_weights[spec is self.spec, tiers] = tuple(sum(map(nbytes, own)) for own in found)
         return self._known_weights[spec is self.spec, tiers]
 

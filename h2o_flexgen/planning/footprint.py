@@ -148,7 +148,7 @@ def _largest_read_and_copied(spec: ModelSpec, placement: Placement, *tiers: str)
 def _of_layers(spec: ModelSpec, placement: Placement, tiers: tuple[str, ...]) -> Iterator[list[TensorSpec]]:
     """The tensors of each layer that are on these tiers, as decode steps pass it and as prompts do."""
     layers = (layer for form in spec.forms for layer in form.layers)
-    return ([tensor for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers] for layer in layers)
+    return ([tensor for tensor in layer.stored if placement.weights[tensor.name] in tiers] for layer in layers)
 
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:

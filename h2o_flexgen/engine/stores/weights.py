@@ -190,7 +190,7 @@ class WeightStore:
         return {one: self._layout(self._of(self._layer_of(one), HOST, DISK)) for one in self._passes}
 
     def _of(self, layer: LayerSpec, *tiers: str) -> list[TensorSpec]:
-        return [tensor for _, tensor in layer.tensors if self._tiers[tensor.name] in tiers]
+        return [tensor for tensor in layer.stored if self._tiers[tensor.name] in tiers]
 
     def _slice(self, place: SlicePlace, tier: str) -> list[Range]:
         tensors = self._of(self._layer_of(place.of), tier)
