@@ -242,8 +242,9 @@ def halves_apart(x: Tensor, paired: int) -> Tensor:
 
 
 def halves_apart_twin(x: Tensor, paired: int) -> Tensor:
-    pairs: Tensor = x[..., :paired].unflatten(-1, (-1, 2))
-    return torch.cat((pairs.transpose(-1, -2).flatten(-2), x[..., paired:]), dim=-1)
+    out, half = torch.empty(x.shape, dtype=x.dtype, device=x.device), paired // 2  # no second copy: rows may be very wide
+    out[..., :half], out[..., half:paired], out[..., paired:] = x[..., :paired:2], x[..., 1:paired:2], x[..., paired:]
+    return out
 
 
 class _Pairs(ctypes.Structure):
