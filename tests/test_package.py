@@ -77,7 +77,7 @@ def test_the_installation_says_what_it_is(metadata: Distribution) -> None:
     assert (said["License-Expression"], said["License-File"], said["Requires-Python"]) == ("Apache-2.0", "LICENSE", ">=3.10")
     assert said.get_all("Project-URL") is None
     assert said["Description"].lstrip().startswith("# h2o_flexgen")
-    extras = {"test", "test-gpu", "test-web", "eval", "plot", "bench", "ray", "helm", "serve"}
+    extras = {"test", "test-gpu", "test-web", "eval", "grammar", "plot", "bench", "ray", "helm", "serve"}
     assert set(said.get_all("Provides-Extra") or ()) == extras
 
 
