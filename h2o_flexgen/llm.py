@@ -9,9 +9,8 @@ Nothing is loaded by the constructor: the first `generate` knows the workload, r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -49,9 +48,11 @@ from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_is_searched
+from h2o_flexgen.text.answer_reader import with_message
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts, shortened
 from h2o_flexgen.text.tokenizer import Tokenizer
+from h2o_flexgen.text.tools import read_tool_use
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
@@ -375,6 +376,9 @@ class LLM:
         *,
         style: str = AUTO,
         chat_template: str | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        tool_choice: str | Mapping[str, object] | None = None,
+        parallel_tool_calls: bool = True,
         seed: int | None = None,
         use_tqdm: UseTqdm = False,
         on_token: OnToken | None = None,
@@ -383,14 +387,25 @@ class LLM:
     ) -> list[Completion]:
         """Answers a chat, which is a list of {"role": ..., "content": ...}, or each of a list of chats. They are rendered by
         the model's chat template, or by the text of another one (`chat_template`). Without one they are a script of User: and
-        Assistant:. `style` chooses one of these, or "plain". Each call computes the whole chat again: `converse` keeps its
-        cache."""
+        Assistant:. `style` chooses one of these, or "plain". `tools` are functions in OpenAI's form that the model may call, or
+        must (`tool_choice`). A completion's `message` has the text as it was said, apart from thoughts and calls. Each call
+        computes the whole chat again: `converse` keeps its cache."""
         refuse_unknown("argument", unknown, arguments_of(LLM.chat), ARGUMENTS)
+        use = read_tool_use(tools, tool_choice, parallel_tool_calls)
         written = choose_style(style, self.tokenizer, template=chat_template)
-        prompts = [written.whole(chat) for chat in read_chats(messages)]
-        params = [replace(one, stop=(*one.stop_strings, *written.stops)) for one in for_each(sampling_params, len(prompts))]
-        given = [{"prompt": one.text, "prompt_token_ids": one.ids} for one in prompts]
-        return self.generate(given, params, seed=seed, use_tqdm=use_tqdm, on_token=on_token, on_completion=on_completion)
+        chats = read_chats(messages)
+        params = for_each(sampling_params, len(chats))
+        asked = [written.asked(chat, one, use) for chat, one in zip(chats, params)]
+
+        def read(completion: Completion) -> Completion:
+            index = completion.index
+            return with_message(completion, written.reading(completion.prompt, params[index], use), str(index))
+
+        given = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt, _ in asked]
+        own = [one for _, one in asked]
+        hear = None if on_completion is None else lambda completion: on_completion(read(completion))
+        found = self.generate(given, own, seed=seed, use_tqdm=use_tqdm, on_token=on_token, on_completion=hear)
+        return [read(completion) for completion in found]
 
     def score(
         self,

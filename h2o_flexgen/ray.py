@@ -119,8 +119,7 @@ class Engine:
         messages = row.get(MESSAGES)
         if messages is not None:
             (chat,) = read_chats([list(messages)])  # type: ignore[call-overload]
-            prompt = self.style.whole(chat)
-            params = replace(params, stop=(*params.stop_strings, *self.style.stops))
+            prompt, params = self.style.asked(chat, params)
         else:
             (prompt,) = read_prompts([_prompt(row)], self.llm.tokenizer)
         return Request(prompt, params, _index(row, prompt, known))

@@ -39,7 +39,7 @@ from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.session.plan_finder import PlanFinder
-from h2o_flexgen.text.dialogue import choose_style
+from h2o_flexgen.text.dialogue import Style, choose_style
 
 SOME_FAILED = 1  # exit status of a job that has come to its end with errors among its records
 
@@ -157,11 +157,15 @@ class PreparedBatch:
             )
 
     @property
+    def style(self) -> Style:
+        return choose_style(self.request.needed_style, self.llm.tokenizer)
+
+    @property
     def _reading(self) -> LineReading:
-        tokenizer = self.llm.tokenizer
-        style = choose_style(self.request.needed_style, tokenizer)
-        maker = RowMaker(self.llm.spec, self.llm.plan, tokenizer)
-        return LineReading(tokenizer, style, maker.size, partial(prefix_finder, self.llm.plan), maker.longest_prompt)
+        maker = RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer)
+        return LineReading(
+            self.llm.tokenizer, self.style, maker.size, partial(prefix_finder, self.llm.plan), maker.longest_prompt
+        )
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ class BatchJob:
             say_threads(self.request.others, self.request.site.threads, self.plan_report.arithmetic)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
-        records = RecordMaker(Answers(self.request.model.name, self.llm.tokenizer), manifest.created)
+        records = RecordMaker(Answers(self.request.model.name, self.prepared.style), manifest.created)
         run = JobRun(
             self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, self._elsewhere(manifest.seed)
         )

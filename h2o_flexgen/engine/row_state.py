@@ -10,7 +10,7 @@ from h2o_flexgen.sampling.constraint import Constraint, ConstraintBroken
 from h2o_flexgen.sampling.history import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.pooling import Embedding, PoolingParams
-from h2o_flexgen.text.row_text import RowText, decode_new
+from h2o_flexgen.text.row_text import RowText, TextDecoder, WithSpecials, decode_new
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 
@@ -52,6 +52,7 @@ class RowState:
         self.forced = tuple(forced)  # its first tokens, given instead of picked; they never end it
         self._known: list[tuple[int, StepLogprobs | None]] = []  # tokens generated before the row started again
         self._tokenizer = tokenizer
+        self._decoder: TextDecoder = tokenizer if params.skip_special_tokens else WithSpecials(tokenizer)
         self._stop_ids = frozenset(params.stop_ids)
         self._ends = self._stop_ids | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
         self.history = History(self.seen, self.prompt_len, self._stop_ids | tokenizer.eos_ids, number)
@@ -84,7 +85,7 @@ class RowState:
         if not needs_text or not self._tokenizer.reads_texts:
             return None
         params, is_whole = self.params, None if self.constraint is None else self.constraint.holds
-        return RowText(self._tokenizer, self.prompt_ids, params.stop_strings, params.include_stop_str_in_output, is_whole)
+        return RowText(self._decoder, self.prompt_ids, params.stop_strings, params.include_stop_str_in_output, is_whole)
 
     @property
     def finished(self) -> bool:
@@ -218,7 +219,7 @@ class RowState:
             return self._text.text
         ids = self.token_ids
         hides_last = self._ends_with_token and not self.params.include_stop_str_in_output
-        return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if hides_last else ids)
+        return decode_new(self._decoder, self.prompt_ids, ids[:-1] if hides_last else ids)
 
 
 def completion_of(rows: Sequence[RowState]) -> Completion:

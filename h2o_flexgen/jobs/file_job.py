@@ -41,11 +41,9 @@ class LineReading:
     longest: int = MOST_TOKENS  # tokens of a prompt that can be read, for those that may be cut
 
     def request(self, number: int, line: Line) -> Request:
-        prompt, params = line.read_with(self.tokenizer, self.style), line.options.params
+        prompt, params = line.read_with(self.tokenizer, self.style)
         if (form := line.options.embedded) is not None:
             prompt = shortened(prompt, most_read(form.truncate, self.longest), self.tokenizer)
-        if line.is_chat and self.style.stops:
-            params = replace(params, stop=(*params.stop_strings, *self.style.stops))
         return Request(prompt, params, number)
 
     def size(self, number: int, line: Line) -> RequestSize:

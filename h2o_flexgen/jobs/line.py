@@ -12,6 +12,7 @@ from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.embedding_fields import read_embedding_options
 from h2o_flexgen.jobs.input_file import LONGEST_LINE
 from h2o_flexgen.jobs.line_fields import Options, read_options
+from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, read_chat, token_ids
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
@@ -36,13 +37,14 @@ class Line:
     is_chat: bool
     options: Options
 
-    def read_with(self, tokenizer: Tokenizer, style: Style) -> Prompt:
-        """The prompt in tokens. `style` writes chats down."""
+    def read_with(self, tokenizer: Tokenizer, style: Style) -> tuple[Prompt, SamplingParams]:
+        """The prompt in tokens, and how it is to be continued. `style` writes chats down."""
+        params = self.options.params
         if self.is_chat:
-            return style.whole(self.prompt)  # type: ignore[arg-type]
+            return style.asked(self.prompt, params, self.options.tools)  # type: ignore[arg-type]
         if isinstance(self.prompt, str):
-            return Prompt(self.prompt, tuple(tokenizer.encode(self.prompt)))
-        return Prompt(None, self.prompt)  # type: ignore[arg-type]
+            return Prompt(self.prompt, tuple(tokenizer.encode(self.prompt))), params
+        return Prompt(None, self.prompt), params  # type: ignore[arg-type]
 
 
 class BadLine(ValueError):

@@ -12,6 +12,7 @@ from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
 from h2o_flexgen.sampling.pooling import Truncate
 from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
+from h2o_flexgen.text.tools import CHOICE, PARALLEL, TOOLS, ToolUse, read_tool_use
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
@@ -29,14 +30,11 @@ _TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prom
 # fields that have no bearing on an answer, or none with a model that lacks what they are about, with the types of OpenAI
 UNUSED: Mapping[str, Allowed] = {
     **dict.fromkeys(("model", *_TEXTS, "reasoning_effort", "verbosity"), _TEXT),
-    **dict.fromkeys(("store", "parallel_tool_calls"), TRUTH),
+    "store": TRUTH,
     "metadata": Rule(mapping(_text, _text), "an object with texts as values"),
 }
-_NO_TOOLS = "there are no tools; write them into the prompt"
 NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that are let pass with the value that changes nothing
     "stream": (lambda value: value is False, "records come whole; leave it out"),
-    "tools": (lambda value: value == [], _NO_TOOLS),
-    "tool_choice": (lambda value: value == "none", _NO_TOOLS),
     "modalities": (lambda value: value == ["text"], "only text is made"),
     "suffix": (lambda value: value == "", "texts are only continued at their end"),
 }
@@ -48,12 +46,14 @@ ELSEWHERE: Mapping[str, str] = {
     PROMPT_LOGPROBS: "add echo and logprobs",
     "input": "it is called prompt, or messages for a chat",
     "stream_options": "records come whole, with their usage",
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    "functions": f"it is called {TOOLS}",
+    "function_call": f"it is called {CHOICE}",
 }
 
 _TAKEN_AS_THEY_ARE = frozenset(SAMPLING) - {MAX_TOKENS, LOGPROBS, PROMPT_LOGPROBS, BIAS}
-_BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | {MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS}
+_OF_TOOLS = (TOOLS, CHOICE, PARALLEL)
+_OWN = frozenset((MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS, *_OF_TOOLS))
+_BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | _OWN
 OF_PROMPTS = _BOTH | {ECHO}
 OF_CHATS = _BOTH | {TOP_LOGPROBS}
 
@@ -76,6 +76,7 @@ class Options:
     echo: bool = False  # the prompt comes first in the text
     token_ids: bool = False  # token ids come beside the text
     embedded: EmbeddingForm | None = None  # None: the prompt is continued
+    tools: ToolUse | None = None  # of a chat
 
     @property
     def only_scores(self) -> bool:
@@ -135,7 +136,10 @@ def _options(
         raise ValueError("max_tokens is 0, which is for prompts that are only scored; add echo and logprobs, or give 1 or more")
     params = defaults.params_with(changed)
     _refuse_to_choose(found.get(BEST_OF), params)
-    return Options(params, echo, token_ids)
+    tools = read_tool_use(*(found.get(name) for name in _OF_TOOLS))
+    if tools is not None and not is_chat:
+        raise ValueError(f"{TOOLS} is {shown(found[TOOLS])}; tools are for chats, which have messages")
+    return Options(params, echo, token_ids, tools=tools)
 
 
 def _refuse_to_choose(best_of: object, params: SamplingParams) -> None:

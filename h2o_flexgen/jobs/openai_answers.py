@@ -14,9 +14,12 @@ from hashlib import blake2b
 from itertools import accumulate
 
 from h2o_flexgen.jobs.line import Line
-from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs, TokenLogprob
+from h2o_flexgen.sampling.completion import AnswerMessage, Completion, Output, StepLogprobs, TokenLogprob
+from h2o_flexgen.text.answer_reader import AnswerReading
+from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.tokenizer import Tokenizer
 
+STOP, TOOL_CALLS = "stop", "tool_calls"
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; other engines write the same
 Said = dict[str, object]  # what JSON is made of
 
@@ -39,7 +42,11 @@ def usage(completions: Iterable[Completion]) -> Said:
 @dataclass(frozen=True)
 class Answers:
     model: str
-    tokenizer: Tokenizer
+    style: Style  # in which chats were written down, and so are answered
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.style.tokenizer
 
     def body(self, name: str, created: int, answered: Sequence[tuple[Line, Completion]]) -> Said:
         """The whole answer to a body; its prompts have a line each; `created`: in seconds since 1970."""
@@ -48,7 +55,7 @@ class Answers:
         choices: list[Said] = []
         for line, completion in answered:
             for output in completion.outputs:
-                choices.append(self.choice(line, completion, output, len(choices)))
+                choices.append(self.choice(line, completion, output, len(choices), name))
         first, _ = answered[0]
         kind = "chat.completion" if first.is_chat else "text_completion"
         completions = [completion for _, completion in answered]
@@ -64,18 +71,28 @@ class Answers:
         """What an answer begins with; all chunks of a streamed one begin alike."""
         return {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": created, "model": self.model}
 
-    def choice(self, line: Line, completion: Completion, output: Output, index: int) -> Said:
-        choose = self._chat_choice if line.is_chat else self._choice
-        return {"index": index, **choose(line, completion, output), **self._end(line, completion, output)}
+    def choice(self, line: Line, completion: Completion, output: Output, index: int, name: str) -> Said:
+        """One of the choices of the answer with this name."""
+        end = self._end(line, completion, output)
+        if not line.is_chat:
+            return {"index": index, **self._choice(line, completion, output), **end}
+        message = self.message(line, completion, output, f"{name} {index}")
+        if message.tool_calls and output.finish_reason == STOP:
+            end["finish_reason"] = TOOL_CALLS
+        logprobs = None if output.logprobs is None else self.chat_logprobs(output.logprobs)
+        return {"index": index, "message": message.written, "logprobs": logprobs, **end}
+
+    def message(self, line: Line, completion: Completion, output: Output, identity: str) -> AnswerMessage:
+        return self.reading(line, completion.prompt).message(output.text, output.finish_reason != STOP, identity)
+
+    def reading(self, line: Line, prompt: str | None) -> AnswerReading:
+        """How answers to this chat are read."""
+        return self.style.reading(prompt, line.options.params, line.options.tools)
 
     def _choice(self, line: Line, completion: Completion, output: Output) -> Said:
         echoed = line.options.echo
         prompt = self.prompt_text(completion.prompt, completion.prompt_token_ids) if echoed else ""
         return {"text": prompt + output.text, "logprobs": self._logprobs(completion, output, echoed)}
-
-    def _chat_choice(self, line: Line, completion: Completion, output: Output) -> Said:
-        message = {"role": "assistant", "content": output.text}
-        return {"message": message, "logprobs": None if output.logprobs is None else self.chat_logprobs(output.logprobs)}
 
     def _end(self, line: Line, completion: Completion, output: Output) -> Said:
         reason = "length" if line.options.only_scores else output.finish_reason

@@ -110,7 +110,7 @@ ARGUMENTS: Mapping[str, str] = {
     "priority": f"prompts are computed in blocks; {_LEAVE_OUT}",
     "prompt_token_ids": _FIRST + ": generate([[1, 2, 3]])",
     "streamer": "write on_token=, which is called with every token",
-    "tools": "render the text with llm.get_tokenizer() and generate from that",
+    "tools": "write llm.chat(messages, tools=...)",
     "use_cache": f"the KV cache is always used; {_LEAVE_OUT}",
 }
 

@@ -38,7 +38,6 @@ TOKEN_ID = Bounds(0, LARGEST_ID)
 BIAS = Bounds(-LARGEST_BIAS, LARGEST_BIAS, is_whole=False)
 _OFF = "; 0 is off"
 
-_NO_SPECIALS = "special tokens are never in a text; token_ids has them"
 _NO_BEAMS = "there is no beam search; make n completions and choose by cumulative_logprob"
 # options of other libraries that have no other name here, and what to do
 _ADVICE: Mapping[str, str] = {
@@ -58,8 +57,7 @@ _ADVICE: Mapping[str, str] = {
     "logits_processors": "what there is are logit_bias, allowed_token_ids and the penalties",
     "num_beams": _NO_BEAMS,
     "output_kind": "completions come whole; on_token gets every token",
-    "skip_special_tokens": _NO_SPECIALS,
-    "spaces_between_special_tokens": _NO_SPECIALS,
+    "spaces_between_special_tokens": "a text has no spaces that are in none of its tokens; leave it out",
     "truncate_prompt_tokens": "give the prompt as token ids, without those to leave out",
     "use_beam_search": _NO_BEAMS,
 }
@@ -153,6 +151,7 @@ class SamplingParams:
     prompt_logprobs: int | None = option(None, TOKEN_ID, note=", or None (off)")  # as logprobs, of the tokens of the prompt
     # the text ends after a stop string or the text of a stop token
     include_stop_str_in_output: bool = option(False, TRUTH)
+    skip_special_tokens: bool = option(True, TRUTH)  # otherwise they are in the text, but for the one that ends it
     structured_outputs: StructuredOutputsParams | Mapping[str, object] | None = option(  # what the text is held to
         None,
         AsStructuredOutputs(),

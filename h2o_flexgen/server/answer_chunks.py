@@ -13,11 +13,12 @@ from functools import partial
 
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.jobs.line import Line
-from h2o_flexgen.jobs.openai_answers import Answers, Said, usage
+from h2o_flexgen.jobs.openai_answers import STOP, TOOL_CALLS, Answers, Said, usage
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs
 from h2o_flexgen.server.body_fields import CompletionsRequest
 from h2o_flexgen.server.desk import RequestListener
 from h2o_flexgen.server.problems import ApiProblem
+from h2o_flexgen.text.answer_reader import AnswerPart, AnswerReader, CallPart, SaidPart, ThoughtPart
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,18 @@ class RequestExchange:
 END = b"data: [DONE]\n\n"
 
 
+def delta_of(part: AnswerPart) -> Said:
+    """A part of a message as streams have it."""
+    if isinstance(part, SaidPart):
+        return {"content": part.text}
+    if isinstance(part, ThoughtPart):
+        return {"reasoning_content": part.text}
+    if isinstance(part, CallPart):
+        function = {"name": part.name, "arguments": ""}
+        return {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+
 def as_event(said: Said) -> bytes:
     return b"data: " + json.dumps(said, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n\n"
 
@@ -88,13 +101,15 @@ class AnswerChunks:
     name: str
     created: int
     asked: CompletionsRequest
-    prompts: Sequence[str]  # as they are echoed
+    echoes: Sequence[str]  # prompts as they are echoed
+    prompts: Sequence[str | None]
     _offsets: Counter[int] = field(default_factory=Counter)  # characters of each completion, for its log-probabilities
+    _readers: dict[int, AnswerReader] = field(default_factory=dict)  # of completions of chats
 
     def begin(self) -> Iterator[Said]:
         """What stands before the first token of each completion."""
         for index in range(len(self.asked.lines) * self.asked.completions):
-            line, prompt = self._line(index), self.prompts[index // self.asked.completions]
+            line, prompt = self._line(index), self.echoes[index // self.asked.completions]
             if line.is_chat:
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
             elif line.options.echo and not self._comes_whole(line):
@@ -106,7 +121,8 @@ class AnswerChunks:
             yield from () if self._comes_whole(line) else self._of_piece(line, told)
         elif self._comes_whole(line):
             for output in told.completion.outputs:
-                choice = self.answers.choice(line, told.completion, output, self._index(told.place, output.index))
+                index = self._index(told.place, output.index)
+                choice = self.answers.choice(line, told.completion, output, index, self.name)
                 yield {**self._head(line), "choices": [choice], **self._no_usage()}
 
     def end(self, completions: Sequence[Completion]) -> Iterator[Said]:
@@ -116,15 +132,32 @@ class AnswerChunks:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _of_piece(self, line: Line, piece: TokenPiece) -> Iterator[Said]:
-        index, ids = self._index(piece.place, piece.number), {}
-        if self.answers.shows_ids(line):
-            ids = {"token_ids": [piece.token]}
-        if piece.text or piece.logprobs is not None or ids:
-            text = {"delta": {"content": piece.text}} if line.is_chat else {"text": piece.text}
-            yield self._chunk(index, {**text, "logprobs": self._logprobs(line, index, piece), **ids})
+        index = self._index(piece.place, piece.number)
+        beside: Said = {"token_ids": [piece.token]} if self.answers.shows_ids(line) else {}
+        if piece.logprobs is not None:
+            beside["logprobs"] = self._logprobs(line, index, piece)
+        texts = self._deltas(index, piece) if line.is_chat else [{"text": piece.text}] if piece.text else []
+        nothing: Said = {"delta": {}} if line.is_chat else {"text": ""}
+        for text in texts or ([nothing] if beside else []):
+            yield self._chunk(index, {**text, **beside})
+            beside = {}
         if piece.finish_reason is not None:
-            nothing: Said = {"delta": {}} if line.is_chat else {"text": ""}
-            yield self._chunk(index, nothing, piece.finish_reason, piece.stop_reason)
+            called = line.is_chat and self._reader(index).calls and piece.finish_reason == STOP
+            yield self._chunk(index, nothing, TOOL_CALLS if called else piece.finish_reason, piece.stop_reason)
+
+    def _deltas(self, index: int, piece: TokenPiece) -> list[Said]:
+        """What has become certain of the message with this piece."""
+        reader = self._reader(index)
+        parts = reader.add(piece.text)
+        if piece.finish_reason is not None:
+            parts += reader.end(is_cut=piece.finish_reason != STOP)
+        return [{"delta": delta_of(part)} for part in parts]
+
+    def _reader(self, index: int) -> AnswerReader:
+        if index not in self._readers:
+            reading = self.answers.reading(self._line(index), self.prompts[index // self.asked.completions])
+            self._readers[index] = reading.reader(f"{self.name} {index}")
+        return self._readers[index]
 
     def _logprobs(self, line: Line, index: int, piece: TokenPiece) -> Said | None:
         if piece.logprobs is None:

@@ -135,7 +135,7 @@ def _refuse_too_many(asked: CompletionsRequest) -> None:
 
 def blamed(message: str, given: Collection[str]) -> str | None:
     """The field that a message is about: one begins with its name, or quotes it."""
-    word = message.split(" ", 1)[0].partition(".")[0]
+    word = re.split(r"[ .\[]", message, maxsplit=1)[0]
     if word in given:
         return word
     if found := re.search(r"\bmessage \d+ of (\w+)", message):

@@ -37,7 +37,8 @@ class Order:
     """A body with its requests, which were handed in."""
 
     asked: CompletionsRequest
-    prompts: Sequence[str]  # as they are echoed
+    echoes: Sequence[str]  # prompts as they are echoed
+    prompts: Sequence[str | None]
     arrivals: Sequence[Arrival]
     name: str
     created: int  # seconds since 1970
@@ -78,8 +79,9 @@ class Service:
         requests = [self._request(place, line, asked) for place, line in enumerate(asked.lines)]
         listeners = [exchange.listener(place, asked.is_streamed) for place in range(len(requests))]
         arrivals = self._handed_in([*zip(requests, listeners)], asked)
-        prompts = [self._echo(line, request) for line, request in zip(asked.lines, requests)]
-        return Order(asked, prompts, arrivals, uuid.uuid4().hex, int(time.time()))
+        echoes = [self._echo(line, request) for line, request in zip(asked.lines, requests)]
+        prompts = [prompt_of(request).text for request in requests]
+        return Order(asked, echoes, prompts, arrivals, uuid.uuid4().hex, int(time.time()))
 
     def _request(self, place: int, line: Line, asked: CompletionsRequest) -> Request:
         """A request with its tokens. One with a seed of its own draws by its place in the body, whatever came before."""
@@ -112,7 +114,8 @@ class Service:
             self.desk.give_up(order.arrivals)
 
     async def _events(self, order: Order, exchange: RequestExchange) -> AsyncIterator[bytes]:
-        chunks, ended = AnswerChunks(self.answers, order.name, order.created, order.asked, order.prompts), list[Completion]()
+        chunks = AnswerChunks(self.answers, order.name, order.created, order.asked, order.echoes, order.prompts)
+        ended = list[Completion]()
         yield b"".join(map(as_event, chunks.begin()))
         while len(ended) < len(order.arrivals):
             for told in await exchange.some():

@@ -399,14 +399,15 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, object],
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The text that the template makes of the messages, up to where the model answers, or else to their end."""
-    said = _characters(messages)
+    said = _characters(messages) + _characters(tools)
     sandbox = _Sandbox(_Work(WORK + WORK_PER_CHARACTER * said + WORK_PER_MESSAGE * len(messages)))
     named = {
         name: str(token) for name, token in special_tokens.items() if isinstance(name, str) and not isinstance(token, list)
     }
-    given = {**named, "messages": [dict(message) for message in messages], "tools": None, "documents": None}
+    given = {**named, "messages": [dict(message) for message in messages], "tools": [*tools] or None, "documents": None}
     compiled = sandbox.compiled(template)
     return sandbox.concat(compiled.generate(**given, add_generation_prompt=add_generation_prompt))
 

@@ -6,17 +6,25 @@ Messages given all at once are written as a whole.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, ClassVar
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.text.messages import ASSISTANT, CALLS, SYSTEM, USER
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.structured_outputs import NAME
+from h2o_flexgen.text.answer_forms import FORMS, ID_LENGTH, THOUGHTS, AnswerForm, form_of
+from h2o_flexgen.text.answer_reader import AnswerReading
+from h2o_flexgen.text.held_calls import held_to_calls
+from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, SYSTEM, USER
 from h2o_flexgen.text.prompts import Prompt
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
+from h2o_flexgen.text.tools import CHOICE, NONE, TOOLS, ToolUse
 
 SPEAKER, ANSWERER = "User:", "Assistant:"
 
@@ -33,8 +41,47 @@ class Style(ABC):
         """The tokens that come after the reply `before`; None begins the text."""
 
     @abstractmethod
-    def whole(self, messages: Sequence[Message]) -> Prompt:
-        """The text of a whole chat, up to where the answer begins."""
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
+        """The text of a whole chat, up to where the answer begins. `tools` are those that the model is told of."""
+
+    def form(self, with_tools: bool) -> AnswerForm:
+        """What answers may have beside their texts."""
+        return AnswerForm()
+
+    def asked(
+        self, messages: Sequence[Message], params: SamplingParams, use: ToolUse | None = None
+    ) -> tuple[Prompt, SamplingParams]:
+        """A chat as a prompt, and how it is to be continued, so that the answer has the form in which it is read."""
+        shown = () if use is None else use.shown
+        if shown and self.form(with_tools=True).calls is None:
+            raise ValueError(f"{TOOLS} need a chat template that writes calls as {_KNOWN_FORMS}; {self._lacks_form}")
+        if shown and params.held_to is not None:
+            raise ValueError(
+                f'{NAME} holds the whole answer, so it could call no tool; leave it out, or write {CHOICE} "{NONE}"'
+            )
+        prompt = self.whole(messages, shown)
+        changed: dict[str, object] = {"stop": (*params.stop_strings, *self.stops)} if self.stops else {}
+        reading = self.reading(prompt.text, params, use)
+        if any(self.tokenizer.special_id(mark) is not None for mark in reading.form.marks):
+            changed["skip_special_tokens"] = False
+        if use is not None and (use.must_call or use.has_strict):
+            changed[NAME] = held_to_calls(use, reading.form, reading.begins_thinking, self.tokenizer)
+        return prompt, replace(params, **changed) if changed else params  # type: ignore[arg-type]
+
+    def reading(self, prompt: str | None, params: SamplingParams, use: ToolUse | None = None) -> AnswerReading:
+        """How answers to a prompt of a chat are read. An answer that is held to something is nothing else."""
+        if params.held_to is not None:
+            return AnswerReading()
+        callable_tools = () if use is None else use.callable
+        form = self.form(with_tools=bool(callable_tools))
+        begins = form.thoughts is not None and (prompt or "").rstrip().endswith(form.thoughts.opens)
+        most = 1 if use is not None and use.calls_one else None
+        form = form if callable_tools else replace(form, calls=None)
+        return AnswerReading(form, tuple(tool.name for tool in callable_tools), most, begins)
+
+    @property
+    def _lacks_form(self) -> str:
+        return "this style has none, so choose a model that has one, or write them into the prompt"
 
 
 class PlainStyle(Style):
@@ -43,7 +90,7 @@ class PlainStyle(Style):
     def turn(self, text: str, before: Completion | None) -> list[int]:
         return self.tokenizer.encode(_opening(self.system) + text) if before is None else self.tokenizer.encode_more(text)
 
-    def whole(self, messages: Sequence[Message]) -> Prompt:
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
         text = "".join(_opening(said) if role == SYSTEM else said for role, said in _known_roles(messages))
         return Prompt(text, tuple(self.tokenizer.encode(text)))
 
@@ -60,7 +107,7 @@ class Script(Style):
         said_speaker = self.stops[0] in self.tokenizer.decode(before.token_ids)  # the reply wrote it before it was stopped
         return self.tokenizer.encode_more(spoken if said_speaker else f"{self.stops[0]}{spoken}")
 
-    def whole(self, messages: Sequence[Message]) -> Prompt:
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
         opening, lines = "", []
         for role, said in _known_roles(messages):
             if role == SYSTEM:
@@ -90,12 +137,56 @@ class Template(Style):
         ids = self.tokenizer.encode_more(behind)
         return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end token is there already
 
-    def whole(self, messages: Sequence[Message]) -> Prompt:
-        text = self._rendered(messages)
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
+        calls = self.form(bool(tools)).calls
+        messages = messages if calls is None else _with_ids(messages, calls.id_length)
+        try:
+            text = self._rendered(messages, tools)
+        except ValueError as error:
+            try:
+                text = self._rendered(_with_written_arguments(messages), tools)
+            except ValueError:
+                raise error from None
         return Prompt(text, tuple(self.tokenizer.encode_more(text)))
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
-        return self.tokenizer.render_chat(messages, self.template)
+    def form(self, with_tools: bool) -> AnswerForm:
+        return form_of(self.template or self.tokenizer.template_for(with_tools) or "")
+
+    @property
+    def _lacks_form(self) -> str:
+        return "the model's does not, so write them into the prompt"
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
+        return self.tokenizer.render_chat(messages, self.template, tools)
+
+
+_KNOWN_FORMS = " or ".join(form.name for form in FORMS if form.encloses != THOUGHTS)
+
+
+def _with_ids(messages: Sequence[Message], length: int) -> Sequence[Message]:
+    """The messages with ids of calls of this length, for templates that take no other. Equal ids stay equal."""
+    if length == ID_LENGTH:
+        return messages
+
+    def shortened(given: str) -> str:
+        return given if len(given) == length else blake2b(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
+
+    found = []
+    for message in messages:
+        calls = [{**call, "id": shortened(call.get("id", ""))} for call in message.get(CALLS, ())]
+        answered = {CALL_ID: shortened(message[CALL_ID])} if CALL_ID in message else {}
+        found.append({**message, **answered, **({CALLS: calls} if calls else {})})
+    return found
+
+
+def _with_written_arguments(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages with arguments of calls as texts, for templates that do not take them as objects."""
+
+    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [{**message, CALLS: [*map(written, message[CALLS])]} if CALLS in message else message for message in messages]
 
 
 def _opening(system: str) -> str:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import warnings
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -35,6 +35,14 @@ TRIAL_SECONDS = 5  # of a processor, for a grammar of a kind that may take for e
 LEXER_STATES = 20_000  # some kilobytes each; rows of one grammar share them
 ESCAPES = 'bfnrt"\\'  # of characters that cannot stand in JSON as they are, but for the rarest
 BLANKS = r" |\n[ \t]{0,40}"  # between the parts of JSON: bounded, as small models never leave off making more
+# what a schema says of itself does not count; a name that is not listed must not be written like one that is, with escapes
+JSON_OPTIONS: Mapping[str, object] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": ESCAPES,
+    "whitespace_flexible": True,
+    "whitespace_pattern": BLANKS,
+}
 NO_DETAILS = "<non-verbose/>"  # behind errors of the library
 NO_TOKEN = "NoExtension"  # in the error of the library where nothing may come
 TRIED_TOKENS = 3  # at the beginning of a text
@@ -96,7 +104,7 @@ def _matcher(asked: StructuredOutputsParams, tokens: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     if len(_written(asked)) > MOST_CHARACTERS:
-        raise _refused(asked, f"has more than {MOST_CHARACTERS} characters; give a shorter one")
+        raise NotHeld(asked, f"has more than {MOST_CHARACTERS} characters; give a shorter one")
     _refuse_large_steps(asked)
     if asked.kind == JSON:
         _refuse_repeated_names(asked, asked.schema)
@@ -106,13 +114,13 @@ def _matcher(asked: StructuredOutputsParams, tokens: LLTokenizer) -> LLMatcher:
     limits = LLParserLimits(max_lexer_states=LEXER_STATES, precompute_large_lexemes=False, verbose_errors=False)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        raise _refused(asked, _advice(matcher.get_error()))
+        raise NotHeld(asked, _advice(matcher.get_error()))
     try:
         is_possible = HeldText(matcher.deep_copy(), tokens, ()).may_begin()
     except ConstraintBroken as error:
-        raise _refused(asked, f"cannot be followed ({error}); make it smaller") from error
+        raise NotHeld(asked, f"cannot be followed ({error}); make it smaller") from error
     if not is_possible:
-        raise _refused(asked, "accepts no text that this model could write; mend it")
+        raise NotHeld(asked, "accepts no text that this model could write; mend it")
     return matcher
 
 
@@ -120,8 +128,12 @@ def _written(asked: StructuredOutputsParams) -> str:
     return str(getattr(asked, asked.kind))
 
 
-def _refused(asked: StructuredOutputsParams, why: str) -> ValueError:
-    return ValueError(f"{NAME} cannot be held to: {TITLES[asked.kind]} {shown(_written(asked))} {why}")
+class NotHeld(ValueError):
+    """What no text can be held to."""
+
+    def __init__(self, asked: StructuredOutputsParams, why: str) -> None:
+        super().__init__(f"{NAME} cannot be held to: {TITLES[asked.kind]} {shown(_written(asked))} {why}")
+        self.why = why
 
 
 def _advice(error: str) -> str:
@@ -148,7 +160,7 @@ def _refuse_large_steps(asked: StructuredOutputsParams) -> None:
         except ArithmeticError:
             continue  # no number: it is refused as such
         if size * 10 ** max(0, -int(size.as_tuple().exponent)) > MOST_STEPS:
-            raise _refused(asked, f"has multipleOf {shown(number)}, which has too many steps; {MOST_STEPS} is the most")
+            raise NotHeld(asked, f"has multipleOf {shown(number)}, which has too many steps; {MOST_STEPS} is the most")
 
 
 def _refuse_repeated_names(asked: StructuredOutputsParams, schema: object) -> None:
@@ -158,7 +170,7 @@ def _refuse_repeated_names(asked: StructuredOutputsParams, schema: object) -> No
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
         required = schema.get("required")
         if is_open and least > max(1, len(required) if isinstance(required, list) else 0):
-            raise _refused(
+            raise NotHeld(
                 asked, f"has minProperties {least} for names that are not listed, which is not supported; leave it out"
             )
     for one in within:
@@ -170,7 +182,7 @@ def _try_apart(asked: StructuredOutputsParams, grammar: str) -> None:
     match, or what one does not."""
     command = [sys.executable, grammar_trial.__file__, str(TRIAL_SECONDS)]
     if subprocess.run(command, input=grammar.encode(), capture_output=True, check=False).returncode:
-        raise _refused(asked, "takes too long to compile, or too much memory; use fewer & and ~")
+        raise NotHeld(asked, "takes too long to compile, or too much memory; use fewer & and ~")
 
 
 def _in_library(asked: StructuredOutputsParams) -> str:
@@ -184,17 +196,17 @@ def _in_library(asked: StructuredOutputsParams) -> str:
         try:
             return grammar_from("grammar", asked.grammar or "")
         except ValueError as error:
-            raise _refused(asked, _advice(str(error))) from error
-    # what a schema says of itself does not count; a name that is not listed must not be written like one that is, with escapes
-    options: Any = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES}
+            raise NotHeld(asked, _advice(str(error))) from error
+    options: Any = {**JSON_OPTIONS}
     if asked.disable_any_whitespace:
-        options |= {"whitespace_flexible": False}
-    else:
-        options |= {"whitespace_flexible": True, "whitespace_pattern": asked.whitespace_pattern or BLANKS}
+        del options["whitespace_pattern"]
+        options["whitespace_flexible"] = False
+    elif asked.whitespace_pattern:
+        options["whitespace_pattern"] = asked.whitespace_pattern
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(_as_object(asked.schema)), overrides=options)
     except ValueError as error:  # nested too deeply
-        raise _refused(asked, _advice(str(error))) from error
+        raise NotHeld(asked, _advice(str(error))) from error
 
 
 def _as_expression(text: str) -> str:

@@ -107,7 +107,12 @@ class FolderTokenizer(WordTokenizer):
 
     @property
     def chat_template(self) -> str | None:
-        return self._tokenizer.get_chat_template() if getattr(self._tokenizer, "chat_template", None) else None
+        return self.template_for(with_tools=False)
+
+    def template_for(self, with_tools: bool) -> str | None:
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
+        return self._tokenizer.get_chat_template(tools=[] if with_tools else None)
 
     @property
     def special_tokens(self) -> Mapping[str, object]:

@@ -45,7 +45,7 @@ def read_message(what: str, given: object) -> Message:
     refuse_unknown(f"field of {what} (role {role})", found, _OF_ROLE.get(role, _OF_ALL), _INSTEAD)
     calls = _calls(what, found)
     said = found.get("content", found.get("refusal"))
-    if said is None and not calls:
+    if said is None and not calls and REASONING not in found:
         raise ValueError(f"{what} is {shown(given)}; it has no content; write {A_MESSAGE}")
     beside = {name: _text(what, name, found[name]) for name in ("name", CALL_ID, REASONING) if name in found}
     _text(what, "refusal", found.get("refusal", ""))

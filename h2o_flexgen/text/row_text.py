@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from h2o_flexgen.text.token_pieces import UNFINISHED
 from h2o_flexgen.text.tokenizer import Tokenizer
@@ -13,11 +15,32 @@ WINDOW_TOKENS = 16  # decoded again with each new token, before the window moves
 WINDOW_TOKENS_AT_MOST = 64  # if no place to move to was found, since this is no text
 
 
+class TextDecoder(Protocol):
+    """As much of a tokenizer as makes text of tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def piece(self, token: int) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class WithSpecials:
+    """Decodes special tokens, too."""
+
+    tokenizer: Tokenizer
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, with_special=True)
+
+    def piece(self, token: int) -> str | None:
+        return self.tokenizer.piece(token) or None  # of a special one it has none
+
+
 class Detokenizer:
     """Text that grows token by token. Only a short window of the last tokens is decoded again for each new one, and incomplete
     characters are held back. The pieces joined are the text, which continues the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TextDecoder, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window = _context(tokenizer, prompt_ids)
         self._text = tokenizer.decode(self._window)
@@ -58,7 +81,7 @@ class Detokenizer:
         self._clean, self._last_clean = 0, max(0, self._last_clean - start)
 
 
-def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+def _context(tokenizer: TextDecoder, prompt_ids: Sequence[int]) -> list[int]:
     """The last tokens of the prompt, beginning with a whole character."""
     for length in range(CONTEXT_TOKENS, 0, -1):
         ids = list(prompt_ids[-length:])
@@ -76,13 +99,13 @@ def _length_shown(text: str) -> int:
     return len(text) - min(UNFINISHED_AT_MOST, _unfinished(text))
 
 
-def decode_new(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+def decode_new(tokenizer: TextDecoder, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
     """Decodes at once what a Detokenizer returns piece by piece (bytes that are no text may show differently)."""
     context = _context(tokenizer, prompt_ids)
     return tokenizer.decode([*context, *ids])[_length_shown(tokenizer.decode(context)) :]
 
 
-def pieces_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[str]:
+def pieces_of(tokenizer: TextDecoder, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[str]:
     """The text of each token; joined they are the text. Characters of several tokens belong to the last of them."""
     growing = Detokenizer(tokenizer, prompt_ids)
     pieces = [growing.add(token) for token in ids]
@@ -158,7 +181,7 @@ class RowText:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TextDecoder,
         prompt_ids: Sequence[int],
         stops: Sequence[str],
         keeps_stop: bool = False,

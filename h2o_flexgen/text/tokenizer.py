@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
     def encode_more(self, text: str) -> list[int]:
         """Encodes text that continues other text: no special tokens but those written in it."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decodes tokens, without special ones."""
+    def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
+        """Decodes tokens, without special ones unless they are asked for."""
 
     def piece(self, token: int) -> str | None:
         """The text that a token adds behind some text that ends in a whole character; None if that depends on other tokens."""
@@ -48,9 +48,17 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
-    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
+    def template_for(self, with_tools: bool) -> str | None:
+        """The chat template for chats with tools, or without."""
+
+    def special_id(self, text: str) -> int | None:
+        """The token that is written so and is special, which means that texts do not show it; None if there is none."""
+
+    def render_chat(
+        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
         """The messages in the model's chat template, or another one, up to where its answer begins. Special tokens are
-        written out."""
+        written out. `tools` are those that the model is told of, in OpenAI's form."""
 
 
 class ByteTokenizer:
@@ -73,7 +81,7 @@ class ByteTokenizer:
     def encode_more(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         return b"".join(map(self._bytes_of, ids)).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> str | None:
@@ -84,7 +92,15 @@ class ByteTokenizer:
     def grammars(self) -> Grammars:
         return Grammars(lambda: of_bytes([self._bytes_of(token) for token in range(self._first + min(256, self._values))]))
 
-    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
+    def template_for(self, with_tools: bool) -> str | None:
+        return None
+
+    def special_id(self, text: str) -> int | None:
+        return None
+
+    def render_chat(
+        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
         raise ValueError("bytes have no chat template")
 
     def _bytes_of(self, token: int) -> bytes:
@@ -115,7 +131,7 @@ class NoTokenizer:
     def encode_more(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         return ""
 
     def piece(self, token: int) -> str | None:
@@ -125,5 +141,13 @@ class NoTokenizer:
     def grammars(self) -> Grammars:
         raise ValueError(f"no text can be held to a grammar: {self.missing}")
 
-    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
+    def template_for(self, with_tools: bool) -> str | None:
+        return None
+
+    def special_id(self, text: str) -> int | None:
+        return None
+
+    def render_chat(
+        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
         raise ValueError(f"a chat cannot be written down: {self.missing}")

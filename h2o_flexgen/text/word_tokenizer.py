@@ -81,10 +81,19 @@ class WordTokenizer(ABC):
     def has_chat_template(self) -> bool:
         return bool(self.chat_template)
 
-    def render_chat(self, messages: Sequence[Message], template: str | None = None) -> str:
+    def template_for(self, with_tools: bool) -> str | None:
+        return self.chat_template
+
+    def special_id(self, text: str) -> int | None:
+        token = None if self.rules is None else self.rules.token_to_id(text)
+        return None if token is None or self.decode([token]) else int(token)
+
+    def render_chat(
+        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
         """Renders without the library, which does not bound a template's work."""
         try:
-            return render(template or self.chat_template or "", messages, self.special_tokens)
+            return render(template or self.template_for(bool(tools)) or "", messages, self.special_tokens, tools=tools)
         except Exception as error:  # whatever a template raises
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error

@@ -121,7 +121,9 @@ def test_the_best_of_as_many_as_are_returned_is_let_pass_and_of_greedy_ones(give
     [
         ({"stream": True}, "stream is True; records come whole; leave it out"),
         ({"stream": 0}, "stream is 0; records come whole; leave it out"),
-        ({"tools": [{}]}, "tools is [{}]; there are no tools; write them into the prompt"),
+        ({"tools": [{}]}, "tools[0] is {}; only functions are known, as"),
+        ({"tools": [{"type": "function", "function": {"name": "go"}}]}, "tools is [{'function': {'name': 'go'}, 'type': 'fun"),
+        ({"tool_choice": "auto"}, "tool_choice is 'auto', and there are no tools; give tools, or leave it out"),
         ({"best_of": True}, "best_of is True; make n completions"),
         ({"best_of": 0}, "best_of is 0; make n completions"),
         ({"best_of": 3, "n": 2, "temperature": 1}, "best_of is 3; make n completions and choose by cumulative_logprob"),

@@ -42,11 +42,11 @@ def test_a_prompt_may_be_token_ids_or_the_only_one_of_a_list() -> None:
 
 
 def test_prompts_are_read_by_the_tokenizer_and_chats_by_their_style() -> None:
-    text = read({"prompt": "Hi"}).read_with(BYTES, Script(BYTES))
+    text = read({"prompt": "Hi"}).read_with(BYTES, Script(BYTES))[0]
     assert (text.text, list(text.ids)) == ("Hi", BYTES.encode("Hi"))
-    ids = read({"prompt": [7, 8]}).read_with(BYTES, Script(BYTES))
+    ids = read({"prompt": [7, 8]}).read_with(BYTES, Script(BYTES))[0]
     assert (ids.text, ids.ids) == (None, (7, 8))
-    chat = read({"messages": [{"role": "user", "content": "Hi"}]}).read_with(BYTES, Script(BYTES))
+    chat = read({"messages": [{"role": "user", "content": "Hi"}]}).read_with(BYTES, Script(BYTES))[0]
     assert chat.text == "User: Hi\nAssistant:"
 
 

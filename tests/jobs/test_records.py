@@ -8,10 +8,11 @@ from typing import Any
 from h2o_flexgen.jobs.line import LineReader
 from h2o_flexgen.jobs.openai_answers import Answers, RecordMaker, as_line, is_refusal, refusal
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs, TokenLogprob
+from h2o_flexgen.text.dialogue import Script
 from h2o_flexgen.text.tokenizer import NoTokenizer
 from tests.jobs.made import BYTES, DEFAULTS
 
-MAKER = RecordMaker(Answers("tiny", BYTES), 17)
+MAKER = RecordMaker(Answers("tiny", Script(BYTES)), 17)
 IDS = tuple(BYTES.encode("Hi"))
 A, B = BYTES.encode("ab")
 
@@ -104,7 +105,7 @@ def test_a_chat_with_two_answers() -> None:
 def test_token_ids_are_there_where_they_are_asked_for_or_are_all_there_is(tmp_path: Any) -> None:
     (choice,) = answer({"return_token_ids": True}, completion())["response"]["body"]["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (list(IDS), [A, B])
-    without = RecordMaker(Answers("tiny", NoTokenizer(tmp_path)), 17)
+    without = RecordMaker(Answers("tiny", Script(NoTokenizer(tmp_path))), 17)
     (choice,) = answer({}, completion(prompt=None, text=""), without)["response"]["body"]["choices"]
     assert choice["token_ids"] == [A, B]
 

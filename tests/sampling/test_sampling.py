@@ -309,6 +309,7 @@ BAD: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("allowed_token_ids", ([], [-1], 5, ["5"])),
     ("prompt_logprobs", (-1, 0.5, True)),
     ("include_stop_str_in_output", (0, None)),
+    ("skip_special_tokens", (1, "yes", None)),
     ("structured_outputs", (5, "a", ["a"], b"a")),
     ("response_format", (5, "text", ["a"], True)),
 )

@@ -128,6 +128,7 @@ def served(
     most_file_bytes: int = 10_000_000,
     settings: Mapping[str, object] = MappingProxyType({"model": MODEL}),
     seconds_of_rest: float = 3600.0,
+    template: str | None = None,
 ) -> Iterator[Served]:
     counts, told = GatedCounts(), list[str]()
 
@@ -138,13 +139,13 @@ def served(
     arrivals = llm.arrivals(*room)
     desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
     facts = facts_of(MODEL, PlanReport.of(llm.loaded, arrivals.planned))
-    maker, style = RowMaker(llm.spec, llm.plan, llm.tokenizer), choose_style("auto", llm.tokenizer)
+    maker, style = RowMaker(llm.spec, llm.plan, llm.tokenizer), choose_style("auto", llm.tokenizer, template=template)
     reading = LineReading(llm.tokenizer, style, maker.size, longest=arrivals.longest_prompt)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")
     with ExitStack() as stack:
         readers, opened = stack.enter_context(ThreadPoolExecutor(1)), stack.enter_context(bound(HERE))
-        service, batches = Service(desk, reading, Answers(MODEL, llm.tokenizer), *usual, limits, readers, 17), None
+        service, batches = Service(desk, reading, Answers(MODEL, style), *usual, limits, readers, 17), None
         if data is not None:
             folder = stack.enter_context(data_folder(data, "--data-dir"))
             work = BatchWork(folder, service, lambda: ({**settings}, {}), told.append, seconds_of_rest)

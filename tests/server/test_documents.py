@@ -15,9 +15,11 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as OfPrompts
 
 from h2o_flexgen.llm import LLM
+from tests.helpers.tool_templates import HERMES
 from tests.server.served import MODEL, Served, served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+CALLS_TOOLS = "Qwen/Qwen3-4B"  # a model in examples
 
 
 def examples(language: str) -> list[str]:
@@ -30,8 +32,18 @@ def server(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield server
 
 
+@pytest.fixture(scope="module")
+def server_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of a model with words for tokens, and a template for tools."""
+    folder = tmp_path_factory.mktemp("offload")
+    demo = LLM("demo", dtype="float32", device="cpu", offload_dir=folder, gpu_batch_size=2, num_gpu_batches=1)
+    with demo, served(demo, room=(300, 60), template=HERMES) as server:
+        yield server
+
+
 def for_test(example: str, server: Served) -> str:
-    changed = example.replace("http://127.0.0.1:8000", server.place.url).replace("facebook/opt-1.3b", MODEL)
+    changed = example.replace("http://127.0.0.1:8000", server.place.url)
+    changed = changed.replace("facebook/opt-1.3b", MODEL).replace(CALLS_TOOLS, MODEL)
     assert changed != example
     return changed
 
@@ -45,11 +57,13 @@ def test_every_field_that_the_client_of_openai_can_send_is_named() -> None:
 
 @pytest.mark.parametrize("place", range(len(examples("python"))))
 def test_the_examples_in_python_run(
-    place: int, server: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: int, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    example = examples("python")[place]
+    server = request.getfixturevalue("server_with_tools" if CALLS_TOOLS in example else "server")
     waiting = threading.Event()
     monkeypatch.setattr("time.sleep", lambda seconds: waiting.wait(seconds / 100))
-    exec(compile(for_test(examples("python")[place], server), "docs/serving.md", "exec"), {"__name__": "example"})
+    exec(compile(for_test(example, server), "docs/serving.md", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.strip()
 
 

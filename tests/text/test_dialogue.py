@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,11 @@ from transformers import AutoTokenizer
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.text.dialogue import PlainStyle, Script, Style, Template, choose_style
 from h2o_flexgen.text.load_tokenizer import FolderTokenizer
+from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.tokenizer import Tokenizer
 from tests.helpers.real_tokenizers import save_byte_level
+from tests.helpers.refusals import one_line
+from tests.helpers.tool_templates import HERMES, LLAMA, MISTRAL, TEXT_ARGUMENTS, called, tool
 
 CHATML = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] | trim }}</s>\n{% endfor %}"
@@ -127,3 +133,47 @@ def test_another_template_is_rendered_as_the_models_own_would_be(folder: Path) -
     for template, style in ((3, "auto"), (CHATML, "script")):
         with pytest.raises(ValueError, match="give a template as text and no style"):
             choose_style(style, own, template=template)  # type: ignore[arg-type]
+
+
+def chat(*calls: tuple[str, str, str]) -> list[Mapping[str, object]]:
+    answers = [{"role": "tool", "tool_call_id": identity, "content": "9"} for identity, _, _ in calls]
+    asked = {"role": "assistant", "content": None, "tool_calls": called(*calls)}
+    return read_chat("messages", [{"role": "user", "content": "Go."}, asked, *answers])
+
+
+def rendered(folder: Path, template: str, *calls: tuple[str, str, str], tools: bool = False) -> str:
+    style = Template(FolderTokenizer(folder), template=template)
+    text = style.whole(chat(*calls), [tool("go")] if tools else []).text
+    assert text is not None
+    return text
+
+
+def test_a_template_is_told_of_tools_and_of_earlier_calls(folder: Path) -> None:
+    written = rendered(folder, HERMES, ("call_1", "go", '{"city": "Bö"}'), tools=True)
+    assert json.dumps(tool("go")) in written
+    assert '<tool_call>\n{"name": "go", "arguments": {"city": "Bö"}}\n</tool_call></s>\n<s>tool\n9</s>' in written
+    assert "<tools>" not in rendered(folder, HERMES, ("call_1", "go", "{}"))
+    indented = rendered(folder, LLAMA, ("call_1", "go", "{}"), tools=True)
+    assert json.dumps(tool("go"), indent=4) in indented and '{"name": "go", "parameters": {}}</s>' in indented
+
+
+def test_a_template_gets_arguments_as_it_takes_them(folder: Path) -> None:
+    assert '<call>{"a": 1}</s>' in rendered(folder, TEXT_ARGUMENTS, ("call_1", "go", '{"a": 1}'))
+    refused = one_line(lambda: rendered(folder, LLAMA, ("1", "go", "{}"), ("2", "go", "{}")))
+    assert "only supports single tool-calls" in refused
+
+
+def test_ids_of_calls_are_as_long_as_the_template_wants(folder: Path) -> None:
+    mistral = rendered(folder, MISTRAL, ("call_of_another_server", "go", "{}"), ("123456789", "go", "{}"))
+    first, second = re.findall(r'"id": "(\w{9})"', mistral)
+    assert second == "123456789" != first and f"9 of {first}[/TOOL" in mistral and "9 of 123456789[/TOOL" in mistral
+
+
+def test_a_folder_may_have_a_template_for_tools_alone(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.chat_template = {"default": CHATML, "tool_use": HERMES}
+    tokenizer.save_pretrained(folder / "two")
+    own = FolderTokenizer(folder / "two")
+    style, told = choose_style("template", own), chat(("1", "go", "{}"))
+    assert own.chat_template == CHATML and style.form(with_tools=False).calls is None is not style.form(with_tools=True).calls
+    assert "<tools>" in str(style.whole(told, [tool("go")]).text) and "<tools>" not in str(style.whole(told).text)

@@ -65,6 +65,23 @@ def test_a_prompt_that_ends_in_characters_of_many_tokens_is_continued_cleanly(to
         assert "".join(pieces) == decode_new(tokenizer, prompt_ids, ids) == "語のテ 🎉"
 
 
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_special_tokens_are_shown_where_that_is_asked_for(
+    name: str, is_streamed: bool, tokenizers: dict[str, Tokenizer]
+) -> None:
+    tokenizer = tokenizers[name]
+    (start,), (end,) = tokenizer.encode_more("<s>")[-1:], tokenizer.eos_ids
+    prompt, first, second = tokenizer.encode("Say:"), *(ids_after(tokenizer, "Say:", text)[1] for text in (" a é", " b"))
+    ids = [start, *first, start, *second, end]
+    for skips, shown in ((True, " a é b"), (False, "<s> a é<s> b")):
+        params = SamplingParams(max_tokens=50, skip_special_tokens=skips, stop=["never"] if is_streamed else [])
+        row = RowState(0, prompt, params, tokenizer, "Say:", is_streamed)
+        pieces = [row.push(token) or "" for token in ids]
+        assert row.completion().text == shown and row.finish_reason == "stop"
+        assert not is_streamed or "".join(pieces) == shown
+
+
 def test_a_character_begun_in_the_prompt_is_completed(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["bytes"]
     ids = tokenizer.encode("so€x")
