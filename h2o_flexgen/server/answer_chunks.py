@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar, Protocol
 
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.jobs.line import Line
@@ -93,6 +94,28 @@ def as_event(said: Said) -> bytes:
     return b"data: " + json.dumps(said, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n\n"
 
 
+class AnswerWriter(Protocol):
+    """Writes one answer, whole or event by event."""
+
+    last: ClassVar[bytes]  # behind all events
+
+    def whole(self, completions: Sequence[Completion]) -> Said: ...
+
+    def begin(self) -> Iterator[Said]:
+        """What comes before the first token."""
+
+    def of(self, told: TokenPiece | WholeAnswer) -> Iterator[Said]:
+        """What has become certain with this."""
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[Said]:
+        """What comes behind the last token."""
+
+    def failed(self, problem: ApiProblem) -> Said:
+        """The last event of an answer that breaks off."""
+
+    def event(self, said: Said) -> bytes: ...
+
+
 @dataclass
 class AnswerChunks:
     """The chunks of one answer. Where the prompt is echoed with log-probabilities, each completion comes as one chunk."""
@@ -105,6 +128,11 @@ class AnswerChunks:
     prompts: Sequence[str | None]
     _offsets: Counter[int] = field(default_factory=Counter)  # characters of each completion, for its log-probabilities
     _readers: dict[int, AnswerReader] = field(default_factory=dict)  # of completions of chats
+
+    last: ClassVar[bytes] = END
+
+    def whole(self, completions: Sequence[Completion]) -> Said:
+        return self.answers.body(self.name, self.created, [*zip(self.asked.lines, completions)])
 
     def begin(self) -> Iterator[Said]:
         """What stands before the first token of each completion."""
@@ -128,6 +156,12 @@ class AnswerChunks:
     def end(self, completions: Sequence[Completion]) -> Iterator[Said]:
         if self.asked.with_usage:
             yield {**self._head(self.asked.lines[0]), "choices": [], "usage": usage(completions)}
+
+    def failed(self, problem: ApiProblem) -> Said:
+        return problem.body
+
+    def event(self, said: Said) -> bytes:
+        return as_event(said)
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from h2o_flexgen.server.status_page import Facts, page, status
 STATUS = "/status"
 READING = ("GET", "HEAD", "OPTIONS")  # changes nothing
 GUARDED = ("/v1", STATUS)  # whatever begins so asks for a key
-MODELS = "/v1/models"
+MODELS, RESPONSES = "/v1/models", "/v1/responses"
 OWNER = "h2o_flexgen"
 
 
@@ -104,7 +104,10 @@ def _completion_routes(service: Service) -> list[Route]:
     async def embeddings(request: Request) -> Response:
         return await service.embed(request)
 
-    each = {COMPLETIONS: completions, CHAT: chat, EMBEDDINGS: embeddings}
+    async def responses(request: Request) -> Response:
+        return await service.respond(request)
+
+    each = {COMPLETIONS: completions, CHAT: chat, EMBEDDINGS: embeddings, RESPONSES: responses}
     return [Route(path, answer, methods=["POST"]) for path, answer in each.items()]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from h2o_flexgen.core.allowed_values import TRUTH
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.line import INPUT, Line, read_body, read_inputs, read_json
-from h2o_flexgen.jobs.line_fields import LOGPROBS, TOP_LOGPROBS, Options
+from h2o_flexgen.jobs.line_fields import LOGPROBS, TOP_LOGPROBS, Options, as_given
 from h2o_flexgen.server.problems import Refused, bad_request, unknown_model
 
 MODEL, STREAM, STREAM_OPTIONS, USAGE = "model", "stream", "stream_options", "include_usage"
@@ -26,6 +26,10 @@ class CompletionsRequest:
     with_usage: bool  # a last chunk counts tokens
     names: frozenset[str]  # of the fields that the body has
 
+    def as_given(self, message: str) -> str:
+        """The message about this request, with the names that it has for things."""
+        return as_given(message, self.names)
+
     @property
     def is_chat(self) -> bool:
         return self.lines[0].is_chat
@@ -38,24 +42,24 @@ class CompletionsRequest:
 
 def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> CompletionsRequest:
     """Reads a body for the model of this name."""
-    given = _body(data, model)
+    given = read_given(data, model)
     try:
         return _asked(given, is_chat, defaults)
     except ValueError as error:
-        raise Refused(bad_request(str(error), param=blamed(str(error), given))) from error
+        raise refusal_of(str(error), given) from error
 
 
 def read_asked_inputs(data: bytes, model: str) -> CompletionsRequest:
     """The same of a body that asks for embeddings."""
-    given = _body(data, model)
+    given = read_given(data, model)
     try:
         lines = _inputs(given)
     except ValueError as error:
-        raise Refused(bad_request(str(error), param=blamed(str(error), given))) from error
-    return CompletionsRequest(tuple(lines), False, False, _names(given))
+        raise refusal_of(str(error), given) from error
+    return CompletionsRequest(tuple(lines), False, False, names_of(given))
 
 
-def _body(data: bytes, model: str) -> Mapping[str, object]:
+def read_given(data: bytes, model: str) -> Mapping[str, object]:
     try:
         given = read_json(data)
     except ValueError as error:
@@ -91,21 +95,21 @@ def _inputs(given: Mapping[str, object]) -> list[Line]:
     return lines
 
 
-def _names(given: Mapping[str, object]) -> frozenset[str]:
+def names_of(given: Mapping[str, object]) -> frozenset[str]:
     return frozenset(name for name, value in given.items() if value is not None)
 
 
 def _asked(given: Mapping[str, object], is_chat: bool, defaults: Options) -> CompletionsRequest:
-    is_streamed = _truth(STREAM, given.get(STREAM))
+    is_streamed = truth(STREAM, given.get(STREAM))
     of_all = {name: value for name, value in given.items() if name not in (STREAM, STREAM_OPTIONS)}
     lines = read_body(of_all, is_chat, defaults)
     with_usage = _with_usage(given.get(STREAM_OPTIONS), is_streamed)
-    asked = CompletionsRequest(tuple(lines), is_streamed, with_usage, _names(given))
+    asked = CompletionsRequest(tuple(lines), is_streamed, with_usage, names_of(given))
     _refuse_too_many(asked)
     return asked
 
 
-def _truth(name: str, value: object) -> bool:
+def truth(name: str, value: object) -> bool:
     return value is not None and bool(TRUTH.value(name, value))
 
 
@@ -117,8 +121,8 @@ def _with_usage(given: object, is_streamed: bool) -> bool:
     if not isinstance(given, Mapping):
         raise ValueError(f"{STREAM_OPTIONS} is {shown(given)}; it is an object, like {{{USAGE!r}: true}}")
     refuse_unknown(f"field of {STREAM_OPTIONS}", given, (USAGE, WITHOUT_EFFECT), {})
-    _truth(f"{STREAM_OPTIONS}.{WITHOUT_EFFECT}", given.get(WITHOUT_EFFECT))
-    return _truth(f"{STREAM_OPTIONS}.{USAGE}", given.get(USAGE))
+    truth(f"{STREAM_OPTIONS}.{WITHOUT_EFFECT}", given.get(WITHOUT_EFFECT))
+    return truth(f"{STREAM_OPTIONS}.{USAGE}", given.get(USAGE))
 
 
 def _refuse_too_many(asked: CompletionsRequest) -> None:
@@ -133,11 +137,17 @@ def _refuse_too_many(asked: CompletionsRequest) -> None:
         raise ValueError(f"{name} is {params.logprobs}; allowed is {MOST_LIKELIEST} at most")
 
 
+def refusal_of(message: str, given: Collection[str]) -> Refused:
+    """The refusal of a body with these fields."""
+    return Refused(bad_request(message, param=blamed(message, given)))
+
+
 def blamed(message: str, given: Collection[str]) -> str | None:
     """The field that a message is about: one begins with its name, or quotes it."""
     word = re.split(r"[ .\[]", message, maxsplit=1)[0]
     if word in given:
         return word
-    if found := re.search(r"\bmessage \d+ of (\w+)", message):
-        return found[1] if found[1] in given else None
+    for where in (r"\bmessage \d+ of (\w+)", r"^unknown field of (\w+)"):
+        if (found := re.search(where, message)) and found[1] in given:
+            return found[1]
     return next((name for name in given if f"unknown field {name!r}" in message), None)

@@ -19,14 +19,16 @@ from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
 from h2o_flexgen.engine.job import Request, prompt_of, without_number
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.line import Line
-from h2o_flexgen.jobs.line_fields import Options, as_given
+from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.server.answer_chunks import END, AnswerChunks, RequestExchange, WholeAnswer, as_event
+from h2o_flexgen.server.answer_chunks import AnswerChunks, AnswerWriter, RequestExchange, WholeAnswer
 from h2o_flexgen.server.bodies import Limits, read_body
 from h2o_flexgen.server.body_fields import CompletionsRequest, blamed, read_asked, read_asked_inputs
 from h2o_flexgen.server.desk import Desk, RequestListener
 from h2o_flexgen.server.problems import TOO_LONG, ApiProblem, Refused, bad_request, ending
+from h2o_flexgen.server.response_fields import ResponseRequest, read_response
+from h2o_flexgen.server.response_writer import ResponseWriter
 
 CLIENT_HAS_GONE = 499  # as other servers log it; no client reads it
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that chunks pass proxies as they come
@@ -59,6 +61,9 @@ class Service:
     async def answer(self, request: HttpRequest, is_chat: bool) -> Response:
         usual = self.of_chats if is_chat else self.of_prompts
         return await self._answer(request, lambda data: read_asked(data, is_chat, usual, self.answers.model))
+
+    async def respond(self, request: HttpRequest) -> Response:
+        return await self._answer(request, lambda data: read_response(data, self.of_chats, self.answers.model))
 
     async def embed(self, request: HttpRequest) -> Response:
         return await self._answer(request, lambda data: read_asked_inputs(data, self.answers.model))
@@ -106,25 +111,28 @@ class Service:
             await asyncio.wait({collecting, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 return Response(status_code=CLIENT_HAS_GONE)
-            answered = [*zip(order.asked.lines, collecting.result())]
-            return JSONResponse(self.answers.body(order.name, order.created, answered))
+            return JSONResponse(self._writer(order).whole(collecting.result()))
         finally:
             collecting.cancel()
             gone.cancel()
             self.desk.give_up(order.arrivals)
 
     async def _events(self, order: Order, exchange: RequestExchange) -> AsyncIterator[bytes]:
-        chunks = AnswerChunks(self.answers, order.name, order.created, order.asked, order.echoes, order.prompts)
-        ended = list[Completion]()
-        yield b"".join(map(as_event, chunks.begin()))
+        writer, ended = self._writer(order), list[Completion]()
+        yield b"".join(map(writer.event, writer.begin()))
         while len(ended) < len(order.arrivals):
             for told in await exchange.some():
                 if isinstance(told, ApiProblem):
-                    yield as_event(told.body)
+                    yield writer.event(writer.failed(told))
                     return
-                yield b"".join(map(as_event, chunks.of(told)))
+                yield b"".join(map(writer.event, writer.of(told)))
                 ended += [told.completion] if isinstance(told, WholeAnswer) else []
-        yield b"".join(map(as_event, chunks.end(ended))) + END
+        yield b"".join(map(writer.event, writer.end(ended))) + writer.last
+
+    def _writer(self, order: Order) -> AnswerWriter:
+        if isinstance(order.asked, ResponseRequest):
+            return ResponseWriter(self.answers, order.name, order.created, order.asked, order.prompts[0])
+        return AnswerChunks(self.answers, order.name, order.created, order.asked, order.echoes, order.prompts)
 
 
 class EventStream(StreamingResponse):
@@ -172,6 +180,6 @@ def _refusing(asked: CompletionsRequest, *numbers: int) -> Iterator[None]:
         reason = str(error)
         for number in numbers:
             reason = without_number(reason, number)
-        reason = as_given(reason, asked.names)
+        reason = asked.as_given(reason)
         is_long = isinstance(error, TooLong)
         raise Refused(bad_request(reason, TOO_LONG if is_long else None, blamed(reason, asked.names))) from error

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OfChats
 from openai.types.completion_create_params import CompletionCreateParamsBase as OfPrompts
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as OfResponses
 
 from h2o_flexgen.llm import LLM
 from tests.helpers.tool_templates import HERMES
@@ -53,6 +54,12 @@ def test_every_field_that_the_client_of_openai_can_send_is_named() -> None:
     named = {*re.findall(r"`(\w+)", fields)}
     known = {*OfChats.__annotations__, *OfPrompts.__annotations__, "stream"}
     assert len(known) > 40 and known - named == set()
+
+
+def test_every_field_of_a_response_is_named() -> None:
+    fields = PAGE.partition("\n## Responses\n")[2].partition("\n## ")[0]
+    known = {*OfResponses.__annotations__, "stream"} - {"model"}
+    assert len(known) > 25 and known - {*re.findall(r"`(\w+)", fields)} == set()
 
 
 @pytest.mark.parametrize("place", range(len(examples("python"))))

@@ -57,7 +57,7 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"logprobs": 50}, "logprobs", "logprobs is 50; allowed is 20 at most"),
         ({"stream": "yes"}, "stream", "stream is 'yes'; allowed is true or false"),
         ({"stream_options": {}}, "stream_options", "stream_options is for a streamed answer"),
-        ({"stream": True, "stream_options": {"usage": True}}, None, "unknown field of stream_options 'usage'"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "unknown field of stream_options 'usage'"),
         ({"suffix": "x"}, "suffix", "suffix is 'x'; texts are only continued at their end"),
         ({"best_of": 3}, "best_of", "best_of is 3; make n completions"),
         ({"stop": ""}, "stop", "stop is ''; allowed is a text that is not empty"),

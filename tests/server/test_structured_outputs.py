@@ -137,7 +137,11 @@ def test_any_object(client: OpenAI) -> None:
             "structured_outputs",
             "structured_outputs cannot be held to: the",
         ),
-        ({"structured_outputs": {"regx": "a"}}, None, "unknown field of structured_outputs 'regx'; did you mean regex?"),
+        (
+            {"structured_outputs": {"regx": "a"}},
+            "structured_outputs",
+            "unknown field of structured_outputs 'regx'; did you mean regex?",
+        ),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "response_format",

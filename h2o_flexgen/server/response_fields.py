@@ -1,0 +1,178 @@
+"""The fields of a request to /v1/responses, read into those of a chat. What has no counterpart there is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from h2o_flexgen.core.allowed_values import Choice
+from h2o_flexgen.core.hints import refuse_unknown, shown
+from h2o_flexgen.jobs.line import Line
+from h2o_flexgen.jobs.line_fields import LOGPROBS, MAX_TOKENS, OTHER_MAX_TOKENS, PROMPT_LOGPROBS, Options, read_options
+from h2o_flexgen.sampling.params import SAMPLING
+from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME, OF_OBJECT, OF_SCHEMA, OF_TEXT
+from h2o_flexgen.server.body_fields import (
+    STREAM,
+    STREAM_OPTIONS,
+    WITHOUT_EFFECT,
+    CompletionsRequest,
+    names_of,
+    read_given,
+    refusal_of,
+    truth,
+)
+from h2o_flexgen.text.prompts import read_chat
+from h2o_flexgen.text.response_items import read_items
+from h2o_flexgen.text.tools import CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, tool_use
+
+INPUT, INSTRUCTIONS, MOST, TEXT, REASONING = "input", "instructions", "max_output_tokens", "text", "reasoning"
+_KEPT = "nothing is kept between requests; give all items as input"
+_OF_CHATS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+_SAMPLED = frozenset(SAMPLING) - {MAX_TOKENS, "n", LOGPROBS, PROMPT_LOGPROBS, FORMAT}
+_OWN = (INPUT, INSTRUCTIONS, MOST, TEXT, REASONING, TOOLS, CHOICE, PARALLEL, STREAM, STREAM_OPTIONS, "model")
+# fields that are let pass with the value that changes nothing, and what to do otherwise
+_NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "store": ((False,), _KEPT),
+    "background": ((False,), "answers come at once; leave it out"),
+    "truncation": (("disabled",), "nothing of a chat is left out; give less of it"),
+    "include": (([],), "all that there is comes by itself; for log-probabilities ask /v1/chat/completions"),
+    "top_logprobs": ((0,), "log-probabilities are those of /v1/chat/completions"),
+}
+_INSTEAD: Mapping[str, str] = {
+    "previous_response_id": _KEPT,
+    "conversation": _KEPT,
+    "prompt": "there are no stored prompts; write instructions and input",
+    "messages": f"it is called {INPUT}",
+    "n": "there is one answer; ask several times",
+    FORMAT: f'it is called {TEXT}: {{"format": ...}}',
+    **dict.fromkeys((MAX_TOKENS, OTHER_MAX_TOKENS), f"it is called {MOST}"),
+    "max_tool_calls": f"tools are called by the client; {PARALLEL} allows one call",
+    "reasoning_effort": f'it is called {REASONING}: {{"effort": ...}}',
+    "verbosity": f'it is called {TEXT}: {{"verbosity": ...}}',
+}
+_WORDING: Mapping[str, str] = {NAME: f"{TEXT}.format", FORMAT: f"{TEXT}.format"} | dict.fromkeys(
+    (MAX_TOKENS, OTHER_MAX_TOKENS), MOST
+)
+_FORMATS = Choice((OF_TEXT, OF_OBJECT, OF_SCHEMA))
+
+
+@dataclass(frozen=True)
+class ResponseRequest(CompletionsRequest):
+    """What a body asks for: one answer."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)  # the body
+
+    def as_given(self, message: str) -> str:
+        return _as_given(message, self.names)
+
+
+def read_response(data: bytes, defaults: Options, model: str) -> ResponseRequest:
+    """Reads a body for the model of this name."""
+    given = read_given(data, model)
+    try:
+        return _asked(given, defaults)
+    except ValueError as error:
+        raise refusal_of(_as_given(str(error), given), given) from error
+
+
+def _as_given(message: str, names: Any) -> str:
+    """The message by the names that a request of this kind has."""
+    first, blank, rest = message.partition(" ")
+    word, point, behind = first.partition(".")
+    if word not in _WORDING or word in names:
+        return message
+    behind = behind.removeprefix(OF_SCHEMA).removeprefix(".")
+    return f"{_WORDING[word]}{point if behind else ''}{behind}{blank}{rest}"
+
+
+def _asked(given: Mapping[str, Any], defaults: Options) -> ResponseRequest:
+    found = {name: value for name, value in given.items() if value is not None}
+    refuse_unknown("field", found, (*_OWN, *_OF_CHATS, *_NEUTRAL, *_SAMPLED), _INSTEAD)
+    for name in found.keys() & _NEUTRAL.keys():
+        neutral, otherwise = _NEUTRAL[name]
+        if not any(found[name] is one or (type(found[name]) is type(one) and found[name] == one) for one in neutral):
+            raise ValueError(f"{name} is {shown(found[name])}; {otherwise}")
+    if INPUT not in found:
+        raise ValueError(f"{INPUT} is missing; it is a text, or a list of items")
+    messages = read_chat(INPUT, read_items(found[INPUT], found.get(INSTRUCTIONS)))
+    line = Line(None, messages, True, _options(found, defaults))
+    is_streamed = truth(STREAM, found.get(STREAM))
+    _check_stream_options(found.get(STREAM_OPTIONS), is_streamed)
+    return ResponseRequest((line,), is_streamed, False, names_of(found), found)
+
+
+def _options(found: Mapping[str, Any], defaults: Options) -> Options:
+    taken = {name: value for name, value in found.items() if name in (*_OF_CHATS, *_SAMPLED)}
+    if MOST in found:
+        taken[OTHER_MAX_TOKENS] = found[MOST]
+    options = read_options({**taken, **_of_text(found.get(TEXT)), **_of_reasoning(found.get(REASONING))}, True, defaults)
+    if options.params.n != 1:
+        options = replace(options, params=replace(options.params, n=1))
+    use = tool_use(_tools(found.get(TOOLS)), _choice(found.get(CHOICE)), found.get(PARALLEL))
+    return replace(options, tools=use)
+
+
+def _of_text(given: object) -> dict[str, object]:
+    """What is said of the text, as chats have it."""
+    if given is None:
+        return {}
+    found = _mapping(TEXT, given)
+    refuse_unknown(f"field of {TEXT}", found, ("format", "verbosity"), {})
+    taken = {name: value for name, value in found.items() if name == "verbosity"}
+    if "format" not in found:
+        return taken
+    asked = _mapping(f"{TEXT}.format", found["format"])
+    kind = _FORMATS.value(f"{TEXT}.format.type", asked.get("type"))
+    beside = {name: value for name, value in asked.items() if name != "type"}
+    if kind != OF_SCHEMA:
+        refuse_unknown(f"field of {TEXT}.format", beside, (), {})
+    return {**taken, FORMAT: {"type": kind, OF_SCHEMA: beside} if kind == OF_SCHEMA else {"type": kind}}
+
+
+def _of_reasoning(given: object) -> dict[str, object]:
+    if given is None:
+        return {}
+    found = _mapping(REASONING, given)
+    no_summaries = "there are no summaries: thoughts come whole"
+    refuse_unknown(f"field of {REASONING}", found, ("effort",), dict.fromkeys(("summary", "generate_summary"), no_summaries))
+    return {"reasoning_effort": found["effort"]} if found else {}
+
+
+def _tools(given: object) -> tuple[Tool, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ValueError(f"{TOOLS} is {shown(given)}; allowed is a list of functions")
+    return tuple(_tool(f"{TOOLS}[{place}]", one) for place, one in enumerate(given))
+
+
+def _tool(what: str, given: object) -> Tool:
+    if not isinstance(given, Mapping) or given.get("type") != FUNCTION:
+        a_tool = '{"type": "function", "name": "...", "parameters": {...}}'
+        raise ValueError(f"{what} is {shown(given)}; only functions are known, as {a_tool}")
+    return read_function(what, {name: value for name, value in given.items() if name != "type"})
+
+
+def _choice(given: object) -> object:
+    """The choice of a tool, as chats have it."""
+    if not isinstance(given, Mapping) or given.get("type") != FUNCTION or "name" not in given:
+        return given
+    refuse_unknown(f"field of {CHOICE}", map(str, given), ("type", "name"), {})
+    return {"type": FUNCTION, FUNCTION: {"name": given["name"]}}
+
+
+def _check_stream_options(given: object, is_streamed: bool) -> None:
+    if given is None:
+        return
+    if not is_streamed:
+        raise ValueError(f"{STREAM_OPTIONS} is for a streamed answer; add {STREAM}, or leave it out")
+    found = _mapping(STREAM_OPTIONS, given)
+    refuse_unknown(f"field of {STREAM_OPTIONS}", found, (WITHOUT_EFFECT,), {"include_usage": "the last event has it"})
+    truth(f"{STREAM_OPTIONS}.{WITHOUT_EFFECT}", found.get(WITHOUT_EFFECT))
+
+
+def _mapping(name: str, given: object) -> dict[str, object]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} is {shown(given)}; allowed is an object")
+    return {str(key): value for key, value in given.items() if value is not None}
