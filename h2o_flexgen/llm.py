@@ -51,6 +51,7 @@ from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_
 from h2o_flexgen.text.answer_reader import with_message
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts, shortened
+from h2o_flexgen.text.template_settings import read_settings
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.text.tools import read_tool_use
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
@@ -376,6 +377,7 @@ class LLM:
         *,
         style: str = AUTO,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         tool_choice: str | Mapping[str, object] | None = None,
         parallel_tool_calls: bool = True,
@@ -388,14 +390,16 @@ class LLM:
         """Answers a chat, which is a list of {"role": ..., "content": ...}, or each of a list of chats. They are rendered by
         the model's chat template, or by the text of another one (`chat_template`). Without one they are a script of User: and
         Assistant:. `style` chooses one of these, or "plain". `tools` are functions in OpenAI's form that the model may call, or
-        must (`tool_choice`). A completion's `message` has the text as it was said, apart from thoughts and calls. Each call
-        computes the whole chat again: `converse` keeps its cache."""
+        must (`tool_choice`). `chat_template_kwargs` are other names that the template looks at. A completion's `message` has
+        the text as it was said, apart from thoughts and calls. Each call computes the whole chat again: `converse` keeps its
+        cache."""
         refuse_unknown("argument", unknown, arguments_of(LLM.chat), ARGUMENTS)
         use = read_tool_use(tools, tool_choice, parallel_tool_calls)
         written = choose_style(style, self.tokenizer, template=chat_template)
         chats = read_chats(messages)
         params = for_each(sampling_params, len(chats))
-        asked = [written.asked(chat, one, use) for chat, one in zip(chats, params)]
+        settings = read_settings(chat_template_kwargs)
+        asked = [written.asked(chat, one, use, settings) for chat, one in zip(chats, params)]
 
         def read(completion: Completion) -> Completion:
             index = completion.index

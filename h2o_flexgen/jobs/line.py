@@ -41,7 +41,7 @@ class Line:
         """The prompt in tokens, and how it is to be continued. `style` writes chats down."""
         params = self.options.params
         if self.is_chat:
-            return style.asked(self.prompt, params, self.options.tools)  # type: ignore[arg-type]
+            return style.asked(self.prompt, params, self.options.tools, self.options.settings)  # type: ignore[arg-type]
         if isinstance(self.prompt, str):
             return Prompt(self.prompt, tuple(tokenizer.encode(self.prompt))), params
         return Prompt(None, self.prompt), params  # type: ignore[arg-type]

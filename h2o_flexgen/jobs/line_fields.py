@@ -12,6 +12,8 @@ from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
 from h2o_flexgen.sampling.pooling import Truncate
 from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
+from h2o_flexgen.text.dialogue import NO_SETTINGS
+from h2o_flexgen.text.template_settings import EFFORT, SETTINGS, TemplateSettings, read_settings
 from h2o_flexgen.text.tools import CHOICE, PARALLEL, TOOLS, ToolUse, read_tool_use
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
@@ -29,7 +31,7 @@ _TEXT = Rule(_text, "a text")
 _TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 # fields that have no bearing on an answer, or none with a model that lacks what they are about, with the types of OpenAI
 UNUSED: Mapping[str, Allowed] = {
-    **dict.fromkeys(("model", *_TEXTS, "reasoning_effort", "verbosity"), _TEXT),
+    **dict.fromkeys(("model", *_TEXTS, EFFORT, "verbosity"), _TEXT),
     "store": TRUTH,
     "metadata": Rule(mapping(_text, _text), "an object with texts as values"),
 }
@@ -55,7 +57,7 @@ _OF_TOOLS = (TOOLS, CHOICE, PARALLEL)
 _OWN = frozenset((MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS, *_OF_TOOLS))
 _BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | _OWN
 OF_PROMPTS = _BOTH | {ECHO}
-OF_CHATS = _BOTH | {TOP_LOGPROBS}
+OF_CHATS = _BOTH | {TOP_LOGPROBS, SETTINGS}
 
 _COUNT = SAMPLING[LOGPROBS].allowed
 
@@ -77,6 +79,7 @@ class Options:
     token_ids: bool = False  # token ids come beside the text
     embedded: EmbeddingForm | None = None  # None: the prompt is continued
     tools: ToolUse | None = None  # of a chat
+    settings: TemplateSettings = NO_SETTINGS  # of a chat
 
     @property
     def only_scores(self) -> bool:
@@ -139,7 +142,7 @@ def _options(
     tools = read_tool_use(*(found.get(name) for name in _OF_TOOLS))
     if tools is not None and not is_chat:
         raise ValueError(f"{TOOLS} is {shown(found[TOOLS])}; tools are for chats, which have messages")
-    return Options(params, echo, token_ids, tools=tools)
+    return Options(params, echo, token_ids, tools=tools, settings=read_settings(found.get(SETTINGS), found.get(EFFORT)))
 
 
 def _refuse_to_choose(best_of: object, params: SamplingParams) -> None:

@@ -24,6 +24,7 @@ from h2o_flexgen.server.body_fields import (
 )
 from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.response_items import read_items
+from h2o_flexgen.text.template_settings import EFFORT, SETTINGS
 from h2o_flexgen.text.tools import CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, tool_use
 
 INPUT, INSTRUCTIONS, MOST, TEXT, REASONING = "input", "instructions", "max_output_tokens", "text", "reasoning"
@@ -48,7 +49,7 @@ _INSTEAD: Mapping[str, str] = {
     FORMAT: f'it is called {TEXT}: {{"format": ...}}',
     **dict.fromkeys((MAX_TOKENS, OTHER_MAX_TOKENS), f"it is called {MOST}"),
     "max_tool_calls": f"tools are called by the client; {PARALLEL} allows one call",
-    "reasoning_effort": f'it is called {REASONING}: {{"effort": ...}}',
+    EFFORT: f'it is called {REASONING}: {{"effort": ...}}',
     "verbosity": f'it is called {TEXT}: {{"verbosity": ...}}',
 }
 _WORDING: Mapping[str, str] = {NAME: f"{TEXT}.format", FORMAT: f"{TEXT}.format"} | dict.fromkeys(
@@ -88,7 +89,7 @@ def _as_given(message: str, names: Any) -> str:
 
 def _asked(given: Mapping[str, Any], defaults: Options) -> ResponseRequest:
     found = {name: value for name, value in given.items() if value is not None}
-    refuse_unknown("field", found, (*_OWN, *_OF_CHATS, *_NEUTRAL, *_SAMPLED), _INSTEAD)
+    refuse_unknown("field", found, (*_OWN, SETTINGS, *_OF_CHATS, *_NEUTRAL, *_SAMPLED), _INSTEAD)
     for name in found.keys() & _NEUTRAL.keys():
         neutral, otherwise = _NEUTRAL[name]
         if not any(found[name] is one or (type(found[name]) is type(one) and found[name] == one) for one in neutral):
@@ -103,7 +104,7 @@ def _asked(given: Mapping[str, Any], defaults: Options) -> ResponseRequest:
 
 
 def _options(found: Mapping[str, Any], defaults: Options) -> Options:
-    taken = {name: value for name, value in found.items() if name in (*_OF_CHATS, *_SAMPLED)}
+    taken = {name: value for name, value in found.items() if name in (SETTINGS, *_OF_CHATS, *_SAMPLED)}
     if MOST in found:
         taken[OTHER_MAX_TOKENS] = found[MOST]
     options = read_options({**taken, **_of_text(found.get(TEXT)), **_of_reasoning(found.get(REASONING))}, True, defaults)
@@ -136,7 +137,7 @@ def _of_reasoning(given: object) -> dict[str, object]:
     found = _mapping(REASONING, given)
     no_summaries = "there are no summaries: thoughts come whole"
     refuse_unknown(f"field of {REASONING}", found, ("effort",), dict.fromkeys(("summary", "generate_summary"), no_summaries))
-    return {"reasoning_effort": found["effort"]} if found else {}
+    return {EFFORT: found["effort"]} if found else {}
 
 
 def _tools(given: object) -> tuple[Tool, ...]:

@@ -400,14 +400,22 @@ def render(
     special_tokens: Mapping[str, object],
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
+    settings: Mapping[str, object] | None = None,
 ) -> str:
-    """The text that the template makes of the messages, up to where the model answers, or else to their end."""
+    """The text that the template makes of the messages, up to where the model answers, or else to their end. `settings` are
+    other names that it may look at."""
     said = _characters(messages) + _characters(tools)
     sandbox = _Sandbox(_Work(WORK + WORK_PER_CHARACTER * said + WORK_PER_MESSAGE * len(messages)))
     named = {
         name: str(token) for name, token in special_tokens.items() if isinstance(name, str) and not isinstance(token, list)
     }
-    given = {**named, "messages": [dict(message) for message in messages], "tools": [*tools] or None, "documents": None}
+    given = {
+        **named,
+        **(settings or {}),
+        "messages": [dict(message) for message in messages],
+        "tools": [*tools] or None,
+        "documents": None,
+    }
     compiled = sandbox.compiled(template)
     return sandbox.concat(compiled.generate(**given, add_generation_prompt=add_generation_prompt))
 

@@ -23,10 +23,12 @@ from h2o_flexgen.text.answer_reader import AnswerReading
 from h2o_flexgen.text.held_calls import held_to_calls
 from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, SYSTEM, USER
 from h2o_flexgen.text.prompts import Prompt
+from h2o_flexgen.text.template_settings import TemplateSettings
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
 from h2o_flexgen.text.tools import CHOICE, NONE, TOOLS, ToolUse
 
 SPEAKER, ANSWERER = "User:", "Assistant:"
+NO_SETTINGS = TemplateSettings()
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,25 @@ class Style(ABC):
         """The tokens that come after the reply `before`; None begins the text."""
 
     @abstractmethod
-    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
-        """The text of a whole chat, up to where the answer begins. `tools` are those that the model is told of."""
+    def whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: TemplateSettings = NO_SETTINGS,
+    ) -> Prompt:
+        """The text of a whole chat, up to where the answer begins. The model is told of the `tools`; `settings` are for its
+        template."""
 
     def form(self, with_tools: bool) -> AnswerForm:
         """What answers may have beside their texts."""
         return AnswerForm()
 
     def asked(
-        self, messages: Sequence[Message], params: SamplingParams, use: ToolUse | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        use: ToolUse | None = None,
+        settings: TemplateSettings = NO_SETTINGS,
     ) -> tuple[Prompt, SamplingParams]:
         """A chat as a prompt, and how it is to be continued, so that the answer has the form in which it is read."""
         shown = () if use is None else use.shown
@@ -59,7 +71,7 @@ class Style(ABC):
             raise ValueError(
                 f'{NAME} holds the whole answer, so it could call no tool; leave it out, or write {CHOICE} "{NONE}"'
             )
-        prompt = self.whole(messages, shown)
+        prompt = self.whole(messages, shown, settings)
         changed: dict[str, object] = {"stop": (*params.stop_strings, *self.stops)} if self.stops else {}
         reading = self.reading(prompt.text, params, use)
         if any(self.tokenizer.special_id(mark) is not None for mark in reading.form.marks):
@@ -90,7 +102,13 @@ class PlainStyle(Style):
     def turn(self, text: str, before: Completion | None) -> list[int]:
         return self.tokenizer.encode(_opening(self.system) + text) if before is None else self.tokenizer.encode_more(text)
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
+    def whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: TemplateSettings = NO_SETTINGS,
+    ) -> Prompt:
+        settings.refuse_without_template()
         text = "".join(_opening(said) if role == SYSTEM else said for role, said in _known_roles(messages))
         return Prompt(text, tuple(self.tokenizer.encode(text)))
 
@@ -107,7 +125,13 @@ class Script(Style):
         said_speaker = self.stops[0] in self.tokenizer.decode(before.token_ids)  # the reply wrote it before it was stopped
         return self.tokenizer.encode_more(spoken if said_speaker else f"{self.stops[0]}{spoken}")
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
+    def whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: TemplateSettings = NO_SETTINGS,
+    ) -> Prompt:
+        settings.refuse_without_template()
         opening, lines = "", []
         for role, said in _known_roles(messages):
             if role == SYSTEM:
@@ -137,27 +161,41 @@ class Template(Style):
         ids = self.tokenizer.encode_more(behind)
         return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end token is there already
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> Prompt:
+    def whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: TemplateSettings = NO_SETTINGS,
+    ) -> Prompt:
         calls = self.form(bool(tools)).calls
         messages = messages if calls is None else _with_ids(messages, calls.id_length)
+        own = settings.of(self._text(bool(tools)))
         try:
-            text = self._rendered(messages, tools)
+            text = self._rendered(messages, tools, own)
         except ValueError as error:
             try:
-                text = self._rendered(_with_written_arguments(messages), tools)
+                text = self._rendered(_with_written_arguments(messages), tools, own)
             except ValueError:
                 raise error from None
         return Prompt(text, tuple(self.tokenizer.encode_more(text)))
 
     def form(self, with_tools: bool) -> AnswerForm:
-        return form_of(self.template or self.tokenizer.template_for(with_tools) or "")
+        return form_of(self._text(with_tools))
+
+    def _text(self, with_tools: bool) -> str:
+        return self.template or self.tokenizer.template_for(with_tools) or ""
 
     @property
     def _lacks_form(self) -> str:
         return "the model's does not, so write them into the prompt"
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
-        return self.tokenizer.render_chat(messages, self.template, tools)
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: Mapping[str, object] | None = None,
+    ) -> str:
+        return self.tokenizer.render_chat(messages, self.template, tools, settings)
 
 
 _KNOWN_FORMS = " or ".join(form.name for form in FORMS if form.encloses != THOUGHTS)

@@ -55,10 +55,15 @@ class Tokenizer(Protocol):
         """The token that is written so and is special, which means that texts do not show it; None if there is none."""
 
     def render_chat(
-        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+        self,
+        messages: Sequence[Message],
+        template: str | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: Mapping[str, object] | None = None,
     ) -> str:
         """The messages in the model's chat template, or another one, up to where its answer begins. Special tokens are
-        written out. `tools` are those that the model is told of, in OpenAI's form."""
+        written out. `tools` are those that the model is told of, in OpenAI's form; `settings` are other names for the
+        template."""
 
 
 class ByteTokenizer:
@@ -99,7 +104,11 @@ class ByteTokenizer:
         return None
 
     def render_chat(
-        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+        self,
+        messages: Sequence[Message],
+        template: str | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: Mapping[str, object] | None = None,
     ) -> str:
         raise ValueError("bytes have no chat template")
 
@@ -148,6 +157,10 @@ class NoTokenizer:
         return None
 
     def render_chat(
-        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+        self,
+        messages: Sequence[Message],
+        template: str | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: Mapping[str, object] | None = None,
     ) -> str:
         raise ValueError(f"a chat cannot be written down: {self.missing}")

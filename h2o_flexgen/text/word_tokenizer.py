@@ -89,11 +89,16 @@ class WordTokenizer(ABC):
         return None if token is None or self.decode([token]) else int(token)
 
     def render_chat(
-        self, messages: Sequence[Message], template: str | None = None, tools: Sequence[Mapping[str, object]] = ()
+        self,
+        messages: Sequence[Message],
+        template: str | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        settings: Mapping[str, object] | None = None,
     ) -> str:
         """Renders without the library, which does not bound a template's work."""
         try:
-            return render(template or self.template_for(bool(tools)) or "", messages, self.special_tokens, tools=tools)
+            chosen = template or self.template_for(bool(tools)) or ""
+            return render(chosen, messages, self.special_tokens, tools=tools, settings=settings)
         except Exception as error:  # whatever a template raises
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error

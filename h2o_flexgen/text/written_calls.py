@@ -4,7 +4,7 @@ no call is noticed as early as possible."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 BLANKS = " \t\r\n"
@@ -34,17 +34,17 @@ class JsonValue:
     """A JSON value that comes in pieces. Where it ends is known by its brackets and quotes alone."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.characters = list[str]()
         self.is_over = False
         self._open = 0  # brackets
         self._in_string = self._is_escaped = False
 
     def take(self, character: str) -> bool:
         """Takes a character that belongs to the value; False if it stands behind the value."""
-        if self.text and not self._open and not self._in_string and character in ENDS_NUMBERS + BLANKS:
+        if self.characters and not self._open and not self._in_string and character in ENDS_NUMBERS + BLANKS:
             self.is_over = True  # a number, or a word
             return False
-        self.text += character
+        self.characters.append(character)
         if self._is_escaped:
             self._is_escaped = False
         elif self._in_string:
@@ -53,13 +53,17 @@ class JsonValue:
         else:
             self._in_string = character == '"'
             self._open += (character in "{[") - (character in "}]")
-        self.is_over = not self._open and not self._in_string and self.text[0] in '{["'
+        self.is_over = not self._open and not self._in_string and self.first in '{["'
         return True
+
+    @property
+    def first(self) -> str:
+        return self.characters[0] if self.characters else ""
 
     @property
     def value(self) -> object:
         """A ValueError says that it is not JSON."""
-        return json.loads(self.text, strict=False)
+        return json.loads("".join(self.characters), strict=False)
 
 
 class CallObject:
@@ -68,7 +72,7 @@ class CallObject:
     def __init__(self) -> None:
         self.name: str | None = None
         self.has_begun = self.is_over = self.is_broken = False
-        self._arguments: str | None = None
+        self._arguments: Sequence[str] | None = None
         self._handed_out = 0
         self._key = ""
         self._value = JsonValue()
@@ -90,7 +94,7 @@ class CallObject:
         if not self.has_begun or self._arguments is None:
             return ""
         new, self._handed_out = self._arguments[self._handed_out :], len(self._arguments)
-        return new
+        return "".join(new)
 
     # -- what takes the next character ----------------------------------------------------------------------------------
 
@@ -123,8 +127,8 @@ class CallObject:
 
     def _in_value(self, character: str) -> bool:
         is_taken = self._value.take(character)
-        if self._key in ARGUMENTS and self._value.text[0] == "{":
-            self._arguments = self._value.text
+        if self._key in ARGUMENTS and self._value.first == "{":
+            self._arguments = self._value.characters
             self.has_begun = self.name is not None
         if self._value.is_over:
             self._keep()
@@ -161,7 +165,7 @@ class CallObject:
                 raise ValueError(self._key)
             self.name = name
             self.has_begun = self._arguments is not None
-        elif self._key in ARGUMENTS and self._value.text[0] == '"':
+        elif self._key in ARGUMENTS and self._value.first == '"':
             self._arguments = str(self._value.value)
             self.has_begun = self.name is not None
 
@@ -188,15 +192,15 @@ class NamedArguments:
                 return place
             if not self.has_begun:
                 self._take_name(character)
-            elif self._arguments.text or character not in BLANKS:
+            elif self._arguments.characters or character not in BLANKS:
                 self._take_argument(character)
             if self.is_broken:
                 return place
         return len(text)
 
     def new_arguments(self) -> str:
-        new, self._handed_out = self._arguments.text[self._handed_out :], len(self._arguments.text)
-        return new
+        new, self._handed_out = self._arguments.characters[self._handed_out :], len(self._arguments.characters)
+        return "".join(new)
 
     def _take_name(self, character: str) -> None:
         self._before += character
@@ -207,7 +211,7 @@ class NamedArguments:
             self.is_broken = True
 
     def _take_argument(self, character: str) -> None:
-        if not self._arguments.text and character != "{":
+        if not self._arguments.characters and character != "{":
             self.is_broken = True
             return
         self._arguments.take(character)

@@ -40,6 +40,7 @@ NAMES_FIRST = MISTRAL.replace("{{- '[TOOL_CALLS][' }}", "").replace(
 TEXT_ARGUMENTS = _TURNS + "{% for call in m.tool_calls %}{{ '<call>' + call.function.arguments }}{% endfor %}" + _END
 QWEN_THINKS = HERMES + "{# <think> #}"
 THINKS = _TURNS + "</s>\n{% endfor %}<s>assistant\n<think>\n"  # and so does the answer begin
+MAY_THINK = THINKS.removesuffix("\n") + "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n{% endif %}\n"
 MAGISTRAL = MISTRAL + "{# [THINK] #}"
 
 FORECAST = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}

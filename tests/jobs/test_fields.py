@@ -10,6 +10,7 @@ import pytest
 from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
+from h2o_flexgen.text.template_settings import TemplateSettings
 from tests.helpers.refusals import one_line
 
 DEFAULTS = Options(SamplingParams(max_tokens=7, temperature=0.5, stop=["end"]))
@@ -82,6 +83,12 @@ def test_what_a_text_is_held_to_has_the_names_of_openai_and_of_vllm() -> None:
     assert both == "response_format stands beside structured_outputs; give one of them"
 
 
+def test_what_templates_are_told_is_read() -> None:
+    asked = options(True, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert asked.settings == TemplateSettings({"enable_thinking": False}, "low") and asked.params == DEFAULTS.params
+    assert refused(True, chat_template_kwargs=5).startswith("chat_template_kwargs is 5; allowed is an object")
+
+
 def test_a_line_is_held_to_what_it_says_and_not_to_the_defaults() -> None:
     held = Options(SamplingParams(structured_outputs={"choice": ["a", "b"]}))
     assert read_options({}, True, held).params.held_to == StructuredOutputsParams(choice=["a", "b"])
@@ -123,6 +130,7 @@ def test_the_best_of_as_many_as_are_returned_is_let_pass_and_of_greedy_ones(give
         ({"stream": 0}, "stream is 0; records come whole; leave it out"),
         ({"tools": [{}]}, "tools[0] is {}; only functions are known, as"),
         ({"tools": [{"type": "function", "function": {"name": "go"}}]}, "tools is [{'function': {'name': 'go'}, 'type': 'fun"),
+        ({"chat_template_kwargs": {"a": 1}}, "unknown field 'chat_template_kwargs'"),
         ({"tool_choice": "auto"}, "tool_choice is 'auto', and there are no tools; give tools, or leave it out"),
         ({"best_of": True}, "best_of is True; make n completions"),
         ({"best_of": 0}, "best_of is 0; make n completions"),

@@ -8,8 +8,9 @@ from typing import Any
 from h2o_flexgen.jobs.line import LineReader
 from h2o_flexgen.jobs.openai_answers import Answers, RecordMaker, as_line, is_refusal, refusal
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs, TokenLogprob
-from h2o_flexgen.text.dialogue import Script
+from h2o_flexgen.text.dialogue import Script, Template
 from h2o_flexgen.text.tokenizer import NoTokenizer
+from tests.helpers.tool_templates import QWEN_THINKS, tool
 from tests.jobs.made import BYTES, DEFAULTS
 
 MAKER = RecordMaker(Answers("tiny", Script(BYTES)), 17)
@@ -52,6 +53,19 @@ def test_a_completion() -> None:
         "error": None,
     }
     assert not is_refusal(record) and answer({}, completion()) == record
+
+
+def test_thoughts_and_calls_of_a_chat() -> None:
+    maker = RecordMaker(Answers("tiny", Template(BYTES, template=QWEN_THINKS)), 17)
+    text = '<think>Hm.</think>So:\n<tool_call>\n{"name": "go", "arguments": {"a": 1}}\n</tool_call>'
+    fields = {"prompt": None, "messages": [{"role": "user", "content": "Hi"}], "tools": [tool("go")]}
+    record, again = (answer(fields, completion(text=text, finish_reason="stop"), maker) for _ in range(2))
+    assert record == again, "no id is drawn"
+    (choice,) = record["response"]["body"]["choices"]
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "So:", "reasoning_content": "Hm."}
+    assert call.pop("id").startswith("call_") and choice["finish_reason"] == "tool_calls"
+    assert call == {"type": "function", "function": {"name": "go", "arguments": '{"a": 1}'}}
 
 
 def test_an_echo_with_log_probabilities_begins_with_the_prompt() -> None:

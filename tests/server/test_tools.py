@@ -20,7 +20,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.server.answer_chunks import AnswerChunks, TokenPiece
 from h2o_flexgen.server.body_fields import read_asked
 from h2o_flexgen.text.dialogue import Template
-from tests.helpers.tool_templates import HERMES, MISTRAL, QWEN_THINKS, THINKS, named
+from tests.helpers.tool_templates import HERMES, MAY_THINK, MISTRAL, QWEN_THINKS, THINKS, named
 from tests.server.served import MODEL, Served, served
 
 pytest.importorskip("llguidance", reason="needs the extra [grammar]")
@@ -287,3 +287,21 @@ def test_thoughts_are_told_apart_whole_streamed_and_in_batches(demo: LLM, tmp_pa
     assert record["response"]["body"]["choices"][0]["message"] == answer.message.model_dump(exclude_unset=True)
     (found,) = demo.chat(ASK, SamplingParams(max_tokens=6), chat_template=THINKS)
     assert found.message == AnswerMessage(None, thought) and found.text.strip() == thought
+
+
+def test_a_model_may_be_told_not_to_think(demo: LLM) -> None:
+    given: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 6, "temperature": 0}
+    with served(demo, room=(100, 20), template=MAY_THINK) as server, server.client() as client:
+        thought = client.chat.completions.create(**given).choices[0].message
+        chats = [
+            client.chat.completions.create(**given, extra_body={"chat_template_kwargs": {"enable_thinking": False}}),
+            client.chat.completions.create(**given, reasoning_effort="none"),
+        ]
+        effort: Any = {"effort": "none"}
+        answer = client.responses.create(model=MODEL, input=ASK, max_output_tokens=6, temperature=0, reasoning=effort)
+    assert thought.content is None and thought.reasoning_content
+    texts = {chat.choices[0].message.content for chat in chats}
+    assert texts == {answer.output_text} and answer.output_text
+    settings = {"enable_thinking": False}
+    (found,) = demo.chat(ASK, SamplingParams(max_tokens=6), chat_template=MAY_THINK, chat_template_kwargs=settings)
+    assert found.message is not None and found.message.content == found.text.lstrip() == answer.output_text

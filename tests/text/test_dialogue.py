@@ -11,9 +11,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import PlainStyle, Script, Style, Template, choose_style
 from h2o_flexgen.text.load_tokenizer import FolderTokenizer
 from h2o_flexgen.text.prompts import read_chat
+from h2o_flexgen.text.template_settings import read_settings
 from h2o_flexgen.text.tokenizer import Tokenizer
 from tests.helpers.real_tokenizers import save_byte_level
 from tests.helpers.refusals import one_line
@@ -167,6 +169,35 @@ def test_ids_of_calls_are_as_long_as_the_template_wants(folder: Path) -> None:
     mistral = rendered(folder, MISTRAL, ("call_of_another_server", "go", "{}"), ("123456789", "go", "{}"))
     first, second = re.findall(r'"id": "(\w{9})"', mistral)
     assert second == "123456789" != first and f"9 of {first}[/TOOL" in mistral and "9 of 123456789[/TOOL" in mistral
+
+
+SETS = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ mood }}"
+
+
+def test_a_template_is_told_of_settings_that_it_looks_at(folder: Path) -> None:
+    style = Template(FolderTokenizer(folder), template=SETS)
+    hello: list[Mapping[str, object]] = [{"role": "user", "content": "hello"}]
+
+    def end(given: object, effort: object = None) -> str:
+        text = style.asked(hello, SamplingParams(), None, read_settings(given, effort))[0].text
+        assert text is not None
+        return text.rpartition("assistant\n")[2]
+
+    assert end(None) == end({}) == end({"enable_thinking": True}) == end(None, "high") == ""
+    assert end({"enable_thinking": False, "mood": "good"}) == "<think></think>good"
+    assert end(None, "none") == "<think></think>" and end({"enable_thinking": True}, "none") == ""
+    for given, said in (
+        ({"enable_thinkng": 1}, "chat_template_kwargs has 'enable_thinkng', at which the chat template does not look"),
+        ({"messages": []}, "chat_template_kwargs has 'messages', which is made of the request itself"),
+        ({"a b": 1}, "chat_template_kwargs is {'a b': 1}; allowed is an object with names"),
+        ([1], "chat_template_kwargs is [1]; allowed is an object"),
+        ({"mood": {1, 2}}, "chat_template_kwargs is {'mood': {1, 2}}; allowed are values of JSON"),
+    ):
+        assert one_line(lambda given=given: end(given)).startswith(said)  # type: ignore[misc]
+    for without in (Script(style.tokenizer), PlainStyle(style.tokenizer)):
+        no_template = one_line(lambda style=without: style.asked(hello, SamplingParams(), None, read_settings({"a": 1})))  # type: ignore[misc]
+        assert no_template.startswith("chat_template_kwargs is {'a': 1}; chats are not written by a template here")
+        assert without.asked(hello, SamplingParams(), None, read_settings(None, "low"))[0].text == without.whole(hello).text
 
 
 def test_a_folder_may_have_a_template_for_tools_alone(folder: Path) -> None:
