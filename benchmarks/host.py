@@ -258,16 +258,17 @@ class Counted(Measured):
 
 def of_engine(plan: Plan) -> dict[str, Visit]:
     """Each kind of task of a plan, with a tiny model under it."""
-    timed, counted = _samples(Measured, plan), launches_of(plan)
+    timed, counted = samples_of(Measured, plan), launches_of(plan)
     return {kind: Visit(_middle(timed[kind], 0) * 1e6, *counted[kind]) for kind in timed}
 
 
 def launches_of(plan: Plan) -> dict[str, tuple[float, float]]:
     """Launches of torch and of kernels in each kind of task of a plan."""
-    return {kind: (_middle(samples, 1), _middle(samples, 2)) for kind, samples in _samples(Counted, plan).items()}
+    return {kind: (_middle(samples, 1), _middle(samples, 2)) for kind, samples in samples_of(Counted, plan).items()}
 
 
-def _samples(engine: type[Measured], plan: Plan) -> Mapping[str, Sequence[tuple[float, float, float]]]:
+def samples_of(engine: type[Measured], plan: Plan) -> Mapping[str, Sequence[tuple[float, float, float]]]:
+    """Seconds, launches of torch and of kernels, of all tasks of decode steps, by their kind."""
     model = small_opt(TINY_DTYPE, TINY_WIDTH, TINY_BLOCKS)
     model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
     workload = Workload.uniform(plan.block_size, 16, STEPS)

@@ -13,7 +13,8 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH
+from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH, TRITON
+from h2o_flexgen.kernels.functions import why_launches_are_slow
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
@@ -39,11 +40,12 @@ def kernel_reasons(
     arithmetic: Arithmetic,
     libraries: Callable[[str], Sequence[str]] = variants,
     missing: Callable[[], str | None] = unbuilt,
+    launches: Callable[[], str | None] = why_launches_are_slow,
 ) -> Iterator[str]:
     """The reasons in what computes.
 
     `libraries` says what there is for a kind of device and runs here, the best first. `missing` is the library that suits this
-    CPU best, if it was not built.
+    CPU best, if it was not built. `launches`: why those of a GPU's kernels are slow.
     """
     own = arithmetic.processor
     if own is None:
@@ -58,6 +60,8 @@ def kernel_reasons(
             f"the kernels here were built for another processor ({own.build}), and those for this one ({better}) are faster; "
             "in the checkout, `pip install -e .` builds them"
         )
+    if own.build == TRITON and (why := launches()) is not None:
+        yield f"{why}, so that each launch takes several times as long; install a Triton from 3.6 to 3.9"
     if own.device != CPU and arithmetic.dtype == BF16 and BF16 not in own.instructions:
         yield f"a GPU here has no instructions for products of {BF16}; with --dtype {FP16} they are several times as fast"
     if (own.device, own.build) == (CPU, TORCH) and arithmetic.plan.compute == INT8:

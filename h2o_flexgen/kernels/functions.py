@@ -144,3 +144,9 @@ def _for_gpus() -> Mapping[str, Function]:
     """Imported when the first of them is wanted: Triton is missing where torch was built for CPUs."""
     functions: Mapping[str, Function] = import_module("h2o_flexgen.kernels.gpu.functions").FUNCTIONS
     return functions
+
+
+def why_launches_are_slow() -> str | None:
+    """Why kernels for GPUs are launched through Triton's own door alone; None where they are not."""
+    why: str | None = import_module("h2o_flexgen.kernels.gpu.launching").why_not()
+    return why

@@ -36,8 +36,11 @@ def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_table, "kernels_of", partial(rows_of, TABLE))
 
 
-def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:
-    return list(kernel_reasons(Arithmetic(Plan(), dtype, processor), lambda _: libraries, lambda: None))
+def reasons(
+    processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16", launches: str | None = None
+) -> list[str]:
+    own = Arithmetic(Plan(), dtype, processor)
+    return list(kernel_reasons(own, lambda _: libraries, lambda: None, lambda: launches))
 
 
 def test_where_nothing_can_be_mended_nothing_is_said() -> None:
@@ -49,6 +52,13 @@ def test_where_nothing_can_be_mended_nothing_is_said() -> None:
 def test_a_gpu_without_triton_says_how_to_get_it() -> None:
     assert reasons(Processor("cuda"), libraries=(), dtype="float16") == [NO_TRITON]
     assert "pip install triton" in NO_TRITON
+
+
+def test_a_triton_whose_launches_are_not_known_is_said() -> None:
+    gpu, why = Processor("cuda", "triton", ("float16",)), "Triton 4 launches kernels in another way"
+    (line,) = reasons(gpu, ("triton",), "float16", why)
+    assert line.startswith(f"{why}, so that each launch") and "install a Triton" in line
+    assert reasons(Processor("cpu", BUILT[0]), dtype="float32", launches=why) == []
 
 
 def test_a_gpu_without_instructions_for_a_type_names_the_one_it_has() -> None:

@@ -4,6 +4,9 @@ Products are rounded as the twin rounds them, so both give the same bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,23 +15,28 @@ from torch import Tensor
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.evict import Newest, Notes
 from h2o_flexgen.kernels.gpu.codes import as_words
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 
-WARPS = 1  # a head has few values
+EXACTLY: Mapping[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}  # a head has few values
 
 
 def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
-    rows, tokens, heads, dim = x.shape
-    assert x.stride(3) == 1 and turn.cos.dtype == turn.sin.dtype == x.dtype
-    cos, sin = (each.expand(rows, -1, -1, -1).contiguous() for each in turn)
+    rows = len(x)
+    cos, sin = (each if len(each) == rows else each.expand(rows, -1, -1, -1) for each in turn)
+    cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        rotate_heads[(rows * tokens, heads)](  # the first dimension of a grid alone goes beyond 65535
-            *(x, cos, sin, out, tokens, dim, cos.shape[-1], *x.stride()[:3]),
-            DIM=triton.next_power_of_2(dim),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+        rotation_of(seen(x), seen(cos), seen(sin))(x, cos, sin, out)
     return out
+
+
+@kept_by_shape
+def rotation_of(x: Seen, cos: Seen, sin: Seen) -> Launch:
+    (rows, tokens, heads, dim), strides, dtype = x
+    assert strides[3] == 1 and cos == sin and cos[2] == dtype
+    grid = rows * tokens, heads  # the first dimension of a grid alone goes beyond 65535
+    numbers = tokens, dim, cos[0][-1], *strides[:3]
+    return launcher(rotate_heads, grid, numbers, DIM=triton.next_power_of_2(dim), **EXACTLY)
 
 
 def append(
@@ -41,31 +49,41 @@ def append(
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
-    rows, heads, slots = image.shape[1:4]
     if turn is None:  # nothing is computed with
         image, k, v = as_words(image, k, v)
-    assert k.dtype == v.dtype == image.dtype and k.stride(3) == v.stride(3) == q.stride(3) == image.stride(4) == 1
+        out, cos, sin = q, image, image
+    else:
+        out, (cos, sin) = torch.empty(q.shape, dtype=q.dtype, device=q.device), turn
     assert notes is None or notes.positions.is_contiguous()
     positions, scores, _, noted_worth = notes or (None,) * 4
     worth = None if worth is None else worth.contiguous()
     assert noted_worth is None or worth is not None
-    turned = 0 if turn is None else q.shape[2]
-    out = q if turn is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cos, sin = (image, image) if turn is None else turn
-    append_heads[(turned + 2 * heads, rows)](
-        *(image, newest.slots, newest.positions, q, k, v, cos, sin, out),
-        *(image if each is None else each for each in (positions, scores, noted_worth, worth)),
-        *(turned, heads, slots, image.shape[-1], 0 if turn is None else cos.shape[-1]),
-        *(*image.stride()[:4], q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
-        TURNS=turn is not None,
-        NOTES=notes is not None,
-        SCORES=scores is not None,
-        WORTH=noted_worth is not None,
-        DIM=triton.next_power_of_2(image.shape[-1]),
-        num_warps=WARPS,
-        enable_fp_fusion=False,
-    )
+    half = 0 if turn is None else cos.shape[-1]
+    noted = positions is not None, scores is not None, noted_worth is not None
+    launch = appending_of(seen(image), seen(q), seen(k), seen(v), half, *noted)
+    left = (image if each is None else each for each in (positions, scores, noted_worth, worth))
+    launch(image, q, k, v, cos, sin, out, *left, newest.slots, newest.positions)
     return out
+
+
+@kept_by_shape
+def appending_of(image: Seen, q: Seen, k: Seen, v: Seen, half: int, notes: bool, scores: bool, worth: bool) -> Launch:
+    """`half`: pairs of a head that turn; none do where it is 0."""
+    (_, rows, heads, slots, dim), strides, dtype = image
+    assert k[2] == v[2] == dtype and k[1][3] == v[1][3] == q[1][3] == strides[4] == 1
+    turned = q[0][2] if half else 0
+    of_new = (each[at] for each in (q[1], k[1], v[1]) for at in (0, 2))
+    return launcher(
+        append_heads,
+        (turned + 2 * heads, rows),
+        (turned, heads, slots, dim, half, *strides[:4], *of_new),
+        TURNS=half > 0,
+        NOTES=notes,
+        SCORES=scores,
+        WORTH=worth,
+        DIM=triton.next_power_of_2(dim),
+        **EXACTLY,
+    )
 
 
 @triton.jit
@@ -92,9 +110,9 @@ def rotate_heads(x, cos, sin, out, tokens, dim, half, row_stride, token_stride, 
     turned_head(here, cos + place * half, sin + place * half, there, dim, half, DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["newest", "texts"])
 def append_heads(
-    image, newest, texts, q, k, v, cos, sin, out, positions, scores, noted_worth, worth, turned, heads, slots, dim, half,
+    image, q, k, v, cos, sin, out, positions, scores, noted_worth, worth, newest, texts, turned, heads, slots, dim, half,
     half_stride, row_stride, head_stride, slot_stride, q_row, q_head, k_row, k_head, v_row, v_head,
     TURNS: tl.constexpr, NOTES: tl.constexpr, SCORES: tl.constexpr, WORTH: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP as _GROUP
 from h2o_flexgen.formats.grouped import TILE as _TILE
+from h2o_flexgen.kernels.gpu.launching import ALIGNED, kept_by_shape, seen
 
 # -- words -----------------------------------------------------------------------------------------------------------------
 # Slots that are only moved, as the widest whole words that they are made of: fewer and wider loads, and no value is read.
@@ -20,18 +21,20 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first
 
 def as_words(*slots: Tensor) -> Iterator[Tensor]:
     """Views of values of one type (..., width), each side by side in the last dimension, as words of one type."""
-    return (each.view(_widest(slots)) for each in slots)
+    word = _widest(*((each.data_ptr() % ALIGNED, *seen(each)) for each in slots))
+    return (each.view(word) for each in slots)
 
 
-def _widest(slots: tuple[Tensor, ...]) -> torch.dtype:
-    return next(word for word in WORDS if all(_made_of(each, word.itemsize) for each in slots))
+@kept_by_shape
+def _widest(*slots: tuple[int, torch.Size, tuple[int, ...], torch.dtype]) -> torch.dtype:
+    return next(word for word in WORDS if all(_made_of(*each, word.itemsize) for each in slots))
 
 
-def _made_of(slots: Tensor, nbytes: int) -> bool:
+def _made_of(begin: int, shape: torch.Size, strides: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
     """Whether every slot begins at a whole word of this size and ends with one. A dimension of one place has no stride."""
-    assert slots.stride(-1) == 1
-    steps = [stride for size, stride in zip(slots.shape[:-1], slots.stride()) if size > 1]
-    return all(each * slots.itemsize % nbytes == 0 for each in (slots.shape[-1], slots.storage_offset(), *steps))
+    assert strides[-1] == 1
+    steps = [stride for size, stride in zip(shape[:-1], strides) if size > 1]
+    return begin % nbytes == 0 and all(each * dtype.itemsize % nbytes == 0 for each in (shape[-1], *steps))
 
 
 # -- codes -----------------------------------------------------------------------------------------------------------------

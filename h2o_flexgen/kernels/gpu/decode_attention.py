@@ -18,14 +18,17 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, values_of_slots
+from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, named, values_of_slots
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.gpu.softmax import (
     TOGETHER,
     exponential_of,
     gathered,
     highest,
+    parts_of_left,
     scores_of,
     softmax_of_chunks,
+    values_left,
     values_of_chunks,
 )
 from h2o_flexgen.kernels.more_keys import More
@@ -39,18 +42,12 @@ GATHERED = 1024  # slots for which one program gathers shares
 STAGES = 2  # tiles that are read ahead where a GPU can do so
 
 
-class Partials(NamedTuple):
-    """What the first pass leaves for the second; nothing where there is none."""
+class _Step(NamedTuple):
+    """The launches of an attention, and how many values the first leaves for the second."""
 
-    tops: Tensor  # (queries, chunks)
-    totals: Tensor  # (queries, chunks)
-    made: Tensor  # (queries, chunks, dim)
-    scores: Tensor  # (queries, slots), where shares are gathered
-
-    @classmethod
-    def of(cls, like: Tensor, queries: int, chunks: int, dim: int, scored: int) -> Partials:
-        shapes = (queries, chunks), (queries, chunks), (queries, chunks, dim), (queries, scored)
-        return cls(*(torch.empty(shape, dtype=torch.float32, device=like.device) for shape in shapes))
+    attend: Launch
+    join: Launch | None  # None: the first one makes the outcome
+    left: int
 
 
 def decode_attention(
@@ -63,19 +60,21 @@ def decode_attention(
     gathers: str | None = SUM,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    rows, kv_heads, group, dim = q.shape
-    slots = keys.data.shape[2]
-    q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    got = torch.empty(rows, kv_heads, slots, dtype=torch.float32, device=q.device) if gathers else None
-    if not rows:
+    q = q.contiguous()
+    out, got = torch.empty_like(q), None
+    if gathers:
+        got = torch.empty(keys.data.shape[:3], dtype=torch.float32, device=q.device)
+    if not out.numel():
         return out, got
-    chunks = triton.cdiv(slots, CHUNK)
-    is_over = chunks == 1 and more is None and got is None
-    left = Partials.of(q, 0 if is_over else rows * kv_heads * group, chunks, dim, 0 if got is None else slots)
-    places = SlotPlaces.of(keys, dim), SlotPlaces.of(values, dim)
-    _attend_chunks(q, *places, held, left, out if is_over else None, slots, chunks, cap or 0.0)
-    if not is_over:
-        _join_chunks(left, held, more, out, got, gathers == MAX)
+    has_values = more is not None and more.values is not None
+    given = q.shape, q.dtype, seen(keys.data), keys.format, seen(values.data), values.format
+    attend, join, count = launches_of(*given, more is not None, has_values, gathers, cap or 0.0)
+    left = torch.empty(count, dtype=torch.float32, device=q.device)
+    attend(q, keys.data, values.data, left, out, held)
+    if join is not None:
+        nothing = left, left
+        elsewhere = nothing if more is None else (more.scores, left if more.values is None else more.values)
+        join(left, *elsewhere, out, left if got is None else got, held)
     return out, got
 
 
@@ -84,74 +83,64 @@ def tile_slots(width: int, queries: int) -> int:
     return min(largest, max(LEAST_TILE, values // width))
 
 
-def _attend_chunks(
-    q: Tensor,
-    key: SlotPlaces,
-    value: SlotPlaces,
-    held: Tensor,
-    left: Partials,
-    out: Tensor | None,
-    slots: int,
-    chunks: int,
+@kept_by_shape
+def launches_of(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    keys: Seen,
+    key_format: str,
+    values: Seen,
+    value_format: str,
+    has_more: bool,
+    has_values: bool,
+    gathers: str | None,
     cap: float,
-) -> None:
-    rows, kv_heads, group, dim = q.shape
+) -> _Step:
+    (rows, kv_heads, group, dim), slots = shape, keys[0][2]
+    chunks, scored = triton.cdiv(slots, CHUNK), slots if gathers else 0
+    is_over = chunks == 1 and not has_more and not gathers
     queries = 1 if group == 1 else max(DOT_QUERIES, triton.next_power_of_2(group))
-    attend_chunk_kernel[rows * kv_heads, chunks](
-        q,
-        *(key.data, key.shared, key.row, key.head, key.slot),
-        *(value.data, value.shared, value.row, value.head, value.slot),
-        held,
-        *left,
-        left.made if out is None else out,
-        dim**-0.5,
-        slots,
-        kv_heads,
-        *(key.step, key.bits, key.width),
-        *(value.step, value.bits, value.width),
+    key, value = SlotPlaces.of(keys, key_format, dim), SlotPlaces.of(values, value_format, dim)
+    attend = launcher(
+        attend_chunk_kernel,
+        (rows * kv_heads, chunks),
+        (*key[:3], *value[:3], dim**-0.5, scored, kv_heads),
+        **named("KEY", key),
+        **named("VALUE", value),
         GROUP=group,
         QUERIES=queries,
         DIM=dim,
         CHUNK=CHUNK,
         TILE=tile_slots(max(key.width, value.width), queries),
         CAP=cap,
-        GATHERS=left.scores.shape[1] > 0,
-        IS_OVER=out is not None,
+        GATHERS=bool(gathers),
+        IS_OVER=is_over,
         num_stages=STAGES,
     )
-
-
-def _join_chunks(left: Partials, held: Tensor, more: More | None, out: Tensor, got: Tensor | None, is_highest: bool) -> None:
-    rows, kv_heads, group, dim = out.shape
-    slots, nothing = left.scores.shape[1], left.tops
-    join_chunks_kernel[rows * kv_heads, group + triton.cdiv(slots, GATHERED)](
-        *left,
-        held,
-        *((nothing, nothing) if more is None else (more.scores, nothing if more.values is None else more.values)),
-        out,
-        nothing if got is None else got,
-        left.tops.shape[1],
-        slots,
-        kv_heads,
+    if is_over:
+        return _Step(attend, None, 0)
+    join = launcher(
+        join_chunks_kernel,
+        (rows * kv_heads, group + triton.cdiv(scored, GATHERED)),
+        (chunks, scored, kv_heads),
         GROUP=group,
         DIM=dim,
         WIDTH=triton.next_power_of_2(dim),
         CHUNK=CHUNK,
         TOGETHER=TOGETHER,
         GATHERED=GATHERED,
-        HAS_MORE=more is not None,
-        HAS_VALUES=more is not None and more.values is not None,
-        IS_HIGHEST=is_highest,
+        HAS_MORE=has_more,
+        HAS_VALUES=has_values,
+        IS_HIGHEST=gathers == MAX,
     )
+    return _Step(attend, join, values_left(rows * kv_heads * group, chunks, dim, scored))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["held"])
 def attend_chunk_kernel(
-    q: tl.tensor,
-    keys: tl.tensor, key_shared: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, key_slot: tl.tensor,
-    values: tl.tensor, value_shared: tl.tensor, value_row: tl.tensor, value_head: tl.tensor, value_slot: tl.tensor,
-    held: tl.tensor,
-    tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor, out: tl.tensor,
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, left: tl.tensor, out: tl.tensor, held: tl.tensor,
+    key_row: tl.tensor, key_head: tl.tensor, key_slot: tl.tensor,
+    value_row: tl.tensor, value_head: tl.tensor, value_slot: tl.tensor,
     scale: tl.tensor, slots: tl.tensor, kv_heads: tl.tensor,
     KEY_STEP: tl.constexpr, KEY_BITS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_STEP: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -172,13 +161,12 @@ def attend_chunk_kernel(
         total = tl.zeros((QUERIES,), tl.float32)
         summed = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
         key_start, value_start = row * key_row + head * key_head, row * value_row + head * value_head
+        made, scores, tops, totals = parts_of_left(left, tl.num_programs(0) * GROUP, tl.num_programs(1), slots, DIM)
         for start in range(first, end, TILE):
             slot = start + tl.arange(0, TILE)
             there = slot < end
-            k = values_of_slots(keys, key_shared, key_start, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
-            v = values_of_slots(
-                values, value_shared, value_start, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH
-            )
+            k = values_of_slots(keys, key_start, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
+            v = values_of_slots(values, value_start, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH)
             found = scores_of(own, k, there, scale, CAP)
             if GATHERS:
                 place = number[:, None] * slots + slot[None, :]
@@ -195,10 +183,9 @@ def attend_chunk_kernel(
             tl.store(made + place[:, None] * DIM + column[None, :], summed, mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["held"])
 def join_chunks_kernel(
-    tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor,
-    held: tl.tensor, more_scores: tl.tensor, more_values: tl.tensor, out: tl.tensor, got: tl.tensor,
+    left: tl.tensor, more_scores: tl.tensor, more_values: tl.tensor, out: tl.tensor, got: tl.tensor, held: tl.tensor,
     chunks: tl.tensor, slots: tl.tensor, kv_heads: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
     GATHERED: tl.constexpr, HAS_MORE: tl.constexpr, HAS_VALUES: tl.constexpr, IS_HIGHEST: tl.constexpr,
@@ -207,6 +194,7 @@ def join_chunks_kernel(
     of_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = tl.load(held + of_head // kv_heads).to(tl.int32)
     filled = tl.cdiv(end, CHUNK)
+    made, scores, tops, totals = parts_of_left(left, tl.num_programs(0) * GROUP, chunks, slots, DIM)
     more = -float("inf")
     if part < GROUP:
         query = of_head * GROUP + part

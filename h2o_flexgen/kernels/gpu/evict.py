@@ -10,6 +10,7 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, parts
 from h2o_flexgen.kernels.gpu.codes import as_words
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.gpu.softmax import highest
 
 # -- evict -----------------------------------------------------------------------------------------------------------------
@@ -26,33 +27,30 @@ MOST_SLOTS = 1024  # that a program looks at side by side
 def evict(
     image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
 ) -> Tensor:
-    rows, heads, slots = notes.positions.shape
-    (words,) = as_words(image)
-    assert notes.positions.is_contiguous() and (got is None or got.is_contiguous())
-    target = torch.empty(rows, heads, dtype=torch.int64, device=image.device)
-    has_worth = notes.worth is not None
-    by = BY_SCORE if notes.scores is not None else BY_WORTH if has_worth else BY_CHANCE if notes.by_chance else BY_AGE
-    evict_one[(heads, rows)](
-        words,
-        notes.positions,
-        *(notes.positions if each is None else each for each in (notes.scores, got, notes.worth)),
-        newest.slots,
-        leaving.start,
-        leaving.end,
-        leaving.after,
-        target,
-        decay,
-        slots,
-        words.shape[-1],
-        *words.stride()[:4],
+    (words,), (positions, scores, by_chance, worth) = as_words(image), notes
+    assert positions.is_contiguous() and (got is None or got.is_contiguous())
+    target = torch.empty(positions.shape[:2], dtype=torch.int64, device=image.device)
+    launch = eviction_of(seen(words), scores is not None, by_chance, worth is not None, decay, gathers)
+    noted = (positions if each is None else each for each in (scores, got, worth))
+    launch(words, positions, *noted, target, newest.slots, leaving.start, leaving.end, leaving.after)
+    return target
+
+
+@kept_by_shape
+def eviction_of(words: Seen, has_scores: bool, by_chance: bool, has_worth: bool, decay: float, gathers: str) -> Launch:
+    (_, rows, heads, slots, width), strides, _ = words
+    by = BY_SCORE if has_scores else BY_WORTH if has_worth else BY_CHANCE if by_chance else BY_AGE
+    return launcher(
+        evict_one,
+        (heads, rows),
+        (decay, slots, width, *strides[:4]),
         BY=by.value,
         IS_HIGHEST=gathers == MAX,
         HAS_WORTH=has_worth,
         SLOTS=min(MOST_SLOTS, triton.next_power_of_2(slots)),
-        WORDS=triton.next_power_of_2(words.shape[-1]),
+        WORDS=triton.next_power_of_2(width),
         enable_fp_fusion=False,
     )
-    return target
 
 
 @triton.jit
@@ -86,9 +84,9 @@ def ranked(
     return position, rank
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["newest", "start", "end", "after"])
 def evict_one(
-    image, positions, scores, got, worth, newest, start, end, after, target, decay, slots, words,
+    image, positions, scores, got, worth, target, newest, start, end, after, decay, slots, words,
     half_stride, row_stride, head_stride, slot_stride,
     BY: tl.constexpr, IS_HIGHEST: tl.constexpr, HAS_WORTH: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -168,18 +166,18 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
 def _move(source: Tensor, index: Tensor, out: Tensor, numbers: Tensor | None = None) -> None:
     """source (halves, rows, heads, slots, words), index (rows, heads, count) -> out (halves, rows, heads, count, words), and
     `numbers` (rows, heads), where the first of the index is wanted as well."""
-    halves, rows, heads, count, words = out.shape
-    move_slots[(triton.cdiv(count, SLOTS), heads, rows)](
-        source,
-        index,
-        out,
-        index if numbers is None else numbers,
-        count,
-        words,
-        *source.stride()[:4],
-        *index.stride(),
-        *out.stride()[:4],
-        NUMBERS=numbers is not None,
+    launch = move_of(seen(source), seen(index), seen(out), numbers is not None)
+    launch(source, index, out, index if numbers is None else numbers)
+
+
+@kept_by_shape
+def move_of(source: Seen, index: Seen, out: Seen, numbers: bool) -> Launch:
+    halves, rows, heads, count, words = out[0]
+    return launcher(
+        move_slots,
+        (triton.cdiv(count, SLOTS), heads, rows),
+        (count, words, *source[1][:4], *index[1], *out[1][:4]),
+        NUMBERS=numbers,
         HALVES=halves,
         SLOTS=SLOTS,
         WORDS=triton.next_power_of_2(words),

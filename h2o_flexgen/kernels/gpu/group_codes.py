@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +22,9 @@ from h2o_flexgen.kernels.gpu.codes import (
     to_nearest,
     widened,
 )
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
+
+EXACTLY: Mapping[str, Any] = {"enable_fp_fusion": False}
 
 # -- encode ----------------------------------------------------------------------------------------------------------------
 # Values encoded with a group format in one launch, by rows or in tiles: the bytes that torch gives.
@@ -29,12 +35,15 @@ ROWS = 16  # that a program encodes a group of
 def group_encode(format: Grouped, values: Tensor, out: Tensor) -> None:
     """Encodes values (rows, columns) into out (rows, bytes of a row)."""
     assert out.is_contiguous()
-    rows, columns = values.shape
     if values.numel():
-        grid, whole = (triton.cdiv(rows, ROWS), groups_of(columns)), columns % GROUP_VALUES == 0
-        group_encode_kernel[grid](
-            values, out, rows, columns, *values.stride(), format.bits, ROWS, whole, enable_fp_fusion=False
-        )
+        encoding_of(format.bits, seen(values))(values, out)
+
+
+@kept_by_shape
+def encoding_of(bits: int, values: Seen) -> Launch:
+    (rows, columns), strides, _ = values
+    grid, whole = (triton.cdiv(rows, ROWS), groups_of(columns)), columns % GROUP_VALUES == 0
+    return launcher(group_encode_kernel, grid, (rows, columns, *strides), BITS=bits, ROWS=ROWS, WHOLE=whole, **EXACTLY)
 
 
 def tile_encode(format: Tiled, values: Tensor, out: Tensor) -> None:
@@ -43,7 +52,8 @@ def tile_encode(format: Tiled, values: Tensor, out: Tensor) -> None:
     outputs, columns = values.shape
     if values.numel():
         grid, whole = (len(out), groups_of(columns)), columns % GROUP_VALUES == 0
-        tile_encode_kernel[grid](values, out, outputs, columns, *values.stride(), format.bits, whole, enable_fp_fusion=False)
+        numbers = outputs, columns, *values.stride()
+        launcher(tile_encode_kernel, grid, numbers, BITS=format.bits, WHOLE=whole, **EXACTLY)(values, out)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -138,14 +148,18 @@ MOST_WORDS = 64  # of one row
 def group_decode(format: Grouped, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row) into out (rows, columns)."""
     assert data.is_contiguous() and out.is_contiguous()
-    rows, columns = out.shape
-    if not out.numel():
-        return
-    words = groups_of(columns) * format.code_bytes // 4
+    if out.numel():
+        decoding_of(format.bits, seen(out))(data, out)
+
+
+@kept_by_shape
+def decoding_of(bits: int, out: Seen) -> Launch:
+    rows, columns = out[0]
+    words = groups_of(columns) * Grouped(bits).code_bytes // 4
     of_row = min(MOST_WORDS, triton.next_power_of_2(words))
     at_once = WORDS // of_row
     grid = triton.cdiv(rows, at_once), triton.cdiv(words, of_row)
-    group_decode_kernel[grid](data, out, rows, columns, format.bits, at_once, of_row, enable_fp_fusion=False)
+    return launcher(group_decode_kernel, grid, out[0], BITS=bits, ROWS=at_once, WORDS=of_row, **EXACTLY)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -186,18 +200,28 @@ GROUPS_OF_ROW = 8
 def tile_decode(format: Tiled, data: Tensor, out: Tensor) -> None:
     """Decodes data (tiles, bytes of a tile) into out (outputs, columns)."""
     assert data.is_contiguous() and out.is_contiguous()
-    outputs, columns = out.shape
     if out.numel():
-        grid = len(data), triton.cdiv(groups_of(columns), GROUPS)
-        tile_decode_kernel[grid](data, out, outputs, columns, format.bits, GROUPS, enable_fp_fusion=False)
+        tiles_of(format.bits, len(data), seen(out))(data, out)
+
+
+@kept_by_shape
+def tiles_of(bits: int, tiles: int, out: Seen) -> Launch:
+    grid = tiles, triton.cdiv(groups_of(out[0][1]), GROUPS)
+    return launcher(tile_decode_kernel, grid, out[0], BITS=bits, GROUPS=GROUPS, **EXACTLY)
 
 
 def tile_decode_rows(format: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes the outputs with these numbers (count,) of data (tiles, bytes of a tile) into out (count, columns)."""
     assert data.is_contiguous() and numbers.is_contiguous() and out.is_contiguous()
     if out.numel():
-        grid = len(out), triton.cdiv(groups_of(out.shape[1]), GROUPS_OF_ROW)
-        tile_decode_rows_kernel[grid](data, numbers, out, out.shape[1], format.bits, GROUPS_OF_ROW, enable_fp_fusion=False)
+        rows_of_tiles(format.bits, seen(out))(data, out, numbers)
+
+
+@kept_by_shape
+def rows_of_tiles(bits: int, out: Seen) -> Launch:
+    count, columns = out[0]
+    grid = count, triton.cdiv(groups_of(columns), GROUPS_OF_ROW)
+    return launcher(tile_decode_rows_kernel, grid, (columns,), BITS=bits, GROUPS=GROUPS_OF_ROW, **EXACTLY)
 
 
 @triton.jit(do_not_specialize=["outputs"])
@@ -213,8 +237,8 @@ def tile_decode_kernel(data, out, outputs, columns, BITS: tl.constexpr, GROUPS: 
     tl.store(rows + place, found.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def tile_decode_rows_kernel(data, numbers, out, columns, BITS: tl.constexpr, GROUPS: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["numbers"])
+def tile_decode_rows_kernel(data, out, numbers, columns, BITS: tl.constexpr, GROUPS: tl.constexpr):
     of_group: tl.constexpr = GROUP * BITS // 32  # words
     row, groups = tl.program_id(0).to(tl.int64), tl.cdiv(columns, GROUP)
     number = tl.load(numbers + row)

@@ -14,6 +14,7 @@ from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
 from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, place_in_word, to_nearest, widened
+from h2o_flexgen.kernels.gpu.launching import Launch, kept_by_shape, launcher
 from h2o_flexgen.kernels.int8_product import LARGEST_CODE, NOTHING, Int8Rows
 
 # -- int8 rows -------------------------------------------------------------------------------------------------------------
@@ -31,8 +32,15 @@ def int8_rows(values: Tensor) -> Int8Rows:
     scales, sums = (torch.empty(rows, groups, device=x.device) for _ in range(2))
     made = Int8Rows(torch.empty(rows, groups * GROUP_VALUES, dtype=torch.int8, device=x.device), scales, sums)
     if x.numel():
-        int8_rows_kernel[rows, triton.cdiv(groups, GROUPS)](x, *made, columns, GROUPS, enable_fp_fusion=False)
+        rounding_of(x.shape, x.dtype)(x, *made)
     return made
+
+
+@kept_by_shape
+def rounding_of(shape: torch.Size, dtype: torch.dtype) -> Launch:
+    rows, columns = shape
+    grid = rows, triton.cdiv(groups_of(columns), GROUPS)
+    return launcher(int8_rows_kernel, grid, (columns,), GROUPS=GROUPS, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -68,18 +76,22 @@ def int8_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Ten
     assert data.shape == (-(-outputs // TILE_OUTPUTS), format.tile_bytes(x.values.shape[-1])) and data.is_contiguous()
     out = x.values.new_empty(x.rows, outputs)
     if out.numel():
-        _launch(format, x.made(int8_rows), data, bias, out)
+        made = x.made(int8_rows)
+        launch = product_of(format.bits, made.scales.shape, out.shape, out.dtype, bias is not None)
+        launch(data, *made, out if bias is None else bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(format: Tiled, x: Int8Rows, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    rows, outputs = out.shape
+@kept_by_shape
+def product_of(bits: int, groups: torch.Size, shape: torch.Size, dtype: torch.dtype, has_bias: bool) -> Launch:
+    rows, outputs = shape
     rows_at_once, outputs_at_once, warps = FEW if rows <= FEW[0] else MANY
-    int8_product_kernel[triton.cdiv(outputs, outputs_at_once), triton.cdiv(rows, rows_at_once)](
-        *(data, *x, out if bias is None else bias, out),
-        *(rows, outputs, x.scales.shape[1]),
-        HAS_BIAS=bias is not None,
-        BITS=format.bits,
+    return launcher(
+        int8_product_kernel,
+        (triton.cdiv(outputs, outputs_at_once), triton.cdiv(rows, rows_at_once)),
+        (rows, outputs, groups[1]),
+        HAS_BIAS=has_bias,
+        BITS=bits,
         ROWS=rows_at_once,
         OUTPUTS=outputs_at_once,
         num_warps=warps,

@@ -10,27 +10,22 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP, groups_of
 from h2o_flexgen.formats.table import GROUPED, PLAIN
-from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kernels.gpu.launching import Seen
 
 BITS = {PLAIN: 0} | {format.name: format.bits for format in GROUPED}
-UNITS = {4: torch.int16, 8: torch.int32}
 WIDEST_LOAD = 16  # bytes that a thread can load at once
 LEAST_DOT = 16  # values that products of tiles are summed over at least
 
 
 class SlotPlaces(NamedTuple):
-    """Slots as a kernel is told of them. Strides count steps of `step` elements of `data`, so that the compiler knows what they
-    are multiples of."""
+    """Slots as a kernel is told of them. Strides count steps of `step` values, or of units of codes, so that the compiler knows
+    what they are multiples of."""
 
-    data: Tensor  # values, or units of codes
-    shared: Tensor  # the same memory in elements of 16 bits, for scales and minima
     row: int
     head: int
     slot: int
@@ -39,16 +34,21 @@ class SlotPlaces(NamedTuple):
     width: int  # columns of a tile: a power of two
 
     @classmethod
-    def of(cls, kept: KVSlots, dim: int) -> SlotPlaces:
-        bits, data = BITS[kept.format], kept.data
-        assert data.stride(3) == 1
-        elements = data.view(UNITS[bits]) if bits else data
-        row, head, slot = (stride * data.itemsize if size > 1 else 0 for size, stride in zip(data.shape, data.stride()[:3]))
-        step = max(1, gcd(WIDEST_LOAD, row, head, slot) // elements.itemsize)
-        step_bytes = step * elements.itemsize
+    def of(cls, data: Seen, format: str, dim: int) -> SlotPlaces:
+        """`data`: (rows, kv_heads, slots, width)"""
+        (shape, strides, dtype), bits = data, BITS[format]
+        assert strides[3] == 1
+        nbytes, of_element = dtype.itemsize, bits // 2 or dtype.itemsize
+        row, head, slot = (stride * nbytes if size > 1 else 0 for size, stride in zip(shape, strides[:3]))
+        step = max(1, gcd(WIDEST_LOAD, row, head, slot) // of_element)
+        of_step = step * of_element
         width = GROUP * triton.next_power_of_2(groups_of(dim)) if bits else max(LEAST_DOT, triton.next_power_of_2(dim))
-        shared = data.view(torch.bfloat16) if bits else data
-        return cls(elements, shared, row // step_bytes, head // step_bytes, slot // step_bytes, step, bits, width)
+        return cls(row // of_step, head // of_step, slot // of_step, step, bits, width)
+
+
+def named(part: str, places: SlotPlaces) -> dict[str, int]:
+    """What is a constant of a kernel."""
+    return {f"{part}_{name}": number for name, number in zip(("STEP", "BITS", "WIDTH"), places[3:], strict=True)}
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def column_numbers(BITS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def values_of_slots(
-    data: tl.tensor, shared: tl.tensor, start: tl.tensor, numbers: tl.tensor, is_there: tl.tensor, slot_stride: tl.tensor,
+    data: tl.tensor, start: tl.tensor, numbers: tl.tensor, is_there: tl.tensor, slot_stride: tl.tensor,
     STEP: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The values of slots with these numbers (count,) as a tile (count, WIDTH): plain ones in their type, decoded ones in
@@ -76,6 +76,8 @@ def values_of_slots(
         values = tl.load(data + (slots * STEP)[:, None] + column[None, :], mask=there, other=0.0)
     else:
         GROUPS: tl.constexpr = (DIM + 63) // 64
+        shared = data.to(tl.pointer_type(tl.bfloat16))  # scales and minima
+        data = data.to(tl.pointer_type(tl.int16 if BITS == 4 else tl.int32))
         group, unit = tl.arange(0, WIDTH // 64), tl.arange(0, 16)
         there = is_there[:, None] & (group < GROUPS)[None, :]
         groups = (slots * STEP)[:, None] + (16 * group)[None, :]

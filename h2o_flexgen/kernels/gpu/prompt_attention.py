@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.kernels.gpu.launching import launcher
 from h2o_flexgen.kernels.gpu.softmax import capped, highest, highest_of_rows
 from h2o_flexgen.kernels.more_keys import More
 
@@ -63,24 +64,30 @@ def prompt_attention(
     blocks = _Blocks.of(padded)
     elsewhere = (weighs, out) if more is None else (more.scores, out if more.values is None else more.values)
     alike: Any = {"DIM": dim, "PADDED": padded, "CAP": cap or 0.0, "num_warps": blocks.warps, "num_stages": blocks.stages}
-    attend_prompt[(triton.cdiv(tokens, blocks.queries), heads, rows)](
-        *(q, k, v, before, *elsewhere, out, weighs, *sizes, *strides, *v.stride()[:3]),
+    attend = launcher(
+        attend_prompt,
+        (triton.cdiv(tokens, blocks.queries), heads, rows),
+        (*sizes, *strides, *v.stride()[:3]),
         MORE=more is not None,
         VALUES=more is not None and more.values is not None,
         QUERIES=blocks.queries,
         KEYS=blocks.keys,
         **alike,
     )
+    attend(q, k, v, before, *elsewhere, out, weighs)
     if weights is None:
         return out, None
     got = torch.empty(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
-    gather_columns[(triton.cdiv(keys, blocks.gathered), kv_heads, rows)](
-        *(q, k, before, weights.float().contiguous(), weighs, got, *sizes, *strides),
+    gather = launcher(
+        gather_columns,
+        (triton.cdiv(keys, blocks.gathered), kv_heads, rows),
+        (*sizes, *strides),
         QUERIES=blocks.queries,
         KEYS=blocks.gathered,
         IS_HIGHEST=gathers == MAX,
         **alike,
     )
+    gather(q, k, before, weights.float().contiguous(), weighs, got)
     return out, got
 
 

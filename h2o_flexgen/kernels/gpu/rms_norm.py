@@ -9,21 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
+
 VALUES_OF_A_WARP = 512
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    is_wide = weight.dtype != x.dtype
-    assert rows.stride(1) == 1 and weight.is_contiguous() and (not is_wide or weight.dtype == torch.float32)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        block = triton.next_power_of_2(width)
-        warps = min(16, max(1, block // VALUES_OF_A_WARP))
-        sizes = width, rows.stride(0)
-        norm_row[(len(rows),)](rows, weight, out, eps, *sizes, FROM_ONE=from_one, IS_WIDE=is_wide, WIDTH=block, num_warps=warps)
+        rows = x.reshape(-1, x.shape[-1])
+        _launch(seen(rows), seen(weight), eps, from_one)(rows, weight, out)
     return out
+
+
+@kept_by_shape
+def _launch(rows: Seen, weight: Seen, eps: float, from_one: bool) -> Launch:
+    (count, width), (stride, within), dtype = rows
+    shape, steps, dtype_of_weight = weight
+    is_wide = dtype_of_weight != dtype
+    assert within == 1 and shape == (width,) and steps == (1,) and (not is_wide or dtype_of_weight == torch.float32)
+    block = triton.next_power_of_2(width)
+    forms = {"FROM_ONE": from_one, "IS_WIDE": is_wide, "WIDTH": block}
+    return launcher(norm_row, (count,), (eps, width, stride), **forms, num_warps=min(16, max(1, block // VALUES_OF_A_WARP)))
 
 
 @triton.jit

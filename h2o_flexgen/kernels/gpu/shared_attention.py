@@ -7,6 +7,8 @@ tensor cores multiply them. Queries go in pieces, so that what is left between t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,17 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, SCORED_BYTES
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, values_of_slots
-from h2o_flexgen.kernels.gpu.softmax import TOGETHER, gathered, scores_of, softmax_of_chunks, values_of_chunks
+from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, named, values_of_slots
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
+from h2o_flexgen.kernels.gpu.softmax import (
+    TOGETHER,
+    gathered,
+    parts_of_left,
+    scores_of,
+    softmax_of_chunks,
+    values_left,
+    values_of_chunks,
+)
 from h2o_flexgen.kernels.more_keys import More
 
 CHUNK = 512  # tokens of a program
@@ -31,55 +42,61 @@ def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | Non
     q, chunks = q.contiguous(), triton.cdiv(length, CHUNK)
     out = torch.empty(1, queries, heads, dim, dtype=torch.float32, device=q.device)
     scores = torch.empty(1, queries, heads, dtype=torch.float32, device=q.device)
-    key, value = (SlotPlaces.of(KVSlots(kept.data[None], kept.format), dim) for kept in (keys, values))
+    text = seen(keys.data[None]), keys.format, seen(values.data[None]), values.format
     at_once = max(1, SCORED_BYTES // (FLOAT_BYTES * heads * chunks * dim))
     for start in range(0, queries, at_once):
         piece = slice(start, start + at_once)
-        _attend(q[piece], key, value, scores[0, piece], out[0, piece], keys.data.shape[0], length, chunks, cap or 0.0)
+        own = q[piece]
+        attend, join, count = launches_of(own.shape, own.dtype, *text, cap or 0.0)
+        left = torch.empty(count, dtype=torch.float32, device=q.device)
+        attend(own, keys.data, values.data, left, scores[0, piece], out[0, piece])
+        if join is not None:
+            join(left, scores[0, piece], out[0, piece])
     return More(scores, out)
 
 
-def _attend(
-    q: Tensor,
-    key: SlotPlaces,
-    value: SlotPlaces,
-    scores: Tensor,
-    out: Tensor,
-    kv_heads: int,
-    length: int,
-    chunks: int,
-    cap: float,
-) -> None:
-    queries, heads, dim = q.shape
-    group, nothing = heads // kv_heads, out.new_empty(0)
-    is_over = chunks == 1
-    tops, totals = (nothing if is_over else out.new_empty(queries, heads, chunks) for _ in range(2))
-    made = nothing if is_over else out.new_empty(queries, heads, chunks, dim)
+class _Piece(NamedTuple):
+    """The launches for some queries, and how many values the first leaves for the second."""
+
+    attend: Launch
+    join: Launch | None  # None: the first one makes the outcome
+    left: int
+
+
+@kept_by_shape
+def launches_of(
+    shape: torch.Size, dtype: torch.dtype, keys: Seen, key_format: str, values: Seen, value_format: str, cap: float
+) -> _Piece:
+    (queries, heads, dim), (_, kv_heads, length, _) = shape, keys[0]
+    key, value = SlotPlaces.of(keys, key_format, dim), SlotPlaces.of(values, value_format, dim)
+    group, chunks = heads // kv_heads, triton.cdiv(length, CHUNK)
     tile = min(LARGEST_TILE, max(LEAST_TILE, TILE_VALUES // max(key.width, value.width)))
-    attend_text_kernel[triton.cdiv(queries * group, tile), kv_heads, chunks](
-        *(q, *key[:2], *key[3:5], *value[:2], *value[3:5], tops, totals, made, scores, out),
-        *(dim**-0.5, length, queries, kv_heads),
-        *(*key[5:], *value[5:]),
+    attend = launcher(
+        attend_text_kernel,
+        (triton.cdiv(queries * group, tile), kv_heads, chunks),
+        (*key[1:3], *value[1:3], dim**-0.5, length, queries, kv_heads),
+        **named("KEY", key),
+        **named("VALUE", value),
         GROUP=group,
         DIM=dim,
         CHUNK=CHUNK,
         TILE=tile,
         CAP=cap,
-        IS_OVER=is_over,
+        IS_OVER=chunks == 1,
         num_stages=STAGES,
-        num_warps=WARPS[q.itemsize],
+        num_warps=WARPS[dtype.itemsize],
     )
-    if not is_over:
-        width = triton.next_power_of_2(dim)
-        join_text_kernel[(queries * heads,)](tops, totals, made, scores, out, chunks, DIM=dim, WIDTH=width, TOGETHER=TOGETHER)
+    if chunks == 1:
+        return _Piece(attend, None, 0)
+    width = triton.next_power_of_2(dim)
+    join = launcher(join_text_kernel, (queries * heads,), (chunks,), DIM=dim, WIDTH=width, TOGETHER=TOGETHER)
+    return _Piece(attend, join, values_left(queries * heads, chunks, dim))
 
 
 @triton.jit(do_not_specialize=["queries"])
 def attend_text_kernel(
-    q: tl.tensor,
-    keys: tl.tensor, key_shared: tl.tensor, key_head: tl.tensor, key_slot: tl.tensor,
-    values: tl.tensor, value_shared: tl.tensor, value_head: tl.tensor, value_slot: tl.tensor,
-    tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor, out: tl.tensor,
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, left: tl.tensor, scores: tl.tensor, out: tl.tensor,
+    key_head: tl.tensor, key_slot: tl.tensor, value_head: tl.tensor, value_slot: tl.tensor,
     scale: tl.tensor, length: tl.tensor, queries: tl.tensor, kv_heads: tl.tensor,
     KEY_STEP: tl.constexpr, KEY_BITS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_STEP: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -100,10 +117,8 @@ def attend_text_kernel(
     for start in range(chunk * CHUNK, end, TILE):
         slot = start + tl.arange(0, TILE)
         there = slot < end
-        k = values_of_slots(keys, key_shared, head * key_head, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
-        v = values_of_slots(
-            values, value_shared, head * value_head, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH
-        )
+        k = values_of_slots(keys, head * key_head, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
+        v = values_of_slots(values, head * value_head, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH)
         top, total, summed = gathered(top, total, summed, scores_of(own, k, there, scale, CAP), v, own.dtype)
     column = column_numbers(VALUE_BITS, VALUE_WIDTH)
     is_value = is_query[:, None] & (column < DIM)[None, :]
@@ -111,6 +126,7 @@ def attend_text_kernel(
         tl.store(scores + number, top + tl.log(total), mask=is_query)
         tl.store(out + number[:, None] * DIM + column[None, :], summed / total[:, None], mask=is_value)
     else:
+        made, _, tops, totals = parts_of_left(left, queries * kv_heads * GROUP, tl.num_programs(2), 0, DIM)
         number = number * tl.num_programs(2) + chunk
         tl.store(tops + number, top, mask=is_query)
         tl.store(totals + number, total, mask=is_query)
@@ -119,10 +135,11 @@ def attend_text_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])
 def join_text_kernel(
-    tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor, out: tl.tensor, chunks: tl.tensor,
+    left: tl.tensor, scores: tl.tensor, out: tl.tensor, chunks: tl.tensor,
     DIM: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:  # fmt: skip
     number, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    made, _, tops, totals = parts_of_left(left, tl.num_programs(0), chunks, 0, DIM)
     top, total = softmax_of_chunks(tops, totals, -float("inf"), number, chunks, chunks, TOGETHER)
     summed = values_of_chunks(tops, made, top, number, chunks, chunks, DIM, WIDTH, TOGETHER)
     tl.store(scores + number, top + tl.log(total))

@@ -74,9 +74,25 @@ def gathered(
 # The second pass of attention over chunks of slots: what the chunks gave becomes the outcome, in the order of the chunks. A
 # chunk gives for each query its largest score (`tops`), the sum of exponentials beside it (`totals`) and the values that
 # these weigh (`made`): (queries, chunks) or (queries, chunks, dim), in float32. Chunks have one size, and so a query's
-# outcome depends on nothing but its own slots.
+# outcome depends on nothing but its own slots. All of it lies in one tensor, and the scores of slots where they are wanted.
 
 TOGETHER = 16  # chunks that are read at once
+
+
+def values_left(queries: int, chunks: int, dim: int, scored: int = 0) -> int:
+    """How many values chunks leave. `scored`: slots of a query whose scores are left, too."""
+    return queries * (chunks * (dim + 2) + scored)
+
+
+@triton.jit
+def parts_of_left(
+    left: tl.tensor, queries: tl.tensor, chunks: tl.tensor, scored: tl.tensor, DIM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Where the values, the scores, the tops and the totals begin."""
+    chunks_of_all = queries.to(tl.int64) * chunks
+    scores = left + chunks_of_all * DIM
+    tops = scores + queries.to(tl.int64) * scored
+    return left, scores, tops, tops + chunks_of_all
 
 
 @triton.jit

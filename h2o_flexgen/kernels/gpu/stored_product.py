@@ -7,6 +7,7 @@ shapes alone, and a row's outcome on nothing but row and matrix: all that is fus
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,11 +15,13 @@ from torch import Tensor
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
+from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, kept_by_shape, launcher
 from h2o_flexgen.kernels.gpu.stored_values import (
     as_float,
     block_at,
     codes_of,
     first_input,
+    layout_of,
     load_bytes,
     parts_of,
     shared_by,
@@ -43,19 +46,38 @@ def stored_product(format: Stored, x: Factor, data: Tensor, outputs: int, bias: 
 
 
 def _launch(format: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    (count, inputs), outputs, layout = rows.shape, out.shape[1], format.layout
-    parts, row_bytes = parts_of(format, data, outputs, inputs), layout.row_bytes(inputs)
-    given = rows.index_select(1, parts.order) if layout.is_ordered else rows
+    parts = parts_of(format, data, out.shape[1], rows.shape[1])
+    given = rows.index_select(1, parts.order) if format.layout.is_ordered else rows
+    scales, zeros = parts.scales.dtype, parts.zeros.dtype
+    begins = parts.codes.data_ptr() % ALIGNED
+    launch = product_of(format.name, begins, scales, zeros, rows.shape, rows.dtype, out.shape[1], bias is not None)
+    launch(*parts[:3], given, out if bias is None else bias, out)
+
+
+@kept_by_shape
+def product_of(
+    format: str,
+    begins: int,
+    scales: torch.dtype,
+    zeros: torch.dtype,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    outputs: int,
+    has_bias: bool,
+) -> Launch:
+    (count, inputs), layout = shape, layout_of(format)
+    row_bytes = layout.row_bytes(inputs)
     outputs_at_once = WITH_HALVES if layout.has_halves else OUTPUTS_AT_ONCE
     rows_at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(count))
     programs = triton.cdiv(outputs, outputs_at_once)
     warps = _warps(programs, triton.cdiv(inputs * layout.bits, 32 * 32 * layout.words_together))
-    product_kernel[programs, triton.cdiv(count, rows_at_once)](
-        *(*parts[:3], given, out if bias is None else bias, out),
-        *(count, outputs, inputs, row_bytes),
-        HAS_BIAS=bias is not None,
+    return launcher(
+        product_kernel,
+        (programs, triton.cdiv(count, rows_at_once)),
+        (count, outputs, inputs, row_bytes),
+        HAS_BIAS=has_bias,
         LAYOUT=layout,
-        AT_ONCE=load_bytes(layout, parts, row_bytes),
+        AT_ONCE=load_bytes(layout, begins, row_bytes),
         ROWS=rows_at_once,
         OUTPUTS=outputs_at_once,
         LANES=warps * 32,

@@ -18,8 +18,9 @@ from h2o_flexgen.formats import byte_layout
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.byte_layout import WORD_BYTES, ByteLayout
 from h2o_flexgen.formats.sectioned import E8M0
-from h2o_flexgen.formats.table import Stored
+from h2o_flexgen.formats.table import FORMATS, Stored
 from h2o_flexgen.kernels.gpu.codes import widened
+from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, kept_by_shape, launcher
 from h2o_flexgen.kernels.stored_values import sections_of
 
 FP4, FP8 = tl.constexpr(byte_layout.FLOAT4), tl.constexpr(byte_layout.FLOAT8)
@@ -56,9 +57,16 @@ def parts_of(format: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
     )
 
 
-def load_bytes(layout: ByteLayout, parts: Parts, row_bytes: int) -> int:
-    """The bytes of a word that can be loaded at once, wherever it lies. Memory begins at a multiple of any word."""
-    return gcd(WORD_BYTES, layout.block_bytes, layout.codes_at, layout.upper_at, row_bytes, parts.codes.storage_offset())
+def layout_of(format: str) -> ByteLayout:
+    stored = FORMATS[format]
+    assert isinstance(stored, Stored)
+    return stored.layout
+
+
+def load_bytes(layout: ByteLayout, begins: int, row_bytes: int) -> int:
+    """The bytes of a word that can be loaded at once, wherever it lies. `begins`: the address of the first code, or what is
+    above a multiple of a word."""
+    return gcd(WORD_BYTES, layout.block_bytes, layout.codes_at, layout.upper_at, row_bytes, begins)
 
 
 @triton.jit
@@ -268,16 +276,27 @@ MOST_WORDS = 128  # of one row
 def stored_decode(format: Stored, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row), or (1, bytes) of a format in sections, into out (rows, columns)."""
     assert out.is_contiguous()
-    if not out.numel():
-        return
-    (rows, columns), layout = out.shape, format.layout
-    parts = parts_of(format, data, rows, columns)
-    words, row_bytes = triton.cdiv(columns * layout.bits, 32), layout.row_bytes(columns)
+    if out.numel():
+        parts = parts_of(format, data, *out.shape)
+        begins, others = parts.codes.data_ptr() % ALIGNED, (parts.scales.dtype, parts.zeros.dtype)
+        decoding_of(format.name, begins, others, out.shape, out.dtype)(*parts, out)
+
+
+@kept_by_shape
+def decoding_of(format: str, begins: int, others: tuple[torch.dtype, ...], shape: torch.Size, dtype: torch.dtype) -> Launch:
+    (rows, columns), layout = shape, layout_of(format)
+    row_bytes = layout.row_bytes(columns)
+    words = triton.cdiv(columns * layout.bits, 32)
     of_row = min(MOST_WORDS, triton.next_power_of_2(words))
     at_once = WORDS // of_row
-    decode_kernel[triton.cdiv(rows, at_once), triton.cdiv(words, of_row)](
-        *(*parts, out, rows, columns, row_bytes),
-        *(layout, load_bytes(layout, parts, row_bytes), at_once, of_row),
+    return launcher(
+        decode_kernel,
+        (triton.cdiv(rows, at_once), triton.cdiv(words, of_row)),
+        (rows, columns, row_bytes),
+        LAYOUT=layout,
+        AT_ONCE=load_bytes(layout, begins, row_bytes),
+        ROWS=at_once,
+        WORDS=of_row,
         enable_fp_fusion=False,
     )
 

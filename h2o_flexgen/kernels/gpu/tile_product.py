@@ -7,6 +7,7 @@ among each other: sums are added in an order that depends on shapes alone, and a
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +16,7 @@ from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
 from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 WORDS_OF_WARP = 16  # of an output, that a warp reads at once
@@ -26,21 +28,26 @@ def tile_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Ten
     """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
-    assert data.shape == (-(-outputs // TILE_OUTPUTS), format.tile_bytes(inputs)) and data.is_contiguous()
     out = rows.new_empty(len(rows), outputs)
     if out.numel():
-        _launch(format, rows, data, bias, out)
+        launch = product_of(format.bits, seen(data), rows.shape, rows.dtype, outputs, bias is not None)
+        launch(data, rows, out if bias is None else bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(format: Tiled, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    words = groups_of(rows.shape[1]) * format.as_rows.code_bytes // 4
-    warps = _warps(len(data), words // WORDS_OF_WARP)
-    at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(len(rows)))
-    tile_product_kernel[len(data), triton.cdiv(len(rows), at_once)](
-        *(data, rows, out if bias is None else bias, out),
-        *(len(rows), out.shape[1], rows.shape[1]),
-        HAS_BIAS=bias is not None,
+@kept_by_shape
+def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, outputs: int, has_bias: bool) -> Launch:
+    (rows, inputs), tiles, format = shape, -(-outputs // TILE_OUTPUTS), Tiled(bits)
+    tile_bytes = format.tile_bytes(inputs)
+    assert data[:2] == ((tiles, tile_bytes), (tile_bytes, 1)), data
+    words = groups_of(inputs) * format.as_rows.code_bytes // 4
+    warps = _warps(tiles, words // WORDS_OF_WARP)
+    at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(rows))
+    return launcher(
+        tile_product_kernel,
+        (tiles, triton.cdiv(rows, at_once)),
+        (rows, outputs, inputs),
+        HAS_BIAS=has_bias,
         BITS=format.bits,
         ROWS=at_once,
         WORDS=warps * WORDS_OF_WARP,

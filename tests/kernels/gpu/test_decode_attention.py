@@ -3,6 +3,7 @@ caps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,10 +28,12 @@ FORMATS = ["plain", "group4", "group8"]
 
 
 @pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Chunks that are so short that few slots are several of them."""
     monkeypatch.setattr(module, "CHUNK", 16)
-    return 16
+    module.launches_of.cache_clear()  # launches are kept by shape
+    yield 16
+    module.launches_of.cache_clear()
 
 
 def by_token(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,8 +25,11 @@ SHAPES = [  # queries, kv_heads, group, tokens of the text, dim
 
 
 @pytest.fixture(autouse=True)
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "CHUNK", 32)
+    module.launches_of.cache_clear()  # launches are kept by shape
+    yield
+    module.launches_of.cache_clear()
 
 
 NEAR = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}

@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TORCH, TRITON, Processor
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.gpu.launching import Launch, Launcher
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -60,17 +59,16 @@ def kernels_of(build: str) -> Iterator[None]:
 @contextmanager
 def counted() -> Iterator[list[str]]:
     with Launches() as launches, pytest.MonkeyPatch.context() as patch:
-        for kind in (InterpretedFunction, JITFunction):
-            patch.setattr(kind, "run", noted(kind.run, launches))
+        for kind in (Launch, Launcher):
+            patch.setattr(kind, "__call__", noted(kind.__call__, launches))
         yield launches.names
 
 
-def noted(run: Callable[..., object], launches: Launches) -> Callable[..., object]:
-    def noting(kernel: Any, *args: Any, **kwargs: Any) -> object:
+def noted(launch: Callable[..., None], launches: Launches) -> Callable[..., None]:
+    def noting(own: Launch, *tensors: Tensor) -> None:
         before = len(launches.names)
-        out = run(kernel, *args, **kwargs)
-        launches.names[before:] = [f"triton::{kernel.__name__}"]  # whatever the interpreter does
-        return out
+        launch(own, *tensors)
+        launches.names[before:] = [f"triton::{own.kernel.__name__}"]  # whatever the interpreter does
 
     return noting
 
