@@ -6,6 +6,8 @@ report.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy
 import torch
 from torch import Tensor
@@ -21,6 +23,16 @@ def address_of(tensor: Tensor, writes: bool = False) -> int:
     assert tensor.is_cpu
     touched(tensor, writes)
     return tensor.data_ptr()
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The addresses of tensors of a GPU, for a kernel that is launched on them in the order of its stream."""
+    return [*map(Tensor.data_ptr, tensors)]
+
+
+def begins_behind(tensor: Tensor, multiple: int) -> int:
+    """The bytes between a multiple of so many and the beginning of a tensor. Nothing of it is read."""
+    return tensor.data_ptr() % multiple
 
 
 def bytes_of(tensor: Tensor, writes: bool = False) -> memoryview:

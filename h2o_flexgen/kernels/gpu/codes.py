@@ -12,6 +12,7 @@ from torch import Tensor
 from h2o_flexgen.formats.grouped import GROUP as _GROUP
 from h2o_flexgen.formats.grouped import TILE as _TILE
 from h2o_flexgen.kernels.gpu.launching import ALIGNED, kept_by_shape, seen
+from h2o_flexgen.kernels.raw_memory import begins_behind
 
 # -- words -----------------------------------------------------------------------------------------------------------------
 # Slots that are only moved, as the widest whole words that they are made of: fewer and wider loads, and no value is read.
@@ -21,7 +22,7 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first
 
 def as_words(*slots: Tensor) -> Iterator[Tensor]:
     """Views of values of one type (..., width), each side by side in the last dimension, as words of one type."""
-    word = _widest(*((each.data_ptr() % ALIGNED, *seen(each)) for each in slots))
+    word = _widest(*((begins_behind(each, ALIGNED), *seen(each)) for each in slots))
     return (each.view(word) for each in slots)
 
 

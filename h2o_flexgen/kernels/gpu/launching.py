@@ -22,6 +22,8 @@ from torch import Tensor
 from triton.runtime import driver as drivers
 from triton.runtime.jit import JITFunction
 
+from h2o_flexgen.kernels.raw_memory import addresses_of
+
 ALIGNED = 16  # bytes
 SHAPES_KNOWN = 512  # of each function: rows come and go, and prompts have many lengths
 # What the door does in the end. Triton does not promise `run`: where something else stands there, the door is always taken.
@@ -29,7 +31,7 @@ CALLED = (
     "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
     "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
 )
-NOBODY_LISTENS = None, None, None  # metadata for profilers, and what they want called before and behind a launch
+NO_HOOKS = None, None, None  # metadata for profilers, and what they want called before and behind a launch
 
 Seen: TypeAlias = "tuple[torch.Size, tuple[int, ...], torch.dtype]"
 kept_by_shape = lru_cache(SHAPES_KNOWN)  # of functions that make launchers
@@ -81,13 +83,13 @@ class Launcher(Launch):
         self._compiled: dict[int, _Compiled] = {}  # by the number of a device
 
     def __call__(self, *tensors: Tensor) -> None:
-        driver, addresses = drivers.active, [*map(Tensor.data_ptr, tensors)]
+        driver, addresses = drivers.active, addresses_of(tensors)
         device, is_aligned = driver.get_current_device(), not reduce(or_, self._told_of(addresses)) % ALIGNED
         known = self._compiled.get(device)
         if known is not None and is_aligned:
             run, function, metadata = known
             stream = driver.get_current_stream(device)
-            run(*self.grid, stream, function, metadata, *NOBODY_LISTENS, *addresses, *self._behind)
+            run(*self.grid, stream, function, metadata, *NO_HOOKS, *addresses, *self._behind)
             return
         compiled = self.through_the_door(tensors)
         if compiled is not None and is_aligned and why_not() is None:

@@ -80,7 +80,7 @@ TOGETHER = 16  # chunks that are read at once
 
 
 def values_left(queries: int, chunks: int, dim: int, scored: int = 0) -> int:
-    """How many values chunks leave. `scored`: slots of a query whose scores are left, too."""
+    """The number of values that chunks leave. `scored`: slots of a query of which the scores are left, too."""
     return queries * (chunks * (dim + 2) + scored)
 
 
@@ -88,7 +88,7 @@ def values_left(queries: int, chunks: int, dim: int, scored: int = 0) -> int:
 def parts_of_left(
     left: tl.tensor, queries: tl.tensor, chunks: tl.tensor, scored: tl.tensor, DIM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Where the values, the scores, the tops and the totals begin."""
+    """The places where the values, the scores, the tops and the totals begin."""
     chunks_of_all = queries.to(tl.int64) * chunks
     scores = left + chunks_of_all * DIM
     tops = scores + queries.to(tl.int64) * scored

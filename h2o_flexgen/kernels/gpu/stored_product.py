@@ -28,6 +28,7 @@ from h2o_flexgen.kernels.gpu.stored_values import (
     upper_of,
     words_of,
 )
+from h2o_flexgen.kernels.raw_memory import begins_behind
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 OUTPUTS_AT_ONCE, WITH_HALVES = 8, 4  # outputs that meet what was loaded of the rows
@@ -49,7 +50,7 @@ def _launch(format: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out
     parts = parts_of(format, data, out.shape[1], rows.shape[1])
     given = rows.index_select(1, parts.order) if format.layout.is_ordered else rows
     scales, zeros = parts.scales.dtype, parts.zeros.dtype
-    begins = parts.codes.data_ptr() % ALIGNED
+    begins = begins_behind(parts.codes, ALIGNED)
     launch = product_of(format.name, begins, scales, zeros, rows.shape, rows.dtype, out.shape[1], bias is not None)
     launch(*parts[:3], given, out if bias is None else bias, out)
 

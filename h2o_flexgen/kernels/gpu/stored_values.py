@@ -21,6 +21,7 @@ from h2o_flexgen.formats.sectioned import E8M0
 from h2o_flexgen.formats.table import FORMATS, Stored
 from h2o_flexgen.kernels.gpu.codes import widened
 from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, kept_by_shape, launcher
+from h2o_flexgen.kernels.raw_memory import begins_behind
 from h2o_flexgen.kernels.stored_values import sections_of
 
 FP4, FP8 = tl.constexpr(byte_layout.FLOAT4), tl.constexpr(byte_layout.FLOAT8)
@@ -278,7 +279,7 @@ def stored_decode(format: Stored, data: Tensor, out: Tensor) -> None:
     assert out.is_contiguous()
     if out.numel():
         parts = parts_of(format, data, *out.shape)
-        begins, others = parts.codes.data_ptr() % ALIGNED, (parts.scales.dtype, parts.zeros.dtype)
+        begins, others = begins_behind(parts.codes, ALIGNED), (parts.scales.dtype, parts.zeros.dtype)
         decoding_of(format.name, begins, others, out.shape, out.dtype)(*parts, out)
 
 

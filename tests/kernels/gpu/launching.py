@@ -63,6 +63,7 @@ class Told:
     def of(self, launch: Callable[[], object], signature: list[str]) -> list[Any]:
         self._sizes = [8 if one[0] == "*" else SIZES[one] for one in signature if one != "constexpr"]
         launch()
+        self._sizes = []  # of what is launched next nothing is known
         return self._last
 
 
