@@ -27,6 +27,7 @@ from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.session import machine_source, model_shapes
 from h2o_flexgen.session.plan_finder import PlanFinder
 from tests.helpers.commands import Result, called
+from tests.helpers.pretended import PretendedDevice
 from tests.helpers.tiny import save_tiny
 from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, Pricing
@@ -439,6 +440,27 @@ def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_i
     monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
     assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [None, 70_000])
+def test_a_plan_for_a_gpu_of_this_machine_says_how_it_is_checked_unless_it_was(
+    kept: int | None,
+    opt: Path,
+    machines: dict[str, Path],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Machine.load(machines["accelerator"])
+    monkeypatch.setattr(machine_source, "open_device", lambda name: PretendedDevice())
+    monkeypatch.setattr(machine_source, "profile_at_hand", lambda *_: own)
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: own)
+    monkeypatch.setattr(model_shapes, "kept_graph_bytes", lambda device: kept)
+    flags = ("--evaluate", "--percent", *(100, 0) * 3, "--prompt-len", 4, "--gen-len", 2, "--dtype", "float32")
+    planned = called(plan.main, capfd, "--model", opt, *flags)
+    assert planned.status == 0, planned.err
+    assert [line.partition(" GPU;")[0] for line in planned.err if "no check has found" in line] == [
+        "slow: graphs would replay decode steps, but no check has found that they hold on this"
+    ] * (kept is None)
 
 
 def test_several_gpus_are_planned_for_with_their_part_of_the_prompts_and_of_the_machine(

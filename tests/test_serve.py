@@ -31,6 +31,7 @@ from h2o_flexgen.server.listening import ServerAddress
 from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
+from tests.helpers.pretended import PretendedDevice
 from tests.helpers.tiny import save_tiny
 
 PLAIN = ("--dtype", "float32", "--tokenizer", "bytes", "--device", "cpu", "--port", 0, "--served-model-name", "tiny")
@@ -147,6 +148,25 @@ def test_seats_for_which_experts_are_brought_in_vain_are_named_with_those_that_w
     found = [line for line in capfd.readouterr().err.splitlines() if "of the experts of a layer" in line]
     assert len(found) == lines
     assert all(line.startswith("slow: 3 rows ask for 88% of") and "take 6 rows at once" in line for line in found)
+
+
+@pytest.mark.parametrize("graph_bytes", [None, 70_000])
+def test_a_gpu_without_a_kept_check_is_named_with_what_checks_it(
+    graph_bytes: int | None,
+    tiny: Path,
+    offload: Path,
+    pretended: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(PretendedDevice, "graph_bytes", graph_bytes)
+    placed = ("--percent", *(100, 0) * 3, "--gpu-batch-size", 2, "--prompt-len", 8, "--gen-len", 4)
+    flags = ("--model", tiny, *PLAIN, "--device", "pretended", "--offload-dir", offload, *placed)
+    request = request_of(parse([*map(str, flags)]))
+    with open_llm(request.model, request.site, request.plan.first_plan) as llm:
+        serve_work.Preparing(request, llm).server()
+    found = [line for line in capfd.readouterr().err.splitlines() if "--graphs on takes them unchecked" in line]
+    assert len(found) == (graph_bytes is None) and all(line.startswith("slow: graphs would replay") for line in found)
 
 
 def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

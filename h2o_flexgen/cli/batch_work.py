@@ -19,7 +19,7 @@ from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.report.entry import Entry, document_of, noted
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason, unrecorded_reason
+from h2o_flexgen.cli.slow import plan_reasons, say_slow, unrecorded_reason
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
@@ -229,9 +229,7 @@ class BatchJob:
         if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
             self.tell(self.plan_lines())
-            say_slow(kernel_reasons(self.plan_report.arithmetic))
-            say_slow(experts_reason(self.plan_report.planned.blocks.first))
-            say_slow(unchecked_reason(self.llm.plan, self.llm.loaded.site))
+            say_slow(plan_reasons(self.plan_report.planned, self.plan_report.arithmetic))
             say_threads(self.request.others, self.request.site.threads, self.plan_report.arithmetic)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)

@@ -8,7 +8,7 @@ from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.report.found_report import FoundReport
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
-from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import int8_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
@@ -37,8 +37,7 @@ def work(request: PlanRequest) -> None:
         lines, document = report.lines(), report.as_json()
         _draw(report)
     say(lines)
-    say_slow(kernel_reasons(report.plan_report.arithmetic))
-    say_slow(experts_reason(report.first))
+    say_slow(plan_reasons(report.planned, report.plan_report.arithmetic))
     say_slow(int8_reason(report.first, report.problem.machine))
     print(json.dumps(document), flush=True)
 

@@ -12,7 +12,7 @@ from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
-from h2o_flexgen.cli.slow import experts_reason, int8_reason, kernel_reasons, say_slow, unchecked_reason
+from h2o_flexgen.cli.slow import int8_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.dealing import longest_part
 from h2o_flexgen.core.workload import Workload
@@ -171,9 +171,7 @@ class RunJob:
 
     def say_slow(self) -> None:
         """Says what makes the run slow and could be mended."""
-        say_slow(kernel_reasons(self.plan_report.arithmetic))
-        say_slow(experts_reason(self.planned.blocks.first))
-        say_slow(unchecked_reason(self.llm.plan, self.llm.loaded.site))
+        say_slow(plan_reasons(self.planned, self.plan_report.arithmetic))
         if self._known_machine is not None:
             say_slow(int8_reason(self.planned.blocks.first, self._known_machine))
 

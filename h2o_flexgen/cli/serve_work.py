@@ -21,7 +21,7 @@ from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, say_threads
 from h2o_flexgen.core.seats import SeatNeed
@@ -121,8 +121,7 @@ class Preparing:
 
     def _announce(self, report: PlanReport, arrivals: Arrivals) -> None:
         self._tell([*report.lines(), *self._unshared(arrivals)])
-        say_slow(kernel_reasons(report.arithmetic))
-        say_slow(experts_reason(report.first))
+        say_slow(plan_reasons(report.planned, report.arithmetic))
         say_threads(self.request.others, self.request.site.threads, report.arithmetic)
 
     def _unshared(self, arrivals: Arrivals) -> Iterator[str]:

@@ -20,6 +20,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 SLOW = "slow"  # the first word of each line
 WORTH_SAYING = 1.3  # times that int8 products must be faster to be named
@@ -34,6 +35,14 @@ NO_TRITON = "Triton is not installed, and what takes the place of the kernels fo
 def say_slow(reasons: Iterable[str]) -> None:
     for reason in reasons:
         print(f"{SLOW}: {reason}", file=sys.stderr, flush=True)
+
+
+def plan_reasons(planned: WorkloadPlan, arithmetic: Arithmetic) -> Iterator[str]:
+    """The reasons that each command names which plans work for many rows. Those in the processor, where it is known."""
+    yield from kernel_reasons(arithmetic)
+    yield from experts_reason(planned.blocks.first)
+    if arithmetic.processor is not None:
+        yield from unchecked_reason(planned.plan, planned.site)
 
 
 def kernel_reasons(
