@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.delayed.dealing import Dealer, Order, Start, forked, spawned
+from tests.delayed.late import ALSO_LATE
 from tests.delayed.planted import FAULTS
 from tests.delayed.stand import STANDS
 from tests.delayed.verdict import is_sound, more, verdict
@@ -61,7 +62,8 @@ def try_all(stand_name: str, numbers: Sequence[int], found: Found, dealer: Deale
         dealer.deal([Order(number, way) for number in _that_need(way, numbers, found)], until)
         slow = [number for number in numbers if _is(found, number, way, TIMEOUT)]
         dealer.deal([Order(number, way) for number in slow], until)  # kernels were compiled meanwhile
-    further = [list(more(found.by_plan[number], stand.lanes, plans[number].has_graphs)) for number in numbers]
+    lanes = [(*stand.lanes, *ALSO_LATE) if one.is_pipeline else stand.lanes for one in plans]
+    further = [list(more(found.by_plan[number], lanes[number], plans[number].has_graphs)) for number in numbers]
     for place in range(max(map(len, further), default=0)):  # the ways that say most come first, for all plans
         orders = [Order(number, ways[place]) for number, ways in zip(numbers, further) if place < len(ways)]
         dealer.deal(orders, began + seconds)

@@ -18,6 +18,7 @@ from tests.clocked.tensor import facts
 from tests.helpers.recorded import repeated
 
 LANES = ("load", "store")  # those whose work is copies
+ALSO_LATE = ("pass",)  # where several devices compute
 
 
 class _Streams:
@@ -68,10 +69,9 @@ class _Point:
 
 class _Stream(NamedTuple):
     name: str
-    streams: _Streams
 
     def wait_event(self, event: _Point) -> None:
-        self.streams.catch_up(event.stream)
+        event.synchronize()  # which may be of another device
 
 
 class _PuttingOff(TorchDispatchMode):
@@ -91,7 +91,7 @@ class _PuttingOff(TorchDispatchMode):
 
 
 class LateDevice(Accelerator):
-    def __init__(self, late: Collection[str] = LANES) -> None:
+    def __init__(self, late: Collection[str] = (*LANES, *ALSO_LATE)) -> None:
         super().__init__()
         self._late, self._all = late, _Streams()
         self._own = threading.local()
@@ -113,7 +113,7 @@ class LateDevice(Accelerator):
         return _Point(self._all)
 
     def _current_stream(self) -> _Stream:
-        return _Stream(getattr(self._own, "stream", "default"), self._all)
+        return _Stream(getattr(self._own, "stream", "default"))
 
     def _page_locked(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype)

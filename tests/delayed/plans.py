@@ -1,5 +1,6 @@
-"""The plans that are tried where lanes are late: those in which any two choices of the contract meet, as far as they go, and
-those with graphs. Without a GPU a few stand for them."""
+"""The plans that are tried where lanes are late: those in which any two choices of the contract meet, as far as they go; those
+with graphs; those of models with experts, windows and caps; and those in which several devices compute. Without a GPU a few
+stand for them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from h2o_flexgen.formats.table import PLAIN
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case
 from tests.helpers.pairwise import covering
 from tests.test_contract import CHOICES
@@ -23,6 +25,10 @@ class Planned:
     limits: tuple[int, ...] = ()
     streams: bool = False
     has_graphs: bool = False
+
+    @property
+    def is_pipeline(self) -> bool:
+        return dict(self.case.policy).get("pipeline", 1) > 1
 
     @property
     def graphs(self) -> str:
@@ -61,6 +67,45 @@ def with_graphs() -> list[Planned]:
     return found
 
 
+def of_other_models() -> list[Planned]:
+    """Experts and windows, windows and caps on scores, experts alone: what can be captured of them is."""
+    found = list[Planned]()
+    for place, kind in enumerate(("gpt-oss", "gemma2", "olmoe") * 2):
+        format, product = WEIGHTS[place % len(WEIGHTS)]
+        case = Case(
+            kind,
+            (MOVING, STAYING)[place % 2],
+            (5, 9, 2, 7),
+            8,
+            policy=POLICIES[(1, 0, 3)[place % 3]],
+            weight_codec=format,
+            compute=product,
+            kv_codec=(PLAIN, "group4")[place // 3],
+        )
+        found.append(Planned(case, has_graphs=True))
+    return found
+
+
+def of_pipelines() -> list[Planned]:
+    """What one device makes, another one goes on with: the weights of both move, or stay."""
+    places = (MOVING, (0, 100, 100, 0, 100, 0), STAYING, (0, 50, 0, 100, 100, 0))
+    return [
+        Planned(
+            Case(
+                ("opt", "llama-gqa")[number % 2],
+                percent,
+                (5, 9, 2),
+                6,
+                gpu_batch_size=1,
+                num_gpu_batches=2 + number % 2,
+                policy=(("pipeline", 2), *POLICIES[number]),
+                prefill_tokens=(1024, 12)[number // 2],
+            )
+        )
+        for number, percent in enumerate(places)
+    ]
+
+
 def for_a_trial() -> list[Planned]:
     """One that fetches nothing ahead, so that tasks are forgotten before others need them; and one with graphs."""
     home = (0, 100, 0, 100, 0, 100)
@@ -69,4 +114,4 @@ def for_a_trial() -> list[Planned]:
 
 
 def on_a_gpu() -> Sequence[Planned]:
-    return [*of_the_contract(), *with_graphs()]
+    return [*of_the_contract(), *with_graphs(), *of_other_models(), *of_pipelines()]

@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.memory.device import Accelerator, Marker
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, LOAD, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, LOAD, PASS, Task, kind_of
 from tests.delayed.late import LateDevice
 from tests.delayed.ways import BY_TORCH, Way
 
@@ -29,11 +29,20 @@ def no_stream_waits(way: Way) -> AbstractContextManager[object]:
 
 def no_load_waits(way: Way) -> AbstractContextManager[object]:
     """Weights may be written over while they are read: which a device that computes at once does not show."""
+    return _without_waits(LOAD, COMPUTE_LANE)
+
+
+def nobody_waits_for_a_pass() -> AbstractContextManager[object]:
+    """A device goes on with states of another before they have arrived. It takes several devices to show."""
+    return _without_waits(COMPUTE_LANE, PASS)
+
+
+def _without_waits(lane: str, other: str) -> AbstractContextManager[object]:
     wait = Executor._wait_on_stream
 
-    def unless(executor: Executor, task: Task, other: str, marker: Marker, number: int) -> None:
-        if (task.lane, other) != (LOAD, COMPUTE_LANE):
-            wait(executor, task, other, marker, number)
+    def unless(executor: Executor, task: Task, waited_for: str, marker: Marker, number: int) -> None:
+        if (task.lane, kind_of(waited_for)) != (lane, other):
+            wait(executor, task, waited_for, marker, number)
 
     return patch.object(Executor, "_wait_on_stream", unless)
 

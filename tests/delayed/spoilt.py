@@ -1,7 +1,7 @@
 """Buffers that are spoilt behind their last reader, in the stream of that reader: whoever is early reads what nobody wrote.
 
-Weights and hidden states are filled with NaN. KV is filled with a wrong number: slots that hold nothing are masked, and 0 times
-NaN is NaN.
+Weights and hidden states are filled with NaN, also where states wait for another device. KV is filled with a wrong number:
+slots that hold nothing are masked, and 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import Action, Past
 from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
+from tests.clocked.tensor import ClockedTensor
 
 NAN, WRONG = 0xFF, 0x4B  # bytes: of a NaN in any type, and of 1.3e7 in 32 bits
 
@@ -38,6 +39,7 @@ class _Spoiler:
     def __init__(self, engine: Engine, schedule: Schedule, state: Any) -> None:
         self._engine, self._schedule, self._state = engine, schedule, state
         self._sources: dict[Op, Tensor] = {}  # on the device, of what is copied to the host
+        self._arrived: set[tuple[int, int]] = set()  # (layer, batch): the states that this layer has passed on are in use
 
     def behind(self, actions: dict[Op, Action]) -> dict[Op, Action]:
         spoils = {
@@ -45,6 +47,7 @@ class _Spoiler:
             Op.COMPUTE: self._computed,
             Op.LOAD_H: self._loaded_hidden,
             Op.STORE_H: self._stored_hidden,
+            Op.PASS_H: self._passed_hidden,
             Op.STORE_KV: self._stored_kv,
             Op.WRITE_KV: self._written_kv,
         }
@@ -69,6 +72,7 @@ class _Spoiler:
             weights._device_ring[self._schedule.weight_buffer(visit)].fill_(NAN)
         if Op.STORE_KV not in self._schedule.transfers(visit):
             self._stored_kv(task)
+        self._used_hidden(task)
 
     # -- KV --------------------------------------------------------------------------------------------------------------
 
@@ -92,6 +96,20 @@ class _Spoiler:
             if ring := rings[self._schedule.traffic.lanes.device(task.layer)]:
                 ring[self._schedule.buffer(task.visit)].fill_(NAN)
 
+    def _passed_hidden(self, task: Task) -> None:
+        place = task.layer, task.batch
+        self._state.hidden._left[place].fill_(NAN)
+        self._arrived.add(place)
+
+    def _used_hidden(self, task: Task) -> None:
+        """States that were passed on are in use until a layer leaves its own elsewhere, or makes logits of them."""
+        hidden, is_head = self._state.hidden, self._engine._spec.layers[task.layer].makes_logits
+        for place in [place for place in self._arrived if place[1] == task.batch and place[0] < task.layer]:
+            found = hidden._found[place]
+            if is_head or _memory(hidden.take(task.batch)) != _memory(found):
+                self._arrived.remove(place)
+                found.fill_(NAN)
+
     def _loaded_hidden(self, task: Task) -> None:
         if ring := self._state.hidden._host_rings[self._schedule.traffic.lanes.device(task.layer)]:
             self._spoil_host(task.op, ring[self._schedule.buffer(task.visit)])
@@ -103,6 +121,11 @@ class _Spoiler:
             device = self._engine._memories.device.torch_device
             source = self._sources[op] = torch.full((len(region),), NAN, dtype=torch.uint8, device=device)
         region.copy_(source[: len(region)], non_blocking=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of what a tensor is a view of, on a device that is written in Python, too."""
+    return (tensor.inner if isinstance(tensor, ClockedTensor) else tensor).untyped_storage().data_ptr()
 
 
 def _then(action: Action, spoil: Callable[[Task], None]) -> Action:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -20,7 +22,7 @@ from tests.clocked.tensor import ClockedTensor
 from tests.delayed import plans
 from tests.delayed.declared import declared
 from tests.delayed.device import Delays, delayed
-from tests.delayed.late import LANES, LateDevice
+from tests.delayed.late import ALSO_LATE, LANES, LateDevice
 from tests.delayed.plans import Planned
 from tests.delayed.sanitizer import Place, StreamSanitizer, on_a_gpu
 from tests.delayed.spoilt import freed_is_spoilt
@@ -44,6 +46,13 @@ class Stand(Protocol):
         """A context in which the engine opens a device as a way has it; with the sanitizer, if one watches."""
 
 
+class SeveralInOne(CudaDevice):
+    """A GPU that is as many as a pipeline asks for, each with streams of its own."""
+
+    def names_of(self, count: int) -> list[str]:
+        return [self.kind] * count
+
+
 class OnGPU:
     device = CudaDevice.kind
     lanes = ("load", "store", "compute")
@@ -62,17 +71,16 @@ class OnGPU:
                 stack.enter_context(_watched_by(watch, way))
                 if way.sanitizer == TOLD:
                     stack.enter_context(declared(watch))
-            device = self._device(way, seed, watch)
-            stack.enter_context(patch.object(loaded_model, "open_device", lambda name: device))
+            stack.enter_context(patch.object(loaded_model, "open_device", lambda name: self._device(way, seed, watch)))
             if way.spoils:
                 stack.enter_context(freed_is_spoilt())
             yield watch
 
     def _device(self, way: Way, seed: int, watch: StreamSanitizer | None) -> Device:
         if way.late == "":
-            return CudaDevice()
+            return SeveralInOne()
         late = None if way.late is None else (way.late,)
-        device = delayed(CudaDevice, Delays(seed, torch.cuda._sleep, late), watch or nullcontext)
+        device = delayed(SeveralInOne, Delays(seed, torch.cuda._sleep, late), watch or nullcontext)
         if watch is not None:
             device.capture = _captured_by(watch, device.capture)  # type: ignore[method-assign]
         return device
@@ -93,18 +101,29 @@ class Pretended:
     @contextmanager
     def opened(self, way: Way, seed: int) -> Iterator[StreamSanitizer | None]:
         with ExitStack() as stack:
-            watch, device = None, LateDevice(() if way.late == "" else LANES if way.late is None else (way.late,))
+            watch, numbers = None, count()
             if way.sanitizer:
                 stack.enter_context(checked())
                 current().streams_are_quick = True
-                watch, device = StreamSanitizer(_clocked_place(), way.sanitizer == UNTOLD), ClockedDevice()
-                device.handover = WatchedHandover(device.handover, watch)
-                device.capture = _unjudged_by(watch, device.capture)
+                watch = StreamSanitizer(_clocked_place(), way.sanitizer == UNTOLD)
                 stack.enter_context(_watched_by(watch, way))
-            stack.enter_context(patch.object(loaded_model, "open_device", lambda name: device))
+            made = partial(_late, way) if watch is None else partial(_clocked, watch)
+            stack.enter_context(patch.object(loaded_model, "open_device", lambda name: made(next(numbers))))
             if way.spoils:
                 stack.enter_context(freed_is_spoilt())
             yield watch
+
+
+def _late(way: Way, number: int) -> Device:
+    return LateDevice(() if way.late == "" else (*LANES, *ALSO_LATE) if way.late is None else (way.late,))
+
+
+def _clocked(watch: StreamSanitizer, number: int) -> Device:
+    """`number`: among the devices of a pipeline."""
+    device = ClockedDevice(number)
+    device.handover = WatchedHandover(device.handover, watch)
+    device.capture = _unjudged_by(watch, device.capture)  # type: ignore[method-assign]
+    return device
 
 
 STANDS: dict[str, Callable[[], Stand]] = {"gpu": OnGPU, "pretended": Pretended}

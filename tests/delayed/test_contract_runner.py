@@ -7,19 +7,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
+from h2o_flexgen.engine.stores.hidden import HiddenStore
 from tests.clocked.backend import IS_POSSIBLE
 from tests.delayed import verdict as verdicts
 from tests.delayed.dealing import Child, Dealer, Order, spawned
-from tests.delayed.plans import on_a_gpu
-from tests.delayed.planted import FAULTS
+from tests.delayed.plans import STAYING, of_other_models, of_pipelines, on_a_gpu
+from tests.delayed.planted import FAULTS, no_stream_waits, nobody_waits_for_a_pass
+from tests.delayed.spoilt import NAN
+from tests.delayed.stand import Pretended
+from tests.delayed.trying import Bench
 from tests.delayed.verdict import is_sound, more, verdict
 from tests.delayed.ways import ALARM, ALL, BAD, CRASH, ERROR, OK, TIMEOUT, A, B, C, D, Result, late
+from tests.helpers.contract import Checkpoints
 from tests.helpers.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +145,61 @@ def test_a_failure_is_tried_further_and_a_sound_plan_is_not() -> None:
     assert not list(more(results(A=OK, B=OK, C=ALARM), ("load",), True))
 
 
+# -- other models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_models_with_experts_windows_and_caps_are_tried(number: int, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    bench, planned = Bench(Pretended(), checkpoints, tmp_path), of_other_models()[number]
+    layers = checkpoints.spec(planned.case).layers
+    assert any(layer.window for layer in layers) == (planned.case.kind != "olmoe")
+    assert any(layer.expert_of for layer in layers) == (planned.case.kind != "gemma2")
+    assert bench.tried(number, planned, B).verdict == OK
+    with no_stream_waits(B):
+        assert bench.tried(number, planned, B).verdict in ((OK,) if planned.case.percent == STAYING else (BAD, ERROR))
+
+
+# -- several devices -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def states_between_devices() -> Iterator[list[Tensor]]:
+    """Copies of the regions through which states go from device to device, as they are when a block has ended."""
+    close, found = HiddenStore.close, list[Tensor]()
+
+    def noted(store: HiddenStore) -> None:
+        regions = (*store._left.values(), *store._found.values())
+        found.extend(region.clone() for region in regions)
+        close(store)
+
+    with patch.object(HiddenStore, "close", noted):
+        yield found
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_states_that_a_device_leaves_for_the_next_are_spoilt_behind_their_reader(
+    number: int, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    bench, planned = Bench(Pretended(), checkpoints, tmp_path), of_pipelines()[number]
+    with states_between_devices() as regions:
+        assert bench.tried(number, planned, B).verdict == OK
+    assert len(regions) >= 4 and all(bool((region == NAN).all()) for region in regions)
+    with nobody_waits_for_a_pass():
+        assert bench.tried(number, planned, A).verdict == OK, "what is early finds nothing wrong where no lane is late"
+        assert {bench.tried(number, planned, way).verdict for way in (B, late("pass"))} <= {BAD, ERROR}
+        assert bench.tried(number, planned, late("load")).verdict == OK
+
+
+def test_the_sanitizer_watches_several_devices(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    if not IS_POSSIBLE:
+        pytest.skip("this torch takes no device that is written in Python")
+    bench, planned = Bench(Pretended(), checkpoints, tmp_path), of_pipelines()[0]
+    assert bench.tried(0, planned, C).verdict == OK
+    with nobody_waits_for_a_pass():
+        early = bench.tried(0, planned, C)
+    assert early.verdict == ALARM and all("stores/hidden.py" in pair or "spoilt.py" in pair for pair in early.pairs)
+
+
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 ECHO = """
@@ -171,9 +234,10 @@ def test_processes_that_hang_or_crash_are_replaced(tmp_path: Path, monkeypatch: 
     assert "SIGABRT" in heard[2].words and heard[0].words != heard[3].words
 
 
-def test_on_a_gpu_it_has_sixty_plans_and_some_with_graphs() -> None:
+def test_on_a_gpu_it_has_sixty_plans_some_with_graphs_and_some_that_several_devices_compute() -> None:
     plans = on_a_gpu()
-    assert sum(not one.has_graphs for one in plans) == 60
+    assert sum(not (one.has_graphs or one.is_pipeline) for one in plans) == 60
+    assert len([one for one in plans if one.is_pipeline]) == 4 and not any(one.is_pipeline and one.has_graphs for one in plans)
     graphs = [one for one in plans if one.has_graphs]
     assert any(one.streams for one in graphs) and any(one.limits and not one.streams for one in graphs) and len(graphs) > 10
     assert all(one.case.percent[2:] == (100, 0, 100, 0) for one in graphs)
