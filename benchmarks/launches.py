@@ -127,6 +127,11 @@ def subjects() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"attention and sums, {codec} KV", lambda kept=kept: kernels["decode_attention"](q, *kept, numbers, noted)
     image, notes = slots(PLAIN), Notes(positions, noted)
     yield "newest token, rotated", lambda: kernels["append"](image, newest, heads, heads, heads, turn, notes)
+    coded = slots("group4")
+    yield (
+        "newest token, rotated, in 4 bits",
+        lambda: kernels["append_coded"](coded, newest, heads, heads, heads, turn, notes, None, Grouped(4)),
+    )
     yield "eviction", lambda: kernels["evict"](image, notes, newest, leaving, noted, 1.0)
     yield "rotation", lambda: kernels["rotate"](heads, turn)
     four, rows = Grouped(4), heads.view(-1, DIM)
@@ -135,6 +140,7 @@ def subjects() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "RMS norm", lambda: kernels["rms_norm"](x, x[0], 1e-6)
     tiles, data = Tiled(4), empty(WIDTH // TILE, Tiled(4).tile_bytes(WIDTH), dtype=torch.uint8)
     yield "product of 4-bit tiles", lambda: kernels["tile_product"](tiles, Factor(x), data, WIDTH, x[0])
+    yield "three products of 4-bit tiles", lambda: kernels["tile_products"](tiles, Factor(x), [(data, WIDTH, x[0])] * 3)
     stored = FORMATS["q4_K"]
     blocks = empty(WIDTH, stored.nbytes((WIDTH, WIDTH), 2) // WIDTH, dtype=torch.uint8)
     yield "product of a checkpoint's q4_K", lambda: kernels["stored_product"](stored, Factor(x), blocks, WIDTH, x[0])
@@ -166,7 +172,8 @@ class Visit:
 def visits() -> dict[str, dict[str, Visit]]:
     """The visits of each plan, by their kind."""
     found = dict[str, dict[str, Visit]]()
-    as_a_gpu = patch.object(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
+    there = Processor(CUDA, TRITON, HALVES)
+    as_a_gpu = patch.object(operations, "processor", lambda _: there)
     with as_a_gpu, patch.object(sampler, "_refuse_broken"):  # nothing is computed, so that logits are what lay there
         for name, options in PLANS.items():
             plan = Plan.create(gpu_batch_size=ROWS, num_gpu_batches=1, graphs="off", **options).with_percent(RESIDENT)
@@ -180,6 +187,8 @@ def visits() -> dict[str, dict[str, Visit]]:
 
 class Visited(host.Measured):
     """An engine that measures its actions, with all launches."""
+
+    watches = False
 
     def _measured(self, action: Action) -> Action:
         def timed(task: Task) -> Any:

@@ -56,6 +56,7 @@ Moved = TypeVar("Moved")  # what an action returns
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
 AttendOf = Callable[[RowsPart], "Attend | None"]
+WHOLE = slice(None)
 PROMPTS_WORTH_IT = 1024  # tokens: the working memory of fewer is not worth a walk through the allocator's free memory
 
 
@@ -634,13 +635,14 @@ class Engine:
         part: RowsPart,
         hidden: Tensor | None,
         attend: Attend | None,
-        piece: slice = slice(None),
+        piece: slice = WHOLE,
         may_overwrite: bool = False,
         chosen: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Computes a part, or a piece of it: `hidden` has the states of its tokens."""
         chosen = chosen or partial(self._weights_for(visit).wanted.chose, visit)
-        given = base.Given(part.now.text_positions[:, piece], attend or base.nothing_to_attend, chosen, may_overwrite)
+        positions = part.now.text_positions if piece == WHOLE else part.now.text_positions[:, piece]
+        given = base.Given(positions, attend or base.nothing_to_attend, chosen, may_overwrite)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:

@@ -134,6 +134,8 @@ class BatchRows:
     @property
     def prefixes(self) -> Set[int]:
         """The groups of the prefixes that this step computes, copies or attends to."""
+        if not any(part.now.prefixes or part.prefix is not None for part in self.parts):
+            return frozenset()
         shared = {prefix.group for part in self.parts for prefix, _ in part.now.groups}
         return shared.union(part.prefix for part in self.parts if part.prefix is not None)
 

@@ -17,6 +17,7 @@ from h2o_flexgen.formats.table import FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, S
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
+PRODUCTS_OF_SAME = "products of the same rows"  # with two or three packed matrices at once
 STEADY_PRODUCT = "steady product"  # of plain matrices: with kernels in C its sums have one order for any rows
 EXACT, INT8 = "exact", "int8"
 FLOAT32, HALVES = "float32", ("bfloat16", "float16")
@@ -142,6 +143,7 @@ def measured_as(format: str) -> str:
 
 
 def _of_groups(format: str) -> Iterator[Kernel]:
+    yield Kernel(APPEND, format, "append_coded", CUDA, (TRITON,), DTYPES)
     for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
         yield Kernel(op, format, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, format, function, CUDA, (TRITON,), DTYPES)
@@ -160,7 +162,9 @@ def _of_tiles(format: str) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, format, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
     yield Kernel(PRODUCT, format, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {format}")
     yield Kernel(PRODUCT, format, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
-    yield Kernel(PRODUCT, format, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
+    few = Kernel(PRODUCT, format, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
+    yield few
+    yield replace(few, op=PRODUCTS_OF_SAME, function="tile_products")
     yield Kernel(INT8_PRODUCT, format, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {format}", within=INT8)
     yield Kernel(INT8_PRODUCT, format, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {format}", within=INT8)
     yield Kernel(INT8_PRODUCT, format, "int8_product_twin", priced_as=f"int8 {format}", within=INT8)

@@ -17,11 +17,14 @@ from h2o_flexgen.kernels.operations import (
     counted_products,
     decode,
     packed_product,
+    packed_products,
     plain_product,
     products_of_each,
     steady_product,
 )
 from h2o_flexgen.kernels.recording import CannotBeRecorded
+
+AT_ONCE = 3  # matrices
 
 
 @dataclass(eq=False)
@@ -65,6 +68,21 @@ class PackedMatrix:
         """The linear layer of torch, with the decoded values as weights."""
         out = packed_product(self.product, self.format, x, self.data, self.outputs, bias)
         return plain_product(x, self.values(), bias) if out is None else out
+
+
+def linears_of_same(x: Factor, matrices: Sequence[tuple[object, Tensor | None]]) -> Sequence[Tensor] | None:
+    """The linear layers of the same rows with two or three matrices, each with its bias, in one go; None where there is no
+    kernel for that."""
+    given, kinds = [], set()
+    for matrix, bias in matrices:
+        if not isinstance(matrix, PackedMatrix):
+            return None
+        given.append((matrix.data, matrix.outputs, bias))
+        kinds.add((matrix.product, matrix.format, bias is None))
+    if len(kinds) > 1 or not 1 < len(given) <= AT_ONCE:
+        return None
+    ((product, format, _),) = kinds
+    return packed_products(product, format, x, given)
 
 
 @dataclass(frozen=True, eq=False)

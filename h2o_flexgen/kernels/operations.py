@@ -41,6 +41,7 @@ from h2o_flexgen.formats.kernel_table import (
     NOTE,
     PICK_TOKENS,
     PRODUCT,
+    PRODUCTS_OF_SAME,
     PROMPT_ATTENTION,
     PUT_ROWS,
     RMS_NORM,
@@ -136,6 +137,16 @@ def packed_product(op: str, format: str, x: Factor, data: Tensor, outputs: int, 
     return None if function is None else function(FORMATS[format], x, data, outputs, bias)
 
 
+def packed_products(
+    op: str, format: str, x: Factor, matrices: Sequence[tuple[Tensor, int, Tensor | None]]
+) -> Sequence[Tensor] | None:
+    """The same of two or three matrices, each with its bytes, its outputs and its bias; None if no kernel takes them
+    at once."""
+    function = chosen(PRODUCTS_OF_SAME, format, x.values, x.rows) if op == PRODUCT else None
+    made: Sequence[Tensor] | None = None if function is None else function(FORMATS[format], x, matrices)
+    return made
+
+
 def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., inputs), matrix (outputs, inputs) -> (..., outputs)"""
     return _plain_product(PRODUCT, x, matrix, bias)
@@ -210,7 +221,9 @@ def decode_attention(
     has one more key, and slots lack its share; with a `cap`, scores come near it and no further.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
-    of_keys, of_values = (chosen(DECODE_ATTENTION, kept.format, q, width=q.shape[3]) for kept in (keys, values))
+    of_keys = of_values = chosen(DECODE_ATTENTION, keys.format, q, width=q.shape[3])
+    if values.format != keys.format:
+        of_values = chosen(DECODE_ATTENTION, values.format, q, width=q.shape[3])
     if of_keys is None or of_keys is not of_values:
         keys, values = (_plain(kept, q) for kept in (keys, values))
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
@@ -276,6 +289,26 @@ def append(
     width), and what is noted of it; `worth` (rows, heads), fp32, where notes have that. With a `turn`, q (rows, 1, query heads,
     dim) and k are rotated first -> q as it is now."""
     out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes, worth)
+    return out
+
+
+def append_coded(
+    format: str,
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: RotationAngles | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
+) -> Tensor | None:
+    """The same of an image of packed slots, for which k and v (rows, 1, heads, dim) are encoded once they are rotated; None if
+    no kernel does all of it at once."""
+    function = chosen(APPEND, format, q)
+    out: Tensor | None = None
+    if function is not None:
+        out = function(image, newest, q, k, v, turn, notes, worth, FORMATS[format])
     return out
 
 

@@ -7,6 +7,8 @@ report.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
 import numpy
 import torch
@@ -30,9 +32,10 @@ def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
     return [*map(Tensor.data_ptr, tensors)]
 
 
-def begins_behind(tensor: Tensor, multiple: int) -> int:
-    """The bytes between a multiple of so many and the beginning of a tensor. Nothing of it is read."""
-    return tensor.data_ptr() % multiple
+def begins_behind(multiple: int, *tensors: Tensor) -> int:
+    """The bytes between a multiple of so many, a power of two, and the beginning of a tensor. Nothing of it is read. Of several
+    tensors: what is a multiple of just those powers of two that all their beginnings are."""
+    return reduce(or_, map(Tensor.data_ptr, tensors)) % multiple
 
 
 def bytes_of(tensor: Tensor, writes: bool = False) -> memoryview:

@@ -21,6 +21,7 @@ from h2o_flexgen.kernels.evict import Notes
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import (
     append,
+    append_coded,
     decode_attention,
     prompt_attention,
     put_rows,
@@ -341,10 +342,15 @@ class KVCache:
     def _append(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, worth: Tensor | None) -> Tensor:
         """Writes the newest token after the slots that each row holds, and returns the rotated query."""
         turn = None if rotation is None else now.turn(rotation, q.dtype)
-        if turn is not None and not self._coding.is_plain:  # keys are rotated before they are encoded
-            q, k, turn = rotate(q, turn), rotate(k, turn), None
-        there = self.living(q.shape[0])
-        return append(there.image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, there.notes, worth)
+        there, coding = self.living(q.shape[0]), self._coding
+        if not coding.is_plain:
+            out = append_coded(coding.format, there.image, now.newest, q, k, v, turn, there.notes, worth)
+            if out is not None:
+                return out
+            if turn is not None:  # keys are rotated before they are encoded
+                q, k, turn = rotate(q, turn), rotate(k, turn), None
+            k, v = coding.encode(k), coding.encode(v)
+        return append(there.image, now.newest, q, k, v, turn, there.notes, worth)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotation: Rotation) -> Tensor:

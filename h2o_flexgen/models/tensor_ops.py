@@ -13,7 +13,14 @@ from torch import Tensor
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.matrix import Matrix, PackedMatrix, SteadyMatrix, counted_linear_of_each, linear_of_each
+from h2o_flexgen.kernels.matrix import (
+    Matrix,
+    PackedMatrix,
+    SteadyMatrix,
+    counted_linear_of_each,
+    linear_of_each,
+    linears_of_same,
+)
 from h2o_flexgen.kernels.operations import (
     Counts,
     gated_gelu,
@@ -40,10 +47,13 @@ def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
 
 
 def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
-    """Products of the same rows, which are made ready for them only once. Each is computed when it is asked for."""
-    factor = Factor(x)
-    for name in names:
-        matrix, bias = weights[f"{name}.weight"], plain(weights, f"{name}.bias")
+    """Products of the same rows, which are made ready for them only once. Each is computed when it is asked for, or all of them
+    at once."""
+    factor, matrices = Factor(x), [(weights[f"{name}.weight"], plain(weights, f"{name}.bias")) for name in names]
+    if len(names) > 1 and (made := linears_of_same(factor, matrices)) is not None:
+        yield from made
+        return
+    for matrix, bias in matrices:
         yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
 
 

@@ -19,9 +19,9 @@ from tests.delayed.sanitizer import StreamSanitizer
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("group_encode", "group_decode", "tile_encode", "tile_decode", "tile_decode_rows"), ("out",)),
     **dict.fromkeys(("stored_decode", "take_slots", "gather_slots"), ("out",)),
-    **dict.fromkeys(("append", "evict"), ("image", "notes")),
+    **dict.fromkeys(("append", "append_coded", "evict"), ("image", "notes")),
     **dict.fromkeys(("rotate", "rms_norm", "decode_attention", "prompt_attention", "shared_attention"), ()),
-    **dict.fromkeys(("tile_product", "int8_product", "stored_product"), ()),
+    **dict.fromkeys(("tile_product", "tile_products", "int8_product", "stored_product"), ()),
 }
 
 

@@ -149,6 +149,8 @@ class WeightStore:
 
     def layer(self, visit: Visit) -> LayerSpec:
         """The layer as the rows of a visit pass it."""
+        if len(self._spec.forms) == 1:
+            return self._spec.layers[visit.layer]
         return self._layer_of(self._pass_of(visit))
 
     def _pass_of(self, visit: Visit) -> LayerPass:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP as _GROUP
 from h2o_flexgen.formats.grouped import TILE as _TILE
-from h2o_flexgen.kernels.gpu.launching import ALIGNED, kept_by_shape, seen
+from h2o_flexgen.kernels.gpu.launching import ALIGNED, Seen, kept_by_shape, seen
 from h2o_flexgen.kernels.raw_memory import begins_behind
 
 # -- words -----------------------------------------------------------------------------------------------------------------
@@ -22,20 +22,30 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first
 
 def as_words(*slots: Tensor) -> Iterator[Tensor]:
     """Views of values of one type (..., width), each side by side in the last dimension, as words of one type."""
-    word = _widest(*((begins_behind(each, ALIGNED), *seen(each)) for each in slots))
+    word = widest_word(begins_behind(ALIGNED, *slots), *map(seen, slots))
     return (each.view(word) for each in slots)
 
 
 @kept_by_shape
-def _widest(*slots: tuple[int, torch.Size, tuple[int, ...], torch.dtype]) -> torch.dtype:
-    return next(word for word in WORDS if all(_made_of(*each, word.itemsize) for each in slots))
+def widest_word(begin: int, *slots: Seen) -> torch.dtype:
+    """`begin`: where they begin behind a multiple of any word."""
+    return next(word for word in WORDS if begin % word.itemsize == 0 and all(_made_of(*each, word.itemsize) for each in slots))
 
 
-def _made_of(begin: int, shape: torch.Size, strides: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
-    """Whether every slot begins at a whole word of this size and ends with one. A dimension of one place has no stride."""
+def _made_of(shape: torch.Size, strides: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
+    """Whether every slot begins at a whole word of this size and ends with one, if the first one begins at a word. A dimension
+    of one place has no stride."""
     assert strides[-1] == 1
     steps = [stride for size, stride in zip(shape[:-1], strides) if size > 1]
-    return begin % nbytes == 0 and all(each * dtype.itemsize % nbytes == 0 for each in (shape[-1], *steps))
+    return all(each * dtype.itemsize % nbytes == 0 for each in (shape[-1], *steps))
+
+
+def in_words(slots: Seen, word: torch.dtype) -> Seen:
+    """A tensor as it is seen through words."""
+    (*shape, width), strides, dtype = slots
+    size = word.itemsize
+    steps = (stride * dtype.itemsize // size for stride in strides[:-1])
+    return torch.Size((*shape, width * dtype.itemsize // size)), (*steps, 1), word
 
 
 # -- codes -----------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, parts
-from h2o_flexgen.kernels.gpu.codes import as_words
-from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
+from h2o_flexgen.kernels.gpu.codes import as_words, in_words, widest_word
+from h2o_flexgen.kernels.gpu.launching import ALIGNED, InWords, Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.gpu.softmax import highest
+from h2o_flexgen.kernels.raw_memory import begins_behind
 
 # -- evict -----------------------------------------------------------------------------------------------------------------
 # Updates scores, chooses the token to evict, and writes the newest token to its slot: one program for each KV head of a
@@ -27,23 +28,27 @@ MOST_SLOTS = 1024  # that a program looks at side by side
 def evict(
     image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
 ) -> Tensor:
-    (words,), (positions, scores, by_chance, worth) = as_words(image), notes
+    positions, scores, by_chance, worth = notes
     assert positions.is_contiguous() and (got is None or got.is_contiguous())
     target = torch.empty(positions.shape[:2], dtype=torch.int64, device=image.device)
-    launch = eviction_of(seen(words), scores is not None, by_chance, worth is not None, decay, gathers)
+    ways = scores is not None, by_chance, worth is not None, decay, gathers
+    launch = eviction_of(begins_behind(ALIGNED, image), seen(image), *ways)
     noted = (positions if each is None else each for each in (scores, got, worth))
-    launch(words, positions, *noted, target, newest.slots, leaving.start, leaving.end, leaving.after)
+    launch(image, positions, *noted, target, newest.slots, leaving.start, leaving.end, leaving.after)
     return target
 
 
 @kept_by_shape
-def eviction_of(words: Seen, has_scores: bool, by_chance: bool, has_worth: bool, decay: float, gathers: str) -> Launch:
-    (_, rows, heads, slots, width), strides, _ = words
+def eviction_of(
+    begin: int, image: Seen, has_scores: bool, by_chance: bool, has_worth: bool, decay: float, gathers: str
+) -> Launch:
+    (_, rows, heads, slots, width), strides, word = in_words(image, widest_word(begin, image))
     by = BY_SCORE if has_scores else BY_WORTH if has_worth else BY_CHANCE if by_chance else BY_AGE
     return launcher(
         evict_one,
         (heads, rows),
         (decay, slots, width, *strides[:4]),
+        InWords(word, (0,)),
         BY=by.value,
         IS_HIGHEST=gathers == MAX,
         HAS_WORTH=has_worth,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from h2o_flexgen.kernels.gpu.append import append, rotate
+from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
 from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
@@ -15,12 +15,12 @@ from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.gpu.stored_values import stored_decode
-from h2o_flexgen.kernels.gpu.tile_product import tile_product
+from h2o_flexgen.kernels.gpu.tile_product import tile_product, tile_products
 
 KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
-    *(stored_decode, stored_product, tile_product, int8_product),
-    *(append, rotate, evict, gather_slots, take_slots),
+    *(stored_decode, stored_product, tile_product, tile_products, int8_product),
+    *(append, append_coded, rotate, evict, gather_slots, take_slots),
     *(decode_attention, prompt_attention, shared_attention, rms_norm),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in KERNELS}

@@ -66,7 +66,7 @@ def group_encode_kernel(
     place = tl.arange(0, of_group)[:, None] * 4 + tl.arange(0, 4)[None, :]  # the byte of a value
     beginnings = values + row * row_stride
     low, high = _loaded(beginnings, row < rows, group, columns, column_stride, place, GROUP // 2, BITS, WHOLE)
-    words, scale, minimum = _encoded(low, high, BITS, ROWS)
+    words, scale, minimum = encoded_groups(low, high, BITS, ROWS)
     own = out.to(tl.pointer_type(tl.uint32)) + row * (groups * (of_group + 1))
     there = row < rows
     tl.store((own + group * of_group)[:, None] + tl.arange(0, of_group)[None, :], words, mask=there[:, None])
@@ -85,7 +85,7 @@ def tile_encode_kernel(values, out, outputs, columns, row_stride, column_stride,
     place = word[:, None] * (32 // BITS) + tl.arange(0, 4)[None, :]
     beginnings = values + row * row_stride
     low, high = _loaded(beginnings, row < outputs, group, columns, column_stride, place, 4, BITS, WHOLE)
-    words, scale, minimum = _encoded(low, high, BITS, TILE)
+    words, scale, minimum = encoded_groups(low, high, BITS, TILE)
     own = out.to(tl.pointer_type(tl.uint32)) + (tile * groups + group) * of_block
     tl.store(own + word[None, :] * TILE + output[:, None], words)
     scales = (own + of_group * TILE).to(tl.pointer_type(tl.uint16)) + output
@@ -110,7 +110,7 @@ def _values(rows, there, column, columns, stride, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _encoded(low, high, BITS: tl.constexpr, ROWS: tl.constexpr):
+def encoded_groups(low, high, BITS: tl.constexpr, ROWS: tl.constexpr):
     """Values (rows, words, 4) with lower and upper codes -> words (rows, words), scales and minima (rows,)"""
     most: tl.constexpr = 2**BITS - 1
     strange = (low != low) | (high != high)

@@ -42,16 +42,37 @@ def seen(tensor: Tensor) -> Seen:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
+class InWords(NamedTuple):
+    """Tensors of a launch that are only moved, in words of this type. Beside their addresses only the door asks for it."""
+
+    word: torch.dtype
+    places: tuple[int, ...]  # among the tensors
+
+    def of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [each.view(self.word) if place in self.places else each for place, each in enumerate(tensors)]
+
+
+NOT_IN_WORDS = InWords(torch.uint8, ())
+
+
 class Launch:
     """A kernel and all that it is told beside tensors, launched through Triton's own door. The parameters of a kernel are
     tensors, then numbers, then constants."""
 
-    def __init__(self, kernel: Any, grid: Sequence[int], numbers: Sequence[float], constants: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Sequence[int],
+        numbers: Sequence[float],
+        constants: dict[str, Any],
+        words: InWords = NOT_IN_WORDS,
+    ) -> None:
         """`constants`: those of the kernel, and options of the compiler."""
         self.kernel = kernel
         self.grid = (*grid, 1, 1)[:3]
         self.numbers = tuple(numbers)
         self.constants = constants
+        self._words = words
         self._types: list[torch.dtype] = []  # of the tensors of the first launch
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -59,6 +80,7 @@ class Launch:
 
     def through_the_door(self, tensors: Sequence[Tensor]) -> Any:
         """Launches it, and gives what Triton has compiled, if it compiles."""
+        tensors = self._words.of(tensors) if self._words.places else tensors
         types = [each.dtype for each in tensors]
         self._types = self._types or types
         assert types == self._types, f"{self.kernel.__name__} has other types than the launch that it was kept for"
@@ -66,40 +88,53 @@ class Launch:
 
 
 class _Compiled(NamedTuple):
+    """What Triton has compiled for one GPU."""
+
     run: Callable[..., object]
     function: object
     metadata: object
+    stream_of: Callable[[int], int]
+    device: int  # its number
 
 
 class Launcher(Launch):
     """The same where Triton compiles: later launches call what was compiled for the first one."""
 
-    def __init__(self, kernel: Any, grid: Sequence[int], numbers: Sequence[float], constants: dict[str, Any]) -> None:
-        super().__init__(kernel, grid, numbers, constants)
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Sequence[int],
+        numbers: Sequence[float],
+        constants: dict[str, Any],
+        words: InWords = NOT_IN_WORDS,
+    ) -> None:
+        super().__init__(kernel, grid, numbers, constants, words)
         own = [constants[name] for name in kernel.arg_names if name in constants]
         self._behind = (*numbers, *own)  # what comes behind addresses
         tensors = kernel.params[: len(kernel.params) - len(self._behind)]
         self._told_of = itemgetter(*(one.num for one in tensors if not one.do_not_specialize_on_alignment))
-        self._compiled: dict[int, _Compiled] = {}  # by the number of a device
+        self._compiled: dict[int, _Compiled] = {}  # by the number of the GPU that the tensors are on
 
     def __call__(self, *tensors: Tensor) -> None:
-        driver, addresses = drivers.active, addresses_of(tensors)
-        device, is_aligned = driver.get_current_device(), not reduce(or_, self._told_of(addresses)) % ALIGNED
-        known = self._compiled.get(device)
+        addresses, known = addresses_of(tensors), self._compiled.get(tensors[0].get_device())
+        is_aligned = not reduce(or_, self._told_of(addresses)) % ALIGNED
         if known is not None and is_aligned:
-            run, function, metadata = known
-            stream = driver.get_current_stream(device)
-            run(*self.grid, stream, function, metadata, *NO_HOOKS, *addresses, *self._behind)
+            run, function, metadata, stream_of, device = known
+            run(*self.grid, stream_of(device), function, metadata, *NO_HOOKS, *addresses, *self._behind)
             return
         compiled = self.through_the_door(tensors)
         if compiled is not None and is_aligned and why_not() is None:
-            self._compiled[device] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata)
+            there = drivers.active.get_current_stream, drivers.active.get_current_device()
+            own = _Compiled(compiled.run, compiled.function, compiled.packed_metadata, *there)
+            self._compiled[tensors[0].get_device()] = own
 
 
-def launcher(kernel: Any, grid: Sequence[int], numbers: Sequence[float], **constants: Any) -> Launch:
+def launcher(
+    kernel: Any, grid: Sequence[int], numbers: Sequence[float], words: InWords = NOT_IN_WORDS, /, **constants: Any
+) -> Launch:
     """`constants`: those of the kernel, and options of the compiler."""
     kind = Launcher if isinstance(kernel, JITFunction) else Launch  # otherwise it is interpreted
-    return kind(kernel, grid, numbers, constants)
+    return kind(kernel, grid, numbers, constants, words)
 
 
 @cache

@@ -50,7 +50,7 @@ def _launch(format: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out
     parts = parts_of(format, data, out.shape[1], rows.shape[1])
     given = rows.index_select(1, parts.order) if format.layout.is_ordered else rows
     scales, zeros = parts.scales.dtype, parts.zeros.dtype
-    begins = begins_behind(parts.codes, ALIGNED)
+    begins = begins_behind(ALIGNED, parts.codes)
     launch = product_of(format.name, begins, scales, zeros, rows.shape, rows.dtype, out.shape[1], bias is not None)
     launch(*parts[:3], given, out if bias is None else bias, out)
 

@@ -279,7 +279,7 @@ def stored_decode(format: Stored, data: Tensor, out: Tensor) -> None:
     assert out.is_contiguous()
     if out.numel():
         parts = parts_of(format, data, *out.shape)
-        begins, others = begins_behind(parts.codes, ALIGNED), (parts.scales.dtype, parts.zeros.dtype)
+        begins, others = begins_behind(ALIGNED, parts.codes), (parts.scales.dtype, parts.zeros.dtype)
         decoding_of(format.name, begins, others, out.shape, out.dtype)(*parts, out)
 
 

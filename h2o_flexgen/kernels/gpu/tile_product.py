@@ -7,6 +7,9 @@ among each other: sums are added in an order that depends on shapes alone, and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +21,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
 from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 
+AT_ONCE = 3  # matrices
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 WORDS_OF_WARP = 16  # of an output, that a warp reads at once
 MOST_WARPS, FEWEST_WARPS = 8, 4
@@ -28,7 +32,7 @@ def tile_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Ten
     """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
-    out = rows.new_empty(len(rows), outputs)
+    out = rows.new_empty(rows.shape[0], outputs)
     if out.numel():
         launch = product_of(format.bits, seen(data), rows.shape, rows.dtype, outputs, bias is not None)
         launch(data, rows, out if bias is None else bias, out)
@@ -47,6 +51,44 @@ def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, out
         tile_product_kernel,
         (tiles, triton.cdiv(rows, at_once)),
         (rows, outputs, inputs),
+        HAS_BIAS=has_bias,
+        BITS=format.bits,
+        ROWS=at_once,
+        WORDS=warps * WORDS_OF_WARP,
+        num_warps=warps,
+    )
+
+
+def tile_products(format: Tiled, x: Factor, matrices: Sequence[tuple[Tensor, int, Tensor | None]]) -> Sequence[Tensor]:
+    """x (..., inputs) with two or three matrices, each with data (tiles, bytes of a tile), outputs and bias (outputs,) -> for
+    each (..., outputs)"""
+    shape = x.values.shape
+    rows = x.values.reshape(-1, shape[-1]).contiguous()
+    data, outputs, biases = zip(*matrices, strict=True)
+    made = [rows.new_empty(rows.shape[0], each) for each in outputs]
+    if made[0].numel():
+        placed = [out if bias is None else bias for bias, out in zip(biases, made)]
+        launch = products_of(format.bits, tuple(map(seen, data)), rows.shape, rows.dtype, outputs, biases[0] is not None)
+        three = (
+            each if len(each) == AT_ONCE else (*each, each[-1]) for each in (data, placed, made)
+        )  # one of two counts twice
+        launch(*chain.from_iterable(three), rows)
+    return [each.view(*shape[:-1], own) for each, own in zip(made, outputs)]
+
+
+@kept_by_shape
+def products_of(
+    bits: int, data: tuple[Seen, ...], shape: torch.Size, dtype: torch.dtype, outputs: tuple[int, ...], has_bias: bool
+) -> Launch:
+    (rows, inputs), format = shape, Tiled(bits)
+    tiles, tile_bytes = [-(-each // TILE_OUTPUTS) for each in outputs], format.tile_bytes(inputs)
+    assert [each[:2] for each in data] == [((own, tile_bytes), (tile_bytes, 1)) for own in tiles], data
+    warps = _warps(sum(tiles), groups_of(inputs) * format.as_rows.code_bytes // 4 // WORDS_OF_WARP)
+    at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(rows))
+    return launcher(
+        tile_products_kernel,
+        (sum(tiles), triton.cdiv(rows, at_once)),
+        (rows, *tiles[:2], *(*outputs, outputs[-1])[:AT_ONCE], inputs),
         HAS_BIAS=has_bias,
         BITS=format.bits,
         ROWS=at_once,
@@ -75,11 +117,34 @@ def tile_product_kernel(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
+    multiply_tile(data, x, bias, out, tl.program_id(0).to(tl.int64), rows, outputs, inputs, HAS_BIAS, BITS, ROWS, WORDS)
+
+
+@triton.jit(do_not_specialize=["rows", "outputs_0", "outputs_1", "outputs_2"])
+def tile_products_kernel(
+    data_0, data_1, data_2, bias_0, bias_1, bias_2, out_0, out_1, out_2, x,
+    rows, tiles_0, tiles_1, outputs_0, outputs_1, outputs_2, inputs,
+    HAS_BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The tiles of three matrices one behind the other, times the same rows."""
+    data, bias, out, outputs, tile = data_0, bias_0, out_0, outputs_0, tl.program_id(0).to(tl.int64)
+    if tile >= tiles_0 + tiles_1:
+        data, bias, out, outputs, tile = data_2, bias_2, out_2, outputs_2, tile - tiles_0 - tiles_1
+    elif tile >= tiles_0:
+        data, bias, out, outputs, tile = data_1, bias_1, out_1, outputs_1, tile - tiles_0
+    multiply_tile(data, x, bias, out, tile, rows, outputs, inputs, HAS_BIAS, BITS, ROWS, WORDS)
+
+
+@triton.jit
+def multiply_tile(
+    data, x, bias, out, tile, rows, outputs, inputs,
+    HAS_BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """One tile times one, two or four rows."""
     of_group: tl.constexpr = GROUP * BITS // 32  # words
     of_word: tl.constexpr = 32 // BITS  # codes
     of_block: tl.constexpr = TILE * (of_group + 1)
-    tile, groups = tl.program_id(0).to(tl.int64), tl.cdiv(inputs, GROUP)
+    groups = tl.cdiv(inputs, GROUP)
     row, last = tl.program_id(1) * ROWS, rows - 1
     own = data.to(tl.pointer_type(tl.uint32)) + tile * groups * of_block
     x_0, x_1 = _row(x, row, last, inputs), _row(x, row + 1, last, inputs)

@@ -38,6 +38,12 @@ def narrow() -> None:
     narrow_kernel[(1,)](data, data.float(), 3, SIZE=1024)
 
 
+def twice() -> None:
+    data = torch.empty(64, device="meta")
+    for _ in range(2):
+        spilling_kernel[(1,)](data, data, SIZE=64, num_warps=1)
+
+
 def spilling() -> None:
     data = torch.empty(16384, device="meta")
     spilling_kernel[(1,)](data, data, SIZE=16384, num_warps=1)
@@ -52,4 +58,5 @@ LAUNCHES = (
     Launch("narrow", narrow, loads={"narrow_kernel": 16}, narrowest={"narrow_kernel": 2}, since=80),
     Launch("spilling", spilling, registers=40, since=80),
     Launch("sharing", sharing, registers=255, since=80),
+    Launch("twice", twice, kernels=1, since=80),
 )

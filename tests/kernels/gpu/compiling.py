@@ -83,8 +83,10 @@ def report(launches: Sequence[Launch], gpu: str) -> int:
         if launch.since <= capability and not (launch.is_rare and gpu == OLDEST):
             kernels = compiled(launch, capability)
             assert kernels, f"{launch.name} launches nothing"
-            for one in kernels:
+            for place, one in enumerate(kernels):
                 violations = list(one.violations(launch))
+                if place == 0 and len(kernels) != (launch.kernels or len(kernels)):
+                    violations.append(f"{len(kernels)} launches and not {launch.kernels}")
                 broken += len(violations)
                 print(f"{launch.name}: {one}", *(f"BROKEN: {violation}" for violation in violations), sep="; ")
     return broken

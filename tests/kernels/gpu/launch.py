@@ -26,6 +26,7 @@ class Launch:
     narrowest: Mapping[str, int] = field(default_factory=dict)  # by kernel: no load has fewer bytes
     since: int = CAPABILITIES[0]  # GPUs from this capability on; older ones never launch it
     is_rare: bool = False  # another launch has the same kernels, and takes more of a GPU: not compiled by a default run
+    kernels: int | None = None  # that the call launches; None: that is held nowhere
 
 
 @dataclass(frozen=True)

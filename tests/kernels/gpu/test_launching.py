@@ -19,11 +19,13 @@ CALLS = {
     "attention and sums, group8 KV": (2, 3, 23),
     "attention and sums, group4 KV": (2, 3, 23),
     "newest token, rotated": (1, 1, 28),
+    "newest token, rotated, in 4 bits": (1, 1, 28),
     "eviction": (1, 1, 17),
     "rotation": (1, 1, 10),
     "4-bit KV encoded": (1, 0, 5),
     "RMS norm": (1, 1, 6),
     "product of 4-bit tiles": (1, 1, 7),
+    "three products of 4-bit tiles": (1, 3, 17),
     "product of a checkpoint's q4_K": (1, 1, 10),
 }
 

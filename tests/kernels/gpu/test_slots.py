@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import Grouped
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.append import RotationAngles, append_twin, rotate_twin
 from h2o_flexgen.kernels.evict import NUMBER, Leaving, Newest, Notes, evict_twin, gather_slots_twin, parts, take_slots_twin
 from h2o_flexgen.kernels.gpu import evict as evicting
-from h2o_flexgen.kernels.gpu.append import append, rotate
+from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
 from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
+from h2o_flexgen.kernels.group_codes import group_encode_twin
 
 EXACT = (torch.float32, torch.float16)  # the interpreter rounds to bfloat16 towards zero
 
@@ -176,3 +178,38 @@ def test_the_newest_token_is_appended_as_torch_does_it(dtype: torch.dtype, turns
     found = append(own[0][:, :rows], on_gpu, q.to(gpu), k.to(gpu), v.to(gpu), there, notes(*own[1:]), new_worth.to(gpu))
     expected = append_twin(image[:, :rows], newest, q, k, v, turn, notes(*kept), new_worth)
     assert same(found, expected) and all(same(*each) for each in zip(own, (image, *kept)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.float16), (100, torch.float32), (192, torch.float16), (128, torch.bfloat16)]
+)
+def test_the_newest_token_is_encoded_where_it_is_appended(
+    dim: int, dtype: torch.dtype, turns: bool, bits: int, gpu: torch.device
+) -> None:
+    """As if it were rotated, encoded and appended one after the other."""
+    if turns and dtype not in EXACT and gpu.type == "cpu":
+        return  # products are rounded otherwise there
+    rows, heads, group, slots, format, draw = 2, 2, 2, 5, Grouped(bits), drawn(dim)
+    image = image_of(rows, heads, slots, format.nbytes((dim,), 0), torch.uint8, draw)
+    q, k, v = (
+        torch.randn(rows, 1, each, 2 * dim, generator=draw).to(dtype)[..., :dim] for each in (heads * group, heads, heads)
+    )
+    k[0, 0, 0, 3], v[1, 0, 1, dim - 1], v[0, 0, 0] = torch.nan, torch.inf, 2.5
+    turn = a_turn(rows, 1, dim // 4, dtype, draw) if turns else None
+    newest = Newest(torch.arange(rows), torch.tensor([3, 0]), torch.tensor([4, 1]), torch.tensor([[3], [9]]))
+    positions, (scores, worth) = torch.full((rows, heads, slots), -1, dtype=torch.int32), torch.ones(2, rows, heads, slots)
+    new_worth = torch.randn(rows, heads, generator=draw)
+    own = [on(gpu, image), *(each.to(gpu, copy=True) for each in (positions, scores, worth))]
+    there = None if turn is None else RotationAngles(*(each.to(gpu) for each in turn))
+    on_gpu, notes = Newest(*(each.to(gpu) for each in newest)), Notes(own[1], own[2], False, own[3])
+    new = (q.to(gpu), k.to(gpu), v.to(gpu))
+    found = append_coded(own[0][:, :rows], on_gpu, *new, there, notes, new_worth.to(gpu), format)
+    if turn is not None:
+        q, k = rotate_twin(q, turn), rotate_twin(k, turn)
+    codes = [torch.empty(*each.shape[:3], image.shape[-1], dtype=torch.uint8) for each in (k, v)]
+    for each, out in zip((k, v), codes):
+        group_encode_twin(format, each.reshape(-1, dim), out.view(-1, out.shape[-1]))
+    append_twin(image[:, :rows], newest, q, *codes, None, Notes(positions, scores, False, worth), new_worth)
+    assert same(found, q) and all(same(*each) for each in zip(own, (image, positions, scores, worth), strict=True))

@@ -104,12 +104,11 @@ def passed_through(
 
 
 ATTENDED, JOINED = "attend_chunk_kernel", "join_chunks_kernel"
-ENCODED = ("rotate_heads", "rotate_heads", "group_encode_kernel", "group_encode_kernel")  # of a query and a key; key and value
 LAUNCHED: dict[tuple[str, str], tuple[str, ...]] = {  # between products
     ("full", PLAIN): ("append_heads", ATTENDED),
     ("h2o", PLAIN): ("append_heads", ATTENDED, JOINED, "evict_one"),
     ("chance", PLAIN): ("append_heads", ATTENDED, "evict_one"),
-    ("h2o", "group4"): (*ENCODED, "append_heads", ATTENDED, JOINED, "evict_one"),
+    ("h2o", "group4"): ("append_coded_heads", ATTENDED, JOINED, "evict_one"),
 }
 CASES = [
     *((kept, PLAIN, torch.float16, None) for kept in KEPT),

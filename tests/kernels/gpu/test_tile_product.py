@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import Tiled
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.tile_product import tile_product
+from h2o_flexgen.kernels.gpu.tile_product import tile_product, tile_products
 from h2o_flexgen.kernels.products import tile_product_twin
 from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_tile_product import TOLERANCES, packed, x_of
@@ -57,3 +57,19 @@ def test_what_is_no_number_stays_none(gpu: torch.device, bits: int, value: float
 def test_no_rows_come_to_nothing(gpu: torch.device) -> None:
     data = packed(20, 64, 4).to(gpu)
     assert tile_product(Tiled(4), Factor(torch.empty(0, 64, device=gpu)), data, 20, None).shape == (0, 20)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("outputs", [(40, 24, 17), (33, 70)])
+def test_several_matrices_at_once_give_what_each_gives_alone(gpu: torch.device, bits: int, outputs: tuple[int, ...]) -> None:
+    x, biases = x_of(3, 320, torch.float16).to(gpu), (True, False)
+    for has_bias in biases:
+        matrices = [
+            (packed(own, 320, bits).to(gpu), own, x_of(1, own, x.dtype)[0].to(gpu) if has_bias else None) for own in outputs
+        ]
+        found = tile_products(Tiled(bits), Factor(x), matrices)
+        assert [each.shape for each in found] == [(3, own) for own in outputs]
+        for each, (data, own, bias) in zip(found, matrices):
+            assert torch.equal(each, tile_product(Tiled(bits), Factor(x), data, own, bias))
+    empty = tile_products(Tiled(bits), Factor(x[:0]), [(packed(own, 320, bits).to(gpu), own, None) for own in outputs])
+    assert [each.shape for each in empty] == [(0, own) for own in outputs]

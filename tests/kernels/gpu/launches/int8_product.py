@@ -21,6 +21,7 @@ def product(bits: int, rows: int) -> None:
 
 
 LAUNCHES = (
-    Launch("eight rows, 4 bits", partial(product, 4, 8), 192, {"int8_rows_kernel": 8}),
+    Launch("eight rows, 4 bits", partial(product, 4, 8), 192, {"int8_rows_kernel": 8}, kernels=2),
+    Launch("64 rows, 4 bits", partial(product, 4, 64), 192, {"int8_product_kernel": 8}, kernels=2),
     Launch("many rows, 8 bits", partial(product, 8, 512), 192, {"int8_product_kernel": 8}),
 )

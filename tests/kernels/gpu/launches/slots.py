@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.grouped import Grouped
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.evict import NUMBER, Leaving, Newest, Notes
-from h2o_flexgen.kernels.gpu.append import append, rotate
+from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
 from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
 from tests.kernels.gpu.launch import Launch
 
@@ -47,6 +48,11 @@ def appended_as_they_are() -> None:
     append(CODED, NEWEST, NEW, coded, coded, None, None)
 
 
+def appended_in_4_bits(turn: RotationAngles | None) -> None:
+    noted = Notes(POSITIONS, SCORES, worth=SCORES), made(ROWS, HEADS, dtype=torch.float32)
+    append_coded(CODED, NEWEST, NEW, NEW, NEW, turn, *noted, Grouped(4))
+
+
 def rotated(rows: int, tokens: int, heads: int) -> None:
     rotate(made(rows, tokens, heads, DIM), RotationAngles(*(made(rows, tokens, 1, DIM // 2) for _ in range(2))))
 
@@ -62,13 +68,15 @@ def taken() -> None:
 
 
 LAUNCHES = (
-    Launch("evict by score", lambda: evicted(PLAIN, SCORES), narrowest={"evict_one": 4}),
+    Launch("evict by score", lambda: evicted(PLAIN, SCORES), kernels=1, narrowest={"evict_one": 4}),
     Launch("evict by the highest share", lambda: evicted(PLAIN, SCORES, gathers=MAX), narrowest={"evict_one": 4}),
     Launch("evict by score and worth", lambda: evicted(PLAIN, SCORES, worth=SCORES), narrowest={"evict_one": 4}),
     Launch("evict by age", lambda: evicted(CODED, None), narrowest={"evict_one": 4}),
     Launch("evict by chance", lambda: evicted(CODED, None, by_chance=True), narrowest={"evict_one": 4}),
-    Launch("append and rotate", appended, registers=64),
-    Launch("append bytes of a codec", appended_as_they_are, registers=64, narrowest={"append_heads": 8}),
+    Launch("append and rotate", appended, registers=64, kernels=1),
+    Launch("append bytes of a codec", appended_as_they_are, registers=64, kernels=1, narrowest={"append_heads": 8}),
+    Launch("append and encode", lambda: appended_in_4_bits(None), registers=64, kernels=1),
+    Launch("append, rotate and encode", lambda: appended_in_4_bits(TURN), registers=64, kernels=1),
     Launch("rotate a long text", lambda: rotated(4, MANY, HEADS), registers=64),
     Launch("rotate what heads hold", lambda: rotated(MANY, 512, 1), registers=64),
     Launch("gather what changed", lambda: gathered(PLAIN), registers=64, narrowest={"move_slots": 8}),
