@@ -25,7 +25,7 @@ from h2o_flexgen.server.body_fields import (
 from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.response_items import read_items
 from h2o_flexgen.text.template_settings import EFFORT, SETTINGS
-from h2o_flexgen.text.tools import CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, tool_use
+from h2o_flexgen.text.tools import ALLOWED, CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, tool_use
 
 INPUT, INSTRUCTIONS, MOST, TEXT, REASONING = "input", "instructions", "max_output_tokens", "text", "reasoning"
 _KEPT = "nothing is kept between requests; give all items as input"
@@ -157,6 +157,9 @@ def _tool(what: str, given: object) -> Tool:
 
 def _choice(given: object) -> object:
     """The choice of a tool, as chats have it."""
+    if isinstance(given, Mapping) and given.get("type") == ALLOWED and isinstance(given.get(TOOLS), list):
+        rest = {name: value for name, value in given.items() if name != "type"}
+        return {"type": ALLOWED, ALLOWED: {**rest, TOOLS: [_choice(one) for one in given[TOOLS]]}}
     if not isinstance(given, Mapping) or given.get("type") != FUNCTION or "name" not in given:
         return given
     refuse_unknown(f"field of {CHOICE}", map(str, given), ("type", "name"), {})

@@ -17,7 +17,7 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.sampling.structured_outputs import NAME
+from h2o_flexgen.sampling.structured_outputs import JSON, JSON_OBJECT, NAME
 from h2o_flexgen.text.answer_forms import FORMS, ID_LENGTH, THOUGHTS, AnswerForm, form_of
 from h2o_flexgen.text.answer_reader import AnswerReading
 from h2o_flexgen.text.held_calls import held_to_calls
@@ -25,7 +25,7 @@ from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, SYSTEM, USER
 from h2o_flexgen.text.prompts import Prompt
 from h2o_flexgen.text.template_settings import TemplateSettings
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
-from h2o_flexgen.text.tools import CHOICE, NONE, TOOLS, ToolUse
+from h2o_flexgen.text.tools import TOOLS, ToolUse
 
 SPEAKER, ANSWERER = "User:", "Assistant:"
 NO_SETTINGS = TemplateSettings()
@@ -65,31 +65,39 @@ class Style(ABC):
     ) -> tuple[Prompt, SamplingParams]:
         """A chat as a prompt, and how it is to be continued, so that the answer has the form in which it is read."""
         shown = () if use is None else use.shown
-        if shown and self.form(with_tools=True).calls is None:
-            raise ValueError(f"{TOOLS} need a chat template that writes calls as {_KNOWN_FORMS}; {self._lacks_form}")
-        if shown and params.held_to is not None:
-            raise ValueError(
-                f'{NAME} holds the whole answer, so it could call no tool; leave it out, or write {CHOICE} "{NONE}"'
-            )
+        if shown:
+            self._refuse_tools(params)
         prompt = self.whole(messages, shown, settings)
         changed: dict[str, object] = {"stop": (*params.stop_strings, *self.stops)} if self.stops else {}
         reading = self.reading(prompt.text, params, use)
         if any(self.tokenizer.special_id(mark) is not None for mark in reading.form.marks):
             changed["skip_special_tokens"] = False
-        if use is not None and (use.must_call or use.has_strict):
-            changed[NAME] = held_to_calls(use, reading.form, reading.begins_thinking, self.tokenizer)
+        if use is not None and shown and (use.must_call or use.has_strict or params.held_to is not None):
+            changed[NAME] = held_to_calls(use, reading.form, reading.begins_thinking, self.tokenizer, params.held_to)
         return prompt, replace(params, **changed) if changed else params  # type: ignore[arg-type]
 
     def reading(self, prompt: str | None, params: SamplingParams, use: ToolUse | None = None) -> AnswerReading:
-        """How answers to a prompt of a chat are read. An answer that is held to something is nothing else."""
-        if params.held_to is not None:
-            return AnswerReading()
+        """How answers to a prompt of a chat are read. One that is held to something is nothing else, or calls tools."""
         callable_tools = () if use is None else use.callable
+        if params.held_to is not None and not callable_tools:
+            return AnswerReading()
         form = self.form(with_tools=bool(callable_tools))
         begins = form.thoughts is not None and (prompt or "").rstrip().endswith(form.thoughts.opens)
         most = 1 if use is not None and use.calls_one else None
         form = form if callable_tools else replace(form, calls=None)
         return AnswerReading(form, tuple(tool.name for tool in callable_tools), most, begins)
+
+    def _refuse_tools(self, params: SamplingParams) -> None:
+        """Refuses tools where a call could not be told from something else."""
+        form, held_to = self.form(with_tools=True).calls, params.held_to
+        if form is None:
+            raise ValueError(f"{TOOLS} need a chat template that writes calls as {_KNOWN_FORMS}; {self._lacks_form}")
+        if held_to is not None and held_to.kind not in (JSON, JSON_OBJECT):
+            raise ValueError(f"{NAME} has a {held_to.kind}, and {TOOLS} stand beside JSON alone; leave one of them out")
+        if held_to is not None and form.may_begin_bare:
+            raise ValueError(
+                f"{NAME} stands beside {TOOLS}, and this model's calls look like other JSON; leave one of them out"
+            )
 
     @property
     def _lacks_form(self) -> str:

@@ -197,16 +197,22 @@ def _in_library(asked: StructuredOutputsParams) -> str:
             return grammar_from("grammar", asked.grammar or "")
         except ValueError as error:
             raise NotHeld(asked, _advice(str(error))) from error
-    options: Any = {**JSON_OPTIONS}
+    options: Any = json_options(asked)
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(as_object(asked.schema)), overrides=options)
+    except ValueError as error:  # nested too deeply
+        raise NotHeld(asked, _advice(str(error))) from error
+
+
+def json_options(asked: StructuredOutputsParams) -> dict[str, object]:
+    """The library's options for this JSON."""
+    options = {**JSON_OPTIONS}
     if asked.disable_any_whitespace:
         del options["whitespace_pattern"]
         options["whitespace_flexible"] = False
     elif asked.whitespace_pattern:
         options["whitespace_pattern"] = asked.whitespace_pattern
-    try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(_as_object(asked.schema)), overrides=options)
-    except ValueError as error:  # nested too deeply
-        raise NotHeld(asked, _advice(str(error))) from error
+    return options
 
 
 def _as_expression(text: str) -> str:
@@ -214,9 +220,12 @@ def _as_expression(text: str) -> str:
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):X}}}" for each in text)
 
 
-def _as_object(schema: object) -> object:
+def as_object(schema: object) -> Mapping[str, object]:
     """The schema, of which the library wants that it is an object."""
-    return {} if schema is True else {"not": {}} if schema is False else schema
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    assert isinstance(schema, Mapping), "read when it was made"
+    return schema
 
 
 # -- a row -------------------------------------------------------------------------------------------------------------------

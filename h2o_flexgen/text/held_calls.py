@@ -4,12 +4,12 @@ beginning, or behind its thoughts; one that may call is held from the mark of a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 from h2o_flexgen.text.answer_forms import AFTER_NAMES, AnswerForm, MarkedForm
-from h2o_flexgen.text.grammar import JSON_OPTIONS, NotHeld
+from h2o_flexgen.text.grammar import JSON_OPTIONS, NotHeld, as_object, json_options
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.text.tools import Tool, ToolUse
 from h2o_flexgen.text.written_calls import NAME_ENDS
@@ -20,12 +20,20 @@ ANY, NO_OBJECT, BLANKS = r"ANY: /(.|\n)*/", r"NO_OBJECT: /[^ \n{](.|\n)*/", r"BL
 SIGNS = {"&": "\\u0026", "~": "\\u007e"}
 
 
-def held_to_calls(use: ToolUse, form: AnswerForm, begins_thinking: bool, tokenizer: Tokenizer) -> StructuredOutputsParams:
-    """What an answer is held to that calls these tools."""
+def held_to_calls(
+    use: ToolUse,
+    form: AnswerForm,
+    begins_thinking: bool,
+    tokenizer: Tokenizer,
+    otherwise: StructuredOutputsParams | None = None,
+) -> StructuredOutputsParams:
+    """What an answer is held to that calls these tools. `otherwise`: the JSON that it is if it calls none."""
     assert form.calls is not None, "the form has calls"
     for tool in use.callable:
         _check(tool, tokenizer)
-    rules = [*_Grammar(use, form.calls, form.thoughts, begins_thinking, tokenizer).rules()]
+    if otherwise is not None:
+        tokenizer.grammars.check(otherwise)
+    rules = [*_Grammar(use, form.calls, form.thoughts, begins_thinking, tokenizer, otherwise).rules()]
     return StructuredOutputsParams(grammar="\n".join([HEAD, *rules, ANY, NO_OBJECT, BLANKS]))
 
 
@@ -44,11 +52,18 @@ class _Grammar:
     thoughts: MarkedForm | None
     begins_thinking: bool
     tokenizer: Tokenizer
+    otherwise: StructuredOutputsParams | None
 
     def rules(self) -> Iterator[str]:
         """The rules of a grammar in Lark's form, the first one first."""
         before = "" if self.thoughts is None else "thought " if self.begins_thinking else "thoughts? "
-        yield f"start: {before}{self._all_calls if self.use.must_call else self._text_with_calls}"
+        if self.use.must_call:
+            yield f"start: {before}{self._all_calls}"
+        elif self.otherwise is None:
+            yield f"start: {before}{self._text_with_calls}"
+        else:
+            yield f"start: {before}({self._all_calls} | otherwise)"
+            yield f"otherwise: %json {_written(as_object(self.otherwise.schema), json_options(self.otherwise))}"
         if self.thoughts is not None:
             yield f"thoughts: {self._mark(self.thoughts.opens)} thought"
             yield "thought: thought_text BLANKS"
@@ -58,7 +73,7 @@ class _Grammar:
         yield f"tool: {' | '.join(f'tool_{place}' for place in range(len(self.use.callable)))}"
         for place, tool in enumerate(self.use.callable):
             yield f"tool_{place}: {self._call_of(tool, place)}"
-            yield f"arguments_{place}: %json {_written(tool)}"
+            yield f"arguments_{place}: %json {_written(tool.parameters, JSON_OPTIONS)}"
 
     @property
     def _all_calls(self) -> str:
@@ -104,9 +119,9 @@ class _Grammar:
         return json.dumps(text) if special is None else f"<[{special}]>"
 
 
-def _written(tool: Tool) -> str:
-    """The schema of arguments, with the options of all schemas here."""
-    text = json.dumps({**tool.parameters, "x-guidance": JSON_OPTIONS})
+def _written(schema: Mapping[str, object], options: Mapping[str, object]) -> str:
+    """A schema as it stands in a grammar."""
+    text = json.dumps({**schema, "x-guidance": options})
     for sign, escaped in SIGNS.items():
         text = text.replace(sign, escaped)
     return text

@@ -13,10 +13,11 @@ from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
 
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
 AUTO, NONE, REQUIRED = "auto", "none", "required"
-FUNCTION = "function"
+FUNCTION, ALLOWED = "function", "allowed_tools"
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 A_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
 A_CHOICE = f'"{AUTO}", "{NONE}", "{REQUIRED}" or {{"type": "function", "function": {{"name": "..."}}}}'
+AN_ALLOWED = '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", ...}]}}'
 NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -86,6 +87,8 @@ def tool_use(found: tuple[Tool, ...], choice: object, parallel: object) -> ToolU
         if choice not in (None, NONE):
             raise ValueError(f"{CHOICE} is {shown(choice)}, and there are no {TOOLS}; give {TOOLS}, or leave it out")
         return None
+    if isinstance(choice, Mapping) and choice.get("type") == ALLOWED:
+        found, choice = _allowed(found, choice)
     if choice is None or isinstance(choice, str):
         return ToolUse(found, _mode(choice), None, is_parallel)
     return ToolUse(found, REQUIRED, _named(found, choice), is_parallel)
@@ -95,6 +98,18 @@ def _mode(choice: str | None) -> str:
     if choice not in (None, AUTO, NONE, REQUIRED):
         raise ValueError(f"{CHOICE} is {shown(choice)}; allowed is {A_CHOICE}")
     return choice or AUTO
+
+
+def _allowed(tools: tuple[Tool, ...], choice: Mapping[str, object]) -> tuple[tuple[Tool, ...], object]:
+    """Some of the tools, which are as if they were all, and whether one must be called."""
+    refuse_unknown(f"field of {CHOICE}", map(str, choice), ("type", ALLOWED), {})
+    given = choice.get(ALLOWED)
+    named = given.get(TOOLS) if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or given.get("mode") not in (AUTO, REQUIRED) or not isinstance(named, list) or not named:
+        raise ValueError(f"{CHOICE} is {shown(choice)}; it is {AN_ALLOWED}")
+    refuse_unknown(f"field of {CHOICE}.{ALLOWED}", map(str, given), ("mode", TOOLS), {})
+    meant = {_named(tools, one).name for one in named}
+    return tuple(tool for tool in tools if tool.name in meant), given["mode"]
 
 
 def _named(tools: Iterable[Tool], choice: object) -> Tool:

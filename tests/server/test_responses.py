@@ -129,6 +129,10 @@ def test_a_tool_is_called_and_its_answer_is_read(client: OpenAI) -> None:
     )
     (same,) = chat.choices[0].message.tool_calls or []
     assert same.function.arguments == call.arguments and chat.usage.prompt_tokens == answer.usage.input_tokens
+    some: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "go"}]}
+    both: Any = [GO, {**GO, "name": "stay"}]
+    again = client.responses.create(**GREEDY, input="Where to?", tools=both, tool_choice=some, parallel_tool_calls=False)
+    assert [(item.type, item.name) for item in again.output] == [("function_call", "go")]
     told = {"type": "function_call_output", "call_id": call.call_id, "output": "It is nine miles."}
     items: Any = [{"role": "user", "content": "Where to?"}, *answer.output, told]
     then = client.responses.create(**GREEDY, tools=[GO], tool_choice="none", input=items, max_output_tokens=4)
@@ -159,6 +163,8 @@ def test_a_class_as_the_client_parses_it(client: OpenAI) -> None:
     answer = client.responses.parse(**GREEDY, input="Go on.", text_format=Step)
     assert isinstance(answer.output_parsed, Step) and answer.status == "completed"
     assert answer.text.format.type == "json_schema"
+    either = client.responses.parse(**GREEDY, input="Go on.", text_format=Step, tools=[GO])
+    assert isinstance(either.output_parsed, Step) or [item.type for item in either.output] == ["function_call"]
     some = client.responses.create(
         **GREEDY, input="An object", text={"format": {"type": "json_object"}, "verbosity": "low"}, max_output_tokens=30
     )

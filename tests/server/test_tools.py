@@ -178,7 +178,11 @@ def test_python_calls_tools_the_same_way(demo: LLM) -> None:
             "tools",
             "tools[0].function.parameters has keywords that are not supported",
         ),
-        ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format", "response_format holds the whole"),
+        (
+            {"tools": [NOW], "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "structured_outputs has a regex, and tools stand beside JSON alone",
+        ),
         ({"functions": [{"name": "now"}]}, "functions", "unknown field 'functions': it is called tools"),
         ({"function_call": "auto"}, "function_call", "unknown field 'function_call': it is called tool_choice"),
     ],

@@ -38,6 +38,7 @@ pytest.importorskip("llguidance", reason="needs the extra [grammar]")
 ASK = [{"role": "user", "content": "Where to?"}]
 TOOLS = [tool("go", strict=True), tool("stay")]
 HALF_THOUGHT = QWEN_THINKS + "<think>\n"
+UNSUPPORTED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
 CITY = '{"city": "x"}'
 
 
@@ -76,14 +77,18 @@ def special(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> FolderTok
     return FolderTokenizer(there)
 
 
-def asked(tokenizer: FolderTokenizer, template: str, *fields: Any) -> tuple[SamplingParams, AnswerReading]:
-    style, use = Template(tokenizer, template=template), read_tool_use(*fields)
-    prompt, params = style.asked(ASK, SamplingParams(), use)
-    return params, style.reading(prompt.text, SamplingParams(), use)
+def asked(
+    tokenizer: FolderTokenizer, template: str, *fields: Any, given: SamplingParams | None = None
+) -> tuple[SamplingParams, AnswerReading]:
+    style, use, own = Template(tokenizer, template=template), read_tool_use(*fields), given or SamplingParams()
+    prompt, params = style.asked(ASK, own, use)
+    return params, style.reading(prompt.text, own, use)
 
 
-def holds(tokenizer: FolderTokenizer, template: str, *fields: Any) -> Callable[[str], bool]:
-    held_to = asked(tokenizer, template, *fields)[0].held_to
+def holds(
+    tokenizer: FolderTokenizer, template: str, *fields: Any, given: SamplingParams | None = None
+) -> Callable[[str], bool]:
+    held_to = asked(tokenizer, template, *fields, given=given)[0].held_to
     assert held_to is not None
     return tokenizer.grammars.constraint(held_to, tokenizer.eos_ids).holds
 
@@ -110,6 +115,23 @@ def test_a_call_that_may_come_is_held_where_a_tool_is_strict(template: str, toke
     assert may("") and may("No. [1] {2} <3>") and may(write("go")) and not may(wrong) and not may(write("run"))
     assert template in SINGLE or (may(f"Well. {write('go')}") and not may(f"Well. {wrong}"))
     assert asked(tokenizer, template, TOOLS[1:])[0].held_to is None, "nothing is promised of it"
+
+
+@pytest.mark.parametrize("template", [template for template in CALLS if template not in SINGLE])
+def test_an_answer_of_a_schema_may_call_instead(template: str, tokenizer: FolderTokenizer) -> None:
+    schema = SamplingParams(structured_outputs={"json": {"enum": [{"name": "go"}, 5]}})
+    write, may = CALLS[template], holds(tokenizer, template, TOOLS[1:], given=schema)
+    assert may("5") and may('{"name": "go"}') and may(write("stay"))
+    assert not any(map(may, ("6", "", "Well.", write("go"), f"Well. {write('stay')}", f"5{write('stay')}")))
+    reading = asked(tokenizer, template, TOOLS[1:], given=schema)[1]
+    assert reading.message("5", False, "x").content == "5" and reading.message('{"name": "go"}', False, "x").content
+    assert len(reading.message(write("stay"), False, "x").tool_calls) == 1
+    must = holds(tokenizer, template, TOOLS, "required", given=schema)
+    assert must(write("go")) and not must("5")
+    object_of_any_kind = holds(tokenizer, template, TOOLS, given=SamplingParams(structured_outputs={"json_object": True}))
+    assert object_of_any_kind('{"a": [1]}') and not object_of_any_kind("[1]")
+    odd = one_line(lambda: asked(tokenizer, template, TOOLS, given=SamplingParams(response_format=UNSUPPORTED)))
+    assert odd.startswith("structured_outputs cannot be held to: the JSON schema")
 
 
 def test_signs_in_a_schema_are_no_operators_of_the_grammar(tokenizer: FolderTokenizer) -> None:
@@ -180,7 +202,9 @@ def test_what_no_call_can_be_held_to_is_refused(tokenizer: FolderTokenizer) -> N
         assert asked(tokenizer, template, TOOLS, "none")[0] == SamplingParams()
     held = SamplingParams(structured_outputs={"choice": ["a"]})
     said = one_line(lambda: Template(tokenizer, template=HERMES).asked(ASK, held, read_tool_use(TOOLS)))
-    assert said.startswith("structured_outputs holds the whole answer, so it could call no tool")
+    assert said.startswith("structured_outputs has a choice, and tools stand beside JSON alone")
+    said = one_line(lambda: asked(tokenizer, LLAMA, TOOLS, given=SamplingParams(structured_outputs={"json_object": True})))
+    assert said.startswith("structured_outputs stands beside tools, and this model's calls look like other JSON")
     script = one_line(lambda: Script(ByteTokenizer(300)).asked(ASK, SamplingParams(), read_tool_use(TOOLS)))
     assert "this style has none" in script
 

@@ -13,6 +13,10 @@ from tests.helpers.tool_templates import CLOSED, named, tool
 TWO = [tool("go"), tool("stay", strict=True)]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(named, names)]}}
+
+
 def read(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
     found = read_tool_use(tools, choice, parallel)
     assert found is not None
@@ -30,6 +34,9 @@ def test_what_may_be_called_and_what_the_model_is_told_of() -> None:
     assert read(TWO, None, False).calls_one
     only = read(TWO, named("go"))
     assert [one.name for one in only.callable] == ["go"] and only.must_call and only.calls_one and len(only.shown) == 2
+    some = read(TWO, allowed("required", "stay"), False)
+    assert [one.name for one in some.callable] == ["stay"] and some.must_call and some.calls_one and len(some.shown) == 1
+    assert not read(TWO, allowed("auto", "stay", "go")).must_call
     none = read(TWO, "none")
     assert none.shown == none.callable == () and not none.must_call
     assert read_tool_use([], "none") is read_tool_use(None) is None
@@ -66,7 +73,11 @@ def test_a_tool_without_parameters_takes_none() -> None:
         (TWO, named("sta"), "tool_choice names 'sta', and tools are go, stay; did you mean stay?"),
         (TWO, {"type": "function"}, "tool_choice is {'type': 'function'}, without the name of a tool"),
         (TWO, {"type": "function", "name": "go"}, "unknown field of tool_choice 'name': it belongs into function"),
-        (TWO, {"type": "allowed_tools"}, "tool_choice is {'type': 'allowed_tools'}; allowed is"),
+        (TWO, {"type": "allowed_tools"}, "tool_choice is {'type': 'allowed_tools'}; it is {\"type\": \"allowed_tools\", "),
+        (TWO, allowed("never", "go"), "tool_choice is {'allowed_tools': {'mode': 'never', "),
+        (TWO, allowed("auto"), "tool_choice is {'allowed_tools': {'mode': 'auto', 'tools': []}"),
+        (TWO, allowed("auto", "run"), "tool_choice names 'run', and tools are go, stay"),
+        (TWO, {"type": "custom", "custom": {}}, "tool_choice is {'custom': {}, 'type': 'custom'}; allowed is"),
         (None, "auto", "tool_choice is 'auto', and there are no tools"),
         ([], named("go"), "tool_choice is {'function': {'name': 'go'}, 'type': 'function'}, and there are no tools"),
     ],
