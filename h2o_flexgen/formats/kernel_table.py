@@ -17,6 +17,8 @@ from h2o_flexgen.formats.table import FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, S
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
+# What becomes of the rows of experts where memory alone counts them: on a GPU nothing waits for these counts then.
+GATHER_COUNTED, COUNTED_PRODUCTS, ADD_COUNTED = "gather counted rows", "products of counted rows", "add counted rows"
 PRODUCTS_OF_SAME = "products of the same rows"  # with two or three packed matrices at once
 STEADY_PRODUCT = "steady product"  # of plain matrices: with kernels in C its sums have one order for any rows
 EXACT, INT8 = "exact", "int8"
@@ -165,6 +167,7 @@ def _of_tiles(format: str) -> Iterator[Kernel]:
     few = Kernel(PRODUCT, format, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
     yield few
     yield replace(few, op=PRODUCTS_OF_SAME, function="tile_products")
+    yield replace(few, op=COUNTED_PRODUCTS, function="counted_tile_products", most_rows=inf)
     yield Kernel(INT8_PRODUCT, format, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {format}", within=INT8)
     yield Kernel(INT8_PRODUCT, format, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {format}", within=INT8)
     yield Kernel(INT8_PRODUCT, format, "int8_product_twin", priced_as=f"int8 {format}", within=INT8)
@@ -193,6 +196,7 @@ def _of_stored(format: str) -> Iterator[Kernel]:
     yield few
     yield Kernel(PRODUCT, format, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, format, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
+    yield Kernel(COUNTED_PRODUCTS, format, "counted_stored_products", CUDA, (TRITON,), DTYPES, within=FLOAT32)
 
 
 def _of_plain_products() -> Iterator[Kernel]:
@@ -218,6 +222,8 @@ def _of_slots() -> Iterator[Kernel]:
         yield Kernel(op, PLAIN, f"{function}_twin")
     yield Kernel(NOTE, PLAIN, "note", CPU, LIBRARIES)
     yield Kernel(NOTE, PLAIN, "note_twin")
+    yield Kernel(GATHER_COUNTED, PLAIN, "gather_counted", CUDA, (TRITON,))
+    yield Kernel(ADD_COUNTED, PLAIN, "add_counted", CUDA, (TRITON,), DTYPES)
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
 

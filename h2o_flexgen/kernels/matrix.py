@@ -15,6 +15,7 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.operations import (
     counted_products,
+    counts_in_memory,
     decode,
     packed_product,
     packed_products,
@@ -123,6 +124,13 @@ def counted_linear_of_each(x: Factor, matrices: Sequence[tuple[Matrix, Tensor | 
         raise CannotBeRecorded("experts have matrices of several formats, or in an order of their own")
     counted_products(op, format, x, [Meeting(0, 0, _data(matrix), bias) for matrix, bias in matrices], out)
     return out
+
+
+def can_be_counted(x: Tensor, matrices: Sequence[object]) -> bool:
+    """Whether rows that only memory counts may meet these matrices, and nothing waits for it. They have one format then."""
+    kinds = {(each.product, each.format) for each in matrices if isinstance(each, PackedMatrix) and not _is_ordered(each)}
+    are_packed = all(isinstance(each, PackedMatrix) and not _is_ordered(each) for each in matrices)
+    return are_packed and len(kinds) == 1 and all(counts_in_memory(*kind, x) for kind in kinds)
 
 
 def _is_ordered(matrix: Matrix) -> bool:

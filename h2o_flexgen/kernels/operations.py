@@ -16,10 +16,12 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES
 from h2o_flexgen.formats.kernel_table import (
+    ADD_COUNTED,
     ADD_SCALED,
     ADD_WEIGHTED,
     APPEND,
     CLAMPED_SILU,
+    COUNTED_PRODUCTS,
     CPU,
     DECODE,
     DECODE_ATTENTION,
@@ -33,6 +35,7 @@ from h2o_flexgen.formats.kernel_table import (
     GATED_RELU_SQUARED,
     GATED_SILU,
     GATHER_CHOSEN,
+    GATHER_COUNTED,
     GATHER_SLOTS,
     HALVES_APART,
     LAYER_NORM,
@@ -183,11 +186,19 @@ def counted_products(op: str, format: str, x: Factor, meetings: Sequence[Meeting
     """The same where memory alone says which rows of x meet which matrix: for each number of rows there are calls of the kernel
     that is chosen for it, which find none where there are more or fewer."""
     assert x.counted is not None
+    if counts_in_memory(op, format, x.values):
+        _required(COUNTED_PRODUCTS, format, x.values)(FORMATS[format], x, meetings, out)
+        return
     for least, most, function in _by_rows(op, format, x.values, x.counted.most):
         counted = None if function is None else COUNTED.get(function)
         if counted is None:
             raise CannotBeRecorded(f"no kernel multiplies rows that memory counts with {format}")
         counted(FORMATS[format], x.within(least, most), meetings, out)
+
+
+def counts_in_memory(op: str, format: str, like: Tensor) -> bool:
+    """Whether rows like these, which memory counts, may be multiplied with matrices of a format, and nothing waits for it."""
+    return op == PRODUCT and chosen(COUNTED_PRODUCTS, format, like) is not None
 
 
 def _by_rows(op: str, format: str, like: Tensor, most: int) -> list[tuple[int, int, Function | None]]:
@@ -437,7 +448,7 @@ def clamped_silu_of_each(gate: Tensor, up: Tensor, counts: Counts, limit: float,
 
 def _of_each(function: Function, is_twin: bool, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     if isinstance(counts, CountedRows):
-        counted: Tensor = function(gate, up, counted=counts)
+        counted: Tensor = function(gate, up) if is_twin else function(gate, up, counted=counts)
         return counted
     if is_twin:
         return torch.cat([function(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
@@ -475,6 +486,13 @@ def gather_chosen(chosen: Chosen, rows: Tensor, experts: range, most: int, turn:
     return out
 
 
+def gather_counted(chosen: Chosen, rows: Tensor, experts: range) -> GatheredRows:
+    """The same of all these experts at once, where nothing waits for what was chosen: there are as many rows as choices, and
+    those that other experts were given come last."""
+    out: GatheredRows = _required(GATHER_COUNTED, PLAIN, rows)(chosen, rows, experts)
+    return out
+
+
 def add_scaled(x: Tensor, added: Tensor | None = None, scale: float = 1.0, limit: float = inf) -> Tensor:
     """Values, no larger than `limit` on either side of 0, times a scale, plus others of their shape. In place -> x"""
     out: Tensor = _required(ADD_SCALED, PLAIN, x)(x, added, scale, limit)
@@ -484,6 +502,9 @@ def add_scaled(x: Tensor, added: Tensor | None = None, scale: float = 1.0, limit
 def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts: Counts) -> None:
     """Adds rows (count, width), each times its weight (count,), fp32, to the sums (sums, width), fp32, that `to` (count,)
     names. Those of a sum are added in their order. Of the `counts`, which follow each other, no two rows have the same sum."""
+    if isinstance(counts, CountedRows) and (function := chosen(ADD_COUNTED, PLAIN, rows)):
+        function(sums, rows, weights, to, counts)
+        return
     _required(ADD_WEIGHTED, PLAIN, rows)(sums, rows, weights, to, counts)
 
 

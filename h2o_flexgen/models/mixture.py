@@ -21,7 +21,7 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, LayerSpec
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.native import RECORDER
-from h2o_flexgen.kernels.operations import Counts, add_weighted, gather_chosen, route
+from h2o_flexgen.kernels.operations import Counts, add_weighted, gather_chosen, gather_counted, route
 from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, Chosen, RouterRule
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
@@ -37,6 +37,7 @@ MOST_TOGETHER = 1.5  # so many times as many rows as there are tokens are comput
 EXPERT_STATES = MLP_STATES + 1
 FEW_ROWS = 128  # are always computed at once
 SHARED = "mlp.shared_experts"
+EXPERTS = "mlp.experts."  # so begin their names
 VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
 
 
@@ -190,10 +191,19 @@ class MixtureOfExperts(Decoder):
         out = joined if overwrites else joined.clone(memory_format=torch.contiguous_format)
         state = Routed.of(out.flatten(0, -2), self.spec.width, self._mixture.chosen)
         own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
-        for asked in _asked(state, own):
+        for asked in self._asked(state, own, weights):
             made = self.made_by(asked, weights)
             add_weighted(state.total, made, asked.weights, asked.tokens, asked.counts)
         return out
+
+    def _asked(self, state: Routed, own: range, weights: Weights) -> Iterator[ExpertGroup]:
+        """What these experts are asked. Of few tokens nothing waits for what the router has chosen, where kernels can do so."""
+        is_read = RECORDER.get() is None and state.experts.numel() <= FEW_ROWS
+        if is_read and tensor_ops.counts_stay(state.normed, weights, EXPERTS, self._gating):
+            rows, to, shares, begins = gather_counted(state.chosen, state.normed, own)
+            yield ExpertGroup(own, CountedRows(begins, len(own), len(state.experts)), rows, shares, to)
+        else:
+            yield from _asked(state, own)
 
     def made_by(self, asked: ExpertGroup, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""

@@ -17,6 +17,7 @@ from h2o_flexgen.kernels.matrix import (
     Matrix,
     PackedMatrix,
     SteadyMatrix,
+    can_be_counted,
     counted_linear_of_each,
     linear_of_each,
     linears_of_same,
@@ -68,6 +69,12 @@ def linears_of_each(x: Tensor, counts: Counts, weights: Weights, *names: Sequenc
     for own in names:
         meetings = ((first, rows, *_linear(weights, name)) for first, rows, name in zip(firsts, counts, own))
         yield linear_of_each(factor, list(meetings))
+
+
+def counts_stay(x: Tensor, weights: Weights, beginning: str, gating: Gating) -> bool:
+    """Whether rows may meet the matrices with names that begin so, and be gated, without a wait for how many meet which."""
+    matrices = [weight for name, weight in weights.items() if name.startswith(beginning) and name.endswith(".weight")]
+    return gating is gated_silu and can_be_counted(x, matrices)
 
 
 def wide_linear(x: Tensor, weights: Weights, name: str) -> Tensor:

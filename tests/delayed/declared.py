@@ -20,6 +20,9 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("group_encode", "group_decode", "tile_encode", "tile_decode", "tile_decode_rows"), ("out",)),
     **dict.fromkeys(("stored_decode", "take_slots", "gather_slots"), ("out",)),
     **dict.fromkeys(("append", "append_coded", "evict"), ("image", "notes")),
+    "gather_counted": (),
+    **dict.fromkeys(("counted_tile_products", "counted_stored_products"), ("out",)),
+    "add_counted": ("sums",),
     **dict.fromkeys(("rotate", "rms_norm", "decode_attention", "prompt_attention", "shared_attention"), ()),
     **dict.fromkeys(("tile_product", "tile_products", "int8_product", "stored_product"), ()),
 }

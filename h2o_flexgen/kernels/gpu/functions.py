@@ -6,6 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
+from h2o_flexgen.kernels.gpu.counted_experts import (
+    add_counted,
+    counted_stored_products,
+    counted_tile_products,
+    gather_counted,
+)
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
 from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
@@ -21,6 +27,7 @@ KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
     *(stored_decode, stored_product, tile_product, tile_products, int8_product),
     *(append, append_coded, rotate, evict, gather_slots, take_slots),
+    *(gather_counted, counted_tile_products, counted_stored_products, add_counted),
     *(decode_attention, prompt_attention, shared_attention, rms_norm),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in KERNELS}

@@ -7,6 +7,8 @@ shapes alone, and a row's outcome on nothing but row and matrix: all that is fus
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -66,25 +68,31 @@ def product_of(
     outputs: int,
     has_bias: bool,
 ) -> Launch:
-    (count, inputs), layout = shape, layout_of(format)
-    row_bytes = layout.row_bytes(inputs)
-    outputs_at_once = WITH_HALVES if layout.has_halves else OUTPUTS_AT_ONCE
-    rows_at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(count))
-    programs = triton.cdiv(outputs, outputs_at_once)
-    warps = _warps(programs, triton.cdiv(inputs * layout.bits, 32 * 32 * layout.words_together))
-    return launcher(
-        product_kernel,
-        (programs, triton.cdiv(count, rows_at_once)),
-        (count, outputs, inputs, row_bytes),
-        HAS_BIAS=has_bias,
-        LAYOUT=layout,
-        AT_ONCE=load_bytes(layout, begins, row_bytes),
-        ROWS=rows_at_once,
-        OUTPUTS=outputs_at_once,
-        LANES=warps * 32,
-        num_warps=warps,
-        enable_fp_fusion=False,
-    )
+    rows, inputs = shape
+    sizes = Sizes.of(format, begins, rows, outputs, inputs)
+    grid = sizes.blocks, triton.cdiv(rows, sizes.rows)
+    return launcher(product_kernel, grid, (rows, outputs, inputs, sizes.row_bytes), HAS_BIAS=has_bias, **sizes.constants)
+
+
+class Sizes(NamedTuple):
+    """What programs of a product with a format have, and the constants of a kernel that say so."""
+
+    blocks: int  # of outputs
+    rows: int
+    row_bytes: int
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, format: str, begins: int, rows: int, outputs: int, inputs: int) -> Sizes:
+        layout = layout_of(format)
+        row_bytes = layout.row_bytes(inputs)
+        outputs_at_once = WITH_HALVES if layout.has_halves else OUTPUTS_AT_ONCE
+        rows_at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(rows))
+        blocks = triton.cdiv(outputs, outputs_at_once)
+        warps = _warps(blocks, triton.cdiv(inputs * layout.bits, 32 * 32 * layout.words_together))
+        constants = {"LAYOUT": layout, "AT_ONCE": load_bytes(layout, begins, row_bytes), "ROWS": rows_at_once}
+        constants |= {"OUTPUTS": outputs_at_once, "LANES": warps * 32, "num_warps": warps, "enable_fp_fusion": False}
+        return cls(blocks, rows_at_once, row_bytes, constants)
 
 
 def _warps(programs: int, parts: int) -> int:
@@ -95,24 +103,25 @@ def _warps(programs: int, parts: int) -> int:
 
 @triton.jit(do_not_specialize=["rows", "outputs"])
 def product_kernel(
-    data,
-    scales,
-    zeros,
-    x,
-    bias,
-    out,
-    rows,
-    outputs,
-    inputs,
-    row_bytes,
-    HAS_BIAS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    data, scales, zeros, x, bias, out, rows, outputs, inputs, row_bytes,
+    HAS_BIAS: tl.constexpr, LAYOUT: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    output, row = tl.program_id(0) * OUTPUTS, tl.program_id(1) * ROWS
+    multiply_rows(
+        data, scales, zeros, x, bias, out, output, row, rows, outputs, inputs, row_bytes,
+        HAS_BIAS, LAYOUT, AT_ONCE, ROWS, OUTPUTS, LANES,
+    )  # fmt: skip
+
+
+@triton.jit
+def multiply_rows(
+    data, scales, zeros, x, bias, out, output, row, rows, outputs, inputs, row_bytes,
+    HAS_BIAS: tl.constexpr, LAYOUT: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Some outputs from `output` on, times some rows from `row` on, of those before `rows`."""
+    output, row = output + tl.arange(0, OUTPUTS), row + tl.arange(0, ROWS)
     own = tl.minimum(output, outputs - 1)[:, None]  # behind the last one it is repeated, and nothing of it is stored
     of_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * inputs
     lane = tl.arange(0, LANES)

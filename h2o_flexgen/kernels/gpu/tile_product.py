@@ -41,11 +41,9 @@ def tile_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Ten
 
 @kept_by_shape
 def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, outputs: int, has_bias: bool) -> Launch:
-    (rows, inputs), tiles, format = shape, -(-outputs // TILE_OUTPUTS), Tiled(bits)
-    tile_bytes = format.tile_bytes(inputs)
-    assert data[:2] == ((tiles, tile_bytes), (tile_bytes, 1)), data
-    words = groups_of(inputs) * format.as_rows.code_bytes // 4
-    warps = _warps(tiles, words // WORDS_OF_WARP)
+    (rows, inputs), format = shape, Tiled(bits)
+    tiles = tiles_of(bits, data, outputs, inputs)
+    warps = warps_of(tiles, groups_of(inputs) * format.as_rows.code_bytes // 4)
     at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(rows))
     return launcher(
         tile_product_kernel,
@@ -81,9 +79,8 @@ def products_of(
     bits: int, data: tuple[Seen, ...], shape: torch.Size, dtype: torch.dtype, outputs: tuple[int, ...], has_bias: bool
 ) -> Launch:
     (rows, inputs), format = shape, Tiled(bits)
-    tiles, tile_bytes = [-(-each // TILE_OUTPUTS) for each in outputs], format.tile_bytes(inputs)
-    assert [each[:2] for each in data] == [((own, tile_bytes), (tile_bytes, 1)) for own in tiles], data
-    warps = _warps(sum(tiles), groups_of(inputs) * format.as_rows.code_bytes // 4 // WORDS_OF_WARP)
+    tiles = [tiles_of(bits, its, own, inputs) for its, own in zip(data, outputs, strict=True)]
+    warps = warps_of(sum(tiles), groups_of(inputs) * format.as_rows.code_bytes // 4)
     at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(rows))
     return launcher(
         tile_products_kernel,
@@ -97,10 +94,17 @@ def products_of(
     )
 
 
-def _warps(programs: int, parts: int) -> int:
-    """Warps of a program: more where there are few programs, but none without work."""
+def tiles_of(bits: int, data: Seen, outputs: int, inputs: int) -> int:
+    """The tiles of a matrix, which lies in its bytes as it should."""
+    tiles, tile_bytes = -(-outputs // TILE_OUTPUTS), Tiled(bits).tile_bytes(inputs)
+    assert data[:2] == ((tiles, tile_bytes), (tile_bytes, 1)), data
+    return tiles
+
+
+def warps_of(programs: int, words: int) -> int:
+    """Warps of a program that reads so many words of an output: more where there are few programs, but none without work."""
     wanted = MOST_WARPS if programs < PROGRAMS_THAT_FILL else FEWEST_WARPS
-    return int(triton.next_power_of_2(max(1, min(wanted, parts))))
+    return int(triton.next_power_of_2(max(1, min(wanted, words // WORDS_OF_WARP))))
 
 
 @triton.jit(do_not_specialize=["rows", "outputs"])
@@ -117,7 +121,8 @@ def tile_product_kernel(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    multiply_tile(data, x, bias, out, tl.program_id(0).to(tl.int64), rows, outputs, inputs, HAS_BIAS, BITS, ROWS, WORDS)
+    tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
+    multiply_tile(data, x, bias, out, tile, row, rows, outputs, inputs, HAS_BIAS, BITS, ROWS, WORDS)
 
 
 @triton.jit(do_not_specialize=["rows", "outputs_0", "outputs_1", "outputs_2"])
@@ -132,20 +137,20 @@ def tile_products_kernel(
         data, bias, out, outputs, tile = data_2, bias_2, out_2, outputs_2, tile - tiles_0 - tiles_1
     elif tile >= tiles_0:
         data, bias, out, outputs, tile = data_1, bias_1, out_1, outputs_1, tile - tiles_0
-    multiply_tile(data, x, bias, out, tile, rows, outputs, inputs, HAS_BIAS, BITS, ROWS, WORDS)
+    multiply_tile(data, x, bias, out, tile, tl.program_id(1) * ROWS, rows, outputs, inputs, HAS_BIAS, BITS, ROWS, WORDS)
 
 
 @triton.jit
 def multiply_tile(
-    data, x, bias, out, tile, rows, outputs, inputs,
+    data, x, bias, out, tile, row, rows, outputs, inputs,
     HAS_BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile times one, two or four rows."""
+    """One tile times one, two or four rows, the first of which is `row`, of those before `rows`."""
     of_group: tl.constexpr = GROUP * BITS // 32  # words
     of_word: tl.constexpr = 32 // BITS  # codes
     of_block: tl.constexpr = TILE * (of_group + 1)
     groups = tl.cdiv(inputs, GROUP)
-    row, last = tl.program_id(1) * ROWS, rows - 1
+    last = rows - 1
     own = data.to(tl.pointer_type(tl.uint32)) + tile * groups * of_block
     x_0, x_1 = _row(x, row, last, inputs), _row(x, row + 1, last, inputs)
     x_2, x_3 = _row(x, row + 2, last, inputs), _row(x, row + 3, last, inputs)

@@ -59,6 +59,7 @@ CASES = (
     ),
     Case("llama-gqa", **SHORT, percent=(100, 0, 0, 100, 100, 0), kv_codec="group8", policy=STREAMING),
     Case("opt", **ONE_ROW, percent=(0, 100, 0, 100, 0, 100), weight_codec="group8", kv_codec="group4"),
+    pytest.param(Case("olmoe", **ONE_ROW, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4"), marks=pytest.mark.slow),
     pytest.param(
         Case("opt", **ONE_ROW, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4", compute=INT8), marks=pytest.mark.slow
     ),
@@ -70,7 +71,7 @@ def test_the_engine_gives_what_the_resident_loop_gives(
     case: Case, own_checkpoints: Checkpoints, offload: Path, pretended: None, gpu: torch.device, called: set[str]
 ) -> None:
     hold_contract(replace(case, device=CUDA) if gpu.type == CUDA else case, own_checkpoints, offload)
-    assert "decode_attention" in called
+    assert "decode_attention" in called and ("counted_tile_products" in called) == (case.kind == "olmoe")
 
 
 def test_it_is_said_of_each_kernel_what_it_writes() -> None:
