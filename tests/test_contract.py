@@ -186,10 +186,13 @@ OTHERS = (
     "gemma3-capped",
     "gemma2",
     "qwen2-near",
+    "gemma4",
+    "gemma4-dense",
+    "gemma4-unified",
 )  # relatives of kinds that are held to every pair of choices that has code
 
 
-@pytest.mark.parametrize(("kind", "percent"), [*zip(OTHERS, (MIXES[3], MIXES[2], MIXES[4], MIXES[3], MIXES[5]))])
+@pytest.mark.parametrize(("kind", "percent"), [*zip(OTHERS, (*MIXES[2:6], *MIXES[2:6]))])
 def test_relatives_of_other_kinds(
     kind: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:

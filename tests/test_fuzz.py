@@ -23,7 +23,7 @@ from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
 from tests.helpers import tiny
-from tests.helpers.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, Logits, recorded_logits
+from tests.helpers.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, Logits, fits, recorded_logits
 
 SHORTEST_BY_HEAD = 4  # tokens of a prompt of which every head has a slot
 NEAR = (
@@ -48,7 +48,7 @@ def random_weights(random: Random) -> tuple[str, str, str, str]:
 
 def random_case(random: Random, devices: Sequence[str]) -> Case:
     kind, stored, weight_codec, compute = random.choice(STORED) if random.random() < 0.25 else random_weights(random)
-    policy = random.choice([*POLICIES, *BY_HEAD])
+    policy = random.choice([own for own in (*POLICIES, *BY_HEAD) if fits(kind, own)])
     shortest = SHORTEST_BY_HEAD if policy in BY_HEAD else 1
     return Case(
         kind=kind,

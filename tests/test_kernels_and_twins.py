@@ -29,7 +29,7 @@ from h2o_flexgen.kernels.evict import Notes, evict_twin, weighed
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_codes import group_encode_twin
 from h2o_flexgen.kernels.int8_product import Int8Rows, int8_rows_twin
-from h2o_flexgen.kernels.routing import Chosen, RouterRule, route_twin
+from h2o_flexgen.kernels.routing import Chosen, RouterRule, RouterScores, route_twin
 from h2o_flexgen.kv import slots
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -128,11 +128,11 @@ def of_tokens(decisions: list[Decision], sample: Callable[..., Any]) -> Callable
 
 
 def of_experts(decisions: list[Decision], route: Callable[..., None]) -> Callable[..., None]:
-    def routing(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor) -> None:
+    def routing(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tensor) -> None:
         twin = Chosen(*(torch.empty_like(part) for part in out))
-        route_twin(scores, correction, rule, twin, None)
-        route(scores, correction, rule, out, total)
-        decisions.append(Decision("which experts", scores.float().clone(), out.numbers.clone(), twin.numbers))
+        route_twin(scored, rule, twin, None)
+        route(scored, rule, out, total)
+        decisions.append(Decision("which experts", scored.scores.float().clone(), out.numbers.clone(), twin.numbers))
 
     return routing
 

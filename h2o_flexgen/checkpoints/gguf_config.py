@@ -18,6 +18,8 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     LOG_MULTIPLIER,
     LOGIT_CAP,
     NEAR_THETA,
+    NEAR_VALUES,
+    NEAR_WIDTH,
     NORMED,
     SOFTMAX,
     TEMPERATURE,
@@ -34,12 +36,13 @@ EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_fre
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
 # of a config: transformers reads none of them, and only a GGUF file may say them
-OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole"
+OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole", "qkv_apart"
 
 # keys behind the name of the architecture
 ROTATED, SCALING = "rope.dimension_count", "rope.scaling"
 LINEAR, YARN = "linear", "yarn"
 RMS_EPS = "attention.layer_norm_rms_epsilon"
+KV_HEADS = "attention.head_count_kv"
 MIX = f"{SCALING}.yarn_ext_factor"
 
 # what would change the arithmetic of a layer -> the values with which it does not
@@ -111,8 +114,26 @@ def _heads(said: GgufModel) -> dict[str, int]:
     for name in ("attention.value_length", *([] if said.architecture.rotates_parts else [ROTATED])):
         if said.whole(name, width) != width:
             raise said.refusal(name, f"but heads of {width} values; layers in which the two differ are not read")
-    kv_heads = said.whole("attention.head_count_kv", heads)
-    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+    kv_heads = said.whole_of_each(KV_HEADS, heads)
+    if said.architecture.near_heads:
+        return {"num_attention_heads": heads, **_heads_by_kind(said, kv_heads, width)}
+    if len({*kv_heads}) > 1:
+        raise said.refusal(KV_HEADS, "layers with unlike numbers of KV heads, which are not read; give another model")
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads[0], "head_dim": width}
+
+
+def _heads_by_kind(said: GgufModel, kv_heads: list[int], width: int) -> dict[str, int]:
+    """The KV heads of layers with a window, and of the others."""
+    near_width = said.whole(NEAR_WIDTH, width)
+    if said.whole(NEAR_VALUES, near_width) != near_width:
+        raise said.refusal(NEAR_VALUES, f"but keys of {near_width} values; layers in which the two differ are not read")
+    slides = said.sliding_blocks(6) if len(kv_heads) > 1 else [True]
+    near, far = ({count for count, own in zip(kv_heads, slides) if own is kind} for kind in (True, False))
+    if max(len(near), len(far)) > 1:
+        raise said.refusal(KV_HEADS, "unlike numbers in layers of one kind, which are not read; give another model")
+    (near_count,), (far_count,) = near or far, far or near
+    near_ones = {"num_key_value_heads": near_count, "head_dim": near_width}
+    return {**near_ones, "num_global_key_value_heads": far_count, "global_head_dim": width}
 
 
 def _weighing(said: GgufModel) -> dict[str, bool]:
@@ -154,7 +175,7 @@ def _rope(said: GgufModel, head_dim: int) -> dict[str, Any]:
     if divisors is None:
         return {"rope_parameters": found}
     count = min(head_dim, MOST_HEAD_DIM) // 2  # wider heads are refused later, and this many are read at once
-    return {"rope_parameters": found, "rope_divisors": _divisors(divisors, count)}
+    return {"rope_parameters": found, "rope_divisors": divisors_in(divisors, count)}
 
 
 def _refuse_other_mix(said: GgufModel, kind: str) -> None:
@@ -178,7 +199,7 @@ def _yarn(said: GgufModel) -> dict[str, Any]:
     }
 
 
-def _divisors(tensor: GgufTensor, count: int) -> list[float]:
+def divisors_in(tensor: GgufTensor, count: int) -> list[float]:
     """What each frequency is divided by: so llama.cpp writes down the scaling of LLaMA 3."""
     if tensor.format != FLOAT32 or tensor.shape != (count,):
         shape = f"the shape {list(tensor.shape)} and the type {tensor.format}"

@@ -3,7 +3,8 @@
 An architecture says what its files call otherwise. Folders that transformers writes as it holds a model have all experts of a
 layer in one tensor of three dimensions; there the rows of each expert lie together, those of its gate before the others. Where
 experts have biases, gate and up are one matrix, and plain ones are transposed. GGUF files have one tensor for each matrix of
-all experts. Of these files, a tensor that no layer would read is refused: it stands for arithmetic that is not done here.
+all experts, or one for their gates and what goes up. Of these files, a tensor that no layer would read is refused: it stands
+for arithmetic that is not done here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, FLOAT32, HEAD, ROPE_DIVISORS
@@ -33,7 +35,9 @@ def each_expert(tensors: Mapping[str, StoredTensor], names: TensorNames) -> dict
     all_names = set(usual.values())
     found: dict[str, StoredTensor] = {}
     for tensor in tensors.values():
-        named = dict(_parts(usual[tensor.name], tensor, all_names))
+        is_turned = usual[tensor.name].endswith(names.turned) and len(tensor.shape) == 2
+        own = replace(tensor, shape=tensor.shape[::-1], is_turned=True) if is_turned else tensor
+        named = dict(_parts(usual[tensor.name], own, all_names))
         if twice := named.keys() & found.keys():
             raise ValueError(
                 f"{tensor.name} in {tensor.file} is there under another name, too ({min(twice)}); remove one of them"
@@ -105,7 +109,7 @@ def _taken_apart(tensor: StoredTensor, prefix: str, names: tuple[str, ...]) -> I
 
 # -- of GGUF files -----------------------------------------------------------------------------------------------------
 
-IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>[\w.]+\.(weight|bias))")
+IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>[\w.]+\.(weight|bias|scale))")
 
 # names in files -> names in models
 OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -149,9 +153,12 @@ def _each_expert(name: str, tensor: GgufTensor, said: GgufModel) -> Iterator[tup
     wanted = 2 if name.endswith(".bias") else 3
     if len(shape) != wanted:
         raise ValueError(f"{tensor.file} has {shown(tensor.name)} with {len(shape)} dimensions instead of {wanted}; {AGAIN}")
-    nbytes = tensor.nbytes // max(shape[0], 1)
-    for number in range(shape[0]):
-        yield name.format(number), replace(whole, offset=tensor.offset + number * nbytes, nbytes=nbytes, shape=shape[1:])
+    parts = [name.replace(GATE_UP, own) for own in TOGETHER[GATE_UP]] if GATE_UP in name else [name]
+    if shape[1] % len(parts):
+        raise ValueError(f"{tensor.file} has {shown(tensor.name)} with {shape[1]} rows, which are no two halves; {AGAIN}")
+    rows, nbytes = (shape[1] // len(parts), *shape[2:]), tensor.nbytes // max(shape[0] * len(parts), 1)
+    for place, (number, part) in enumerate(product(range(shape[0]), parts)):
+        yield part.format(number), replace(whole, offset=tensor.offset + place * nbytes, nbytes=nbytes, shape=rows)
 
 
 def _named_in_model(said: GgufModel) -> dict[str, GgufTensor]:

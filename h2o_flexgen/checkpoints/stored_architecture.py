@@ -63,6 +63,7 @@ WEIGHTS_SCALE, DENSE_BLOCKS, MORE_TOKENS = "expert_weights_scale", "leading_dens
 WINDOW, CLIP, LAYER_EPS = "attention.sliding_window", "attention.clamp_kqv", "attention.layer_norm_epsilon"
 LOGIT_SCALE, TEMPERATURE, LOG_MULTIPLIER = "logit_scale", "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
 PATTERN = f"{WINDOW}_pattern"  # which blocks have a window: yes or no for each, or that each last one of so many has none
+NEAR_WIDTH, NEAR_VALUES = "attention.key_length_swa", "attention.value_length_swa"
 NEAR_THETA, ATTENTION_CAP, LOGIT_CAP = "rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
 Heeded = Mapping[str, tuple[float, ...] | None]  # keys of metadata -> the values that its layers do; None: any value
@@ -74,12 +75,13 @@ class GgufArchitecture:
     tensors: Mapping[str, str]  # of a block: names in files -> names in models, where ONE stands for the number of an expert
     keys: Mapping[str, Said] = field(default_factory=dict)  # of a config, beside those of all: what files say of them
     heeds: Heeded = field(default_factory=dict)  # what would change the arithmetic of other layers
-    has_experts: bool = False
+    has_experts: bool | None = False  # None: either
     sums_to_one: bool | None = None  # the weights of the experts of a token; None: a file may say either
     has_window: bool | None = None  # None: either
     is_interleaved: bool = False  # rows of queries and keys are moved so that values that are rotated together are neighbours
     has_divisors: bool = False  # of the frequencies of rotations, as a tensor
     rotates_parts: bool = False  # of each head
+    near_heads: bool = False  # layers with a window have KV heads of their own
     more_of_rope: Said | None = None  # keys of the parameters of a rotation by YaRN
     near_rope: Said | None = None  # the rotation of layers with a window, where it is another one
     rounds_waves: bool = True  # between which YaRN blends: the config of a model says this, but no file does
@@ -111,7 +113,7 @@ class GgufModel:
             names = ", ".join(dict.fromkeys(one.name for one in known.values()))
             raise ValueError(f"{metadata.path} is of the architecture {shown(name)}, which is not read; known are {names}")
         first = candidates[0]
-        alike = [one for one in candidates if one.architecture.has_experts == bool(one.experts)]
+        alike = [one for one in candidates if one.architecture.has_experts in (None, bool(one.experts))]
         if not alike:
             other, advice = ("with", "give another model") if first.experts else ("without", AGAIN)
             raise first.refusal(EXPERT_COUNT, f"and {name} {other} experts is not read; {advice}")
@@ -162,6 +164,16 @@ class GgufModel:
         every = self.whole(PATTERN, every)
         return [every == 0 or (block + 1) % every != 0 for block in range(self.blocks)]
 
+    def whole_of_each(self, name: str, otherwise: int) -> list[int]:
+        """A whole number for each block, or the one for all."""
+        said = self.value(name)
+        if not isinstance(said, array):
+            return [self.whole(name, otherwise)]
+        blocks = max(1, self.blocks)  # where there are none, that is refused later
+        if len(said) < blocks or not all(isinstance(one, int) for one in said):
+            raise self.refusal(name, f"which are no {blocks} whole numbers, one for each block; {AGAIN}")
+        return [*said[:blocks]]
+
     def key(self, name: str) -> str:
         return f"{self.architecture.name}.{name}"
 
@@ -202,6 +214,7 @@ class TensorNames:
     model_type: str = ""
     patterns: Mapping[str, str] = field(default_factory=dict)  # of names in safetensors and .bin files -> the usual names
     gguf: GgufArchitecture | None = None  # None: there are no such files
+    turned: tuple[str, ...] = ()  # ends of usual names of matrices that the former have transposed
 
     def usual(self, name: str) -> str:
         """The name that this tensor has in most checkpoints."""

@@ -166,10 +166,12 @@ def asked_arena(spec: ModelSpec, rows: int, shares: bool, judged: bool) -> Arena
     """The places of what crosses the link where the host attends a decode step: queries, keys, values, and the outcome; where
     queries have one more key, its weight, and where rows share prefixes its values; and where a policy asks what tokens are
     worth, that comes last."""
-    heads, kv_heads = (rows * count * spec.head_dim * spec.itemsize for count in (spec.heads, spec.kv_heads))
+    widest = max(own.head_dim for own in spec.of_heads)
+    heads = rows * spec.heads * widest * spec.itemsize
+    kv_heads = rows * max(own.kv_heads * own.head_dim for own in spec.of_heads) * spec.itemsize
     weight = (rows * spec.heads * FLOAT_BYTES,) if shares or spec.sink_scores else ()
-    values = (rows * spec.heads * spec.head_dim * FLOAT_BYTES,) if shares else ()
-    worth = (rows * spec.kv_heads * FLOAT_BYTES,) if judged else ()
+    values = (rows * spec.heads * widest * FLOAT_BYTES,) if shares else ()
+    worth = (rows * max(own.kv_heads for own in spec.of_heads) * FLOAT_BYTES,) if judged else ()
     return Arena.of((heads, kv_heads, kv_heads, heads, *weight, *values, *worth))
 
 
@@ -183,31 +185,32 @@ class PrefixLayout:
     """The KV of a shared prefix, of all layers, where it is computed with: an image for each layer, and after them what a
     policy that judges it knows of each token."""
 
-    layers: int
-    heads: int
+    heads: tuple[int, ...]  # KV heads of each layer with KV
     tokens: int
-    row_bytes: int  # bytes of keys and values of one token in a layer
+    row_bytes: tuple[int, ...]  # bytes of keys and values of one token in each of these layers
     note_bytes: int = 0  # bytes that a policy keeps of a head's token
 
     @classmethod
     def of(cls, spec: ModelSpec, tokens: int, note_bytes: int) -> PrefixLayout:
-        return cls(len(spec.kv_layers), spec.kv_heads, tokens, spec.kv_bytes_per_slot, note_bytes)
+        layers = [*map(spec.at, spec.kv_layers)]
+        return cls(tuple(own.kv_heads for own in layers), tokens, tuple(own.kv_bytes_per_slot for own in layers), note_bytes)
 
-    @property
-    def image_bytes(self) -> int:
-        return self.tokens * self.row_bytes
+    def image_start(self, place: int) -> int:
+        """The first byte of the image of a layer, which stands there among those with KV."""
+        return self.tokens * sum(self.row_bytes[:place])
 
-    @property
-    def notes_at(self) -> int:
-        return self.layers * self.image_bytes
+    def image_bytes(self, place: int) -> int:
+        return self.tokens * self.row_bytes[place]
 
-    @property
-    def notes_bytes(self) -> int:
-        return self.heads * self.tokens * self.note_bytes
+    def notes_start(self, place: int) -> int:
+        return self.tokens * (sum(self.row_bytes) + self.note_bytes * sum(self.heads[:place]))
+
+    def notes_bytes(self, place: int) -> int:
+        return self.heads[place] * self.tokens * self.note_bytes
 
     @property
     def nbytes(self) -> int:
-        return self.notes_at + self.layers * self.notes_bytes
+        return self.notes_start(len(self.heads))
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,13 @@ class TensorSpec:
         return 0 if self.format == PLAIN else self.numel * self.itemsize
 
 
+class KVHeads(NamedTuple):
+    """The KV heads of a layer's attention."""
+
+    number: int
+    width: int  # values of a key, and of a value
+
+
 @dataclass(frozen=True)
 class AttentionHalves:
     """An attention among the functions of a layer, and what is before and behind the point where others may attend for it."""
@@ -100,6 +107,7 @@ class LayerSpec:
     out_width: int  # values per token handed to the next layer
     block: int | None = None  # the decoder block it belongs to; None before and after all blocks
     has_kv: bool = False
+    kv_heads: KVHeads | None = None  # those of its attention, where they are not those of the model
     window: int | None = None  # tokens that a token sees in its attention, itself included; None: all before it
     visits: tuple[str, ...] = (MLP_VISIT,)  # the prices of a visit beside its work, by their names in a machine
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
@@ -208,6 +216,14 @@ class LayerSpec:
         """Values per token that go into its products and come out of them."""
         return sum(share * prod(matrix.shape[:-2]) * sum(matrix.shape[-2:]) for matrix, share in self.multiplied)
 
+    def without(self, *names: str) -> LayerSpec:
+        """The layer without some of its tensors, if it has them."""
+        return replace(
+            self,
+            tensors=tuple(pair for pair in self.tensors if pair[0] not in names),
+            products=tuple(pair for pair in self.products if pair[0] not in names),
+        )
+
     def each_form(self, change: Callable[[LayerSpec], LayerSpec]) -> LayerSpec:
         """The layer changed, and so in the form in which prompts pass it."""
         made = change(self)
@@ -217,7 +233,16 @@ class LayerSpec:
     def computes(self) -> Hashable:
         """Everything that decides what a visit costs; the same for layers that differ only in their tensors' contents."""
         shapes = tuple((matrix.shape, matrix.format, share) for matrix, share in self.multiplied)
-        kind = self.functions, self.visits, self.has_kv, self.window, self.token_table, self.logit_matrix, self.out_width
+        kind = (
+            self.functions,
+            self.visits,
+            self.has_kv,
+            self.kv_heads,
+            self.window,
+            self.token_table,
+            self.logit_matrix,
+            self.out_width,
+        )
         return kind, shapes
 
 
@@ -258,6 +283,37 @@ class ModelSpec:
     def kv_decoded_bytes_per_slot(self) -> int:
         """The same bytes once they are decoded."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token leaves in all layers."""
+        return sum(self.at(layer).kv_bytes_per_slot for layer in self.kv_layers)
+
+    def at(self, layer: int) -> ModelSpec:
+        """The model with the KV heads of a layer in all layers."""
+        own = self.layers[layer].kv_heads
+        if own is None or own == (self.kv_heads, self.head_dim):
+            return self
+        if own not in self._by_heads:
+            self._by_heads[own] = replace(self, kv_heads=own.number, head_dim=own.width)
+        return self._by_heads[own]
+
+    @cached_property
+    def _by_heads(self) -> dict[KVHeads, ModelSpec]:
+        return {}
+
+    @cached_property
+    def of_heads(self) -> tuple[ModelSpec, ...]:
+        """The model with each kind of KV heads that a layer has."""
+        found = {(own.kv_heads, own.head_dim): own for own in map(self.at, self.kv_layers)}
+        return tuple(found.values()) or (self,)
+
+    def refuse_unlike_heads(self, what: str) -> None:
+        """Refuses what is told of each KV head, by its number, where layers have more of them or fewer."""
+        counts = sorted({own.kv_heads for own in self.of_heads})
+        if len(counts) > 1:
+            many = " or ".join(map(str, counts))
+            raise ValueError(f"{what}: layers of {self.name} have {many} KV heads, and it is for layers that have equally many")
 
     def with_kv_heads(self, count: int) -> ModelSpec:
         """The same model with so many KV heads alone, and the query heads that attend them."""
@@ -382,7 +438,7 @@ class ModelSpec:
         """Flops of `rows` sequences with `tokens` new tokens each, which attend `context` keys on average."""
         spec = self.layers[layer]
         counted = 1 if spec.makes_logits else tokens
-        attention = 4.0 * self.heads * self.head_dim * context if spec.has_kv else 0.0
+        attention = 4.0 * self.heads * self.at(layer).head_dim * context if spec.has_kv else 0.0
         return rows * (2.0 * spec.matmul_values * counted + attention * tokens)
 
     def cut_at_attention(self) -> ModelSpec:
@@ -391,9 +447,9 @@ class ModelSpec:
         that end behind an attention, and so hand on no outcome of it beside their hidden states."""
         layers: list[LayerSpec] = []
         rest: LayerSpec | None = None  # a second half that has nothing after it yet
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             if layer.halves is not None:
-                before, behind = _cut(layer, layer.halves, self.width + self.heads * self.head_dim)
+                before, behind = _cut(layer, layer.halves, self.width + self.heads * self.at(number).head_dim)
                 layers.append(before if rest is None else _one_behind_the_other(rest, before))
                 rest = behind
             else:

@@ -53,6 +53,7 @@ class Probe:
 
     def refuse_other(self, spec: ModelSpec) -> None:
         """Refuses a model of another shape."""
+        spec.refuse_unlike_heads("a probe")
         wanted = len(spec.kv_layers), spec.kv_heads, spec.width
         if self.weights.shape != wanted:
             this = f"probe {self.file}" if self.file else "the probe"

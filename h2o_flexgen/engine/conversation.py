@@ -107,9 +107,9 @@ class Extent:
     def held(self, seen: int) -> int:
         return min(seen, self.slots)
 
-    def slots_in_use(self, seen: int) -> int:
-        """Slots in use, of all heads of all layers."""
-        heads = (sum(map(len, level.heads)) for level in self.levels)
+    def bytes_in_use(self, seen: int, specs: Sequence[ModelSpec]) -> int:
+        """Bytes of the slots in use, of all heads of all layers; `specs`: the model with the heads of each level."""
+        heads = (sum(map(len, level.heads)) * spec.kv_bytes_per_head for level, spec in zip(self.levels, specs, strict=True))
         return sum(own * min(seen, slots) for own, slots in zip(heads, self._slots, strict=True))
 
     def room(self, seen: int) -> int | None:
@@ -151,7 +151,7 @@ class Conversation:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the slots in use, over all layers."""
-        return self.extent.slots_in_use(self.seen) * self._spec.kv_bytes_per_head
+        return self.extent.bytes_in_use(self.seen, self.planned_reply.kv.specs)
 
     @property
     def planned_reply(self) -> BlockPlan:

@@ -40,10 +40,10 @@ def held_bytes(planned: BlockPlan, rows: Sequence[tuple[RowState, SeatNeed | Non
     """`rows`: each with its need for slots of its own, once that is known. Shared prefixes are not counted."""
     kv = HeldKV(planned.spec, planned.levels, planned.block)
     places = [(layer, batch) for layer in planned.spec.kv_layers for batch in range(len(planned.block.batches))]
-    of_head = planned.spec.kv_bytes_per_head
-    heads = [sum(map(len, level.heads)) for level in planned.levels]
+    levels = zip(kv.specs, planned.levels)
+    of_level = [spec.kv_bytes_per_head * sum(map(len, level.heads)) for spec, level in levels]  # of a slot in all its heads
     needed = ((row, need or SeatNeed(row.prompt_len, row.max_tokens)) for row, need in rows)
-    held = sum(of_head * own * _slots(planned, level, *each) for each in needed for level, own in enumerate(heads))
+    held = sum(own * _slots(planned, level, *each) for each in needed for level, own in enumerate(of_level))
     return HeldBytes(held, sum(kv.image_bytes(*place) for place in places))
 
 

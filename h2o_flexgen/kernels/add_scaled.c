@@ -1,4 +1,4 @@
-/* Values that are limited, then scaled, then added to others. What comes of each step is rounded to the type of the values, as torch
+/* Values that are limited, then scaled, then added to others, then multiplied by a number. What comes of each step is rounded to the type of the values, as torch
    does it. */
 
 #include "team.h"
@@ -7,6 +7,7 @@
 typedef struct {
     char *x;           /* (rows, width): becomes the outcome */
     const char *added; /* alike; NULL: nothing is added */
+    const float *by;   /* one number; NULL: 1 */
     long rows, width, x_row, added_row; /* the last two are bytes from a row to the next */
     float scale;
     float limit; /* values are not larger, on either side of 0 */
@@ -22,10 +23,10 @@ static ALWAYS_INLINE floats limited(floats value, floats limit) /* a NaN stays o
     return (floats)(((integers)limit & above) | ((integers)low & ~above));
 }
 
-static ALWAYS_INLINE void add_register(char *x, const char *added, floats scale, floats limit, long count, int kind)
+static ALWAYS_INLINE void add_register(char *x, const char *added, floats scale, floats limit, floats by, long count, int kind)
 {
     const floats value = rounded_to(limited(load_some(x, count, kind), limit) * scale, kind);
-    store_some(x, added ? value + load_some(added, count, kind) : value, count, kind);
+    store_some(x, rounded_to(added ? value + load_some(added, count, kind) : value, kind) * by, count, kind);
 }
 
 static ALWAYS_INLINE void add_some(const sums *s, long number, int kind)
@@ -34,8 +35,8 @@ static ALWAYS_INLINE void add_some(const sums *s, long number, int kind)
     const long size = itemsize_of(kind), count = s->width - first < AT_ONCE ? s->width - first : AT_ONCE;
     char *x = s->x + row * s->x_row + first * size;
     const char *added = s->added ? s->added + row * s->added_row + first * size : NULL;
-    const floats scale = all(s->scale), limit = rounded_to(all(s->limit), kind);
-#define ADD(AT, COUNT) add_register(x + (AT)*size, added ? added + (AT)*size : NULL, scale, limit, COUNT, kind)
+    const floats scale = all(s->scale), limit = rounded_to(all(s->limit), kind), by = all(s->by ? *s->by : 1.0f);
+#define ADD(AT, COUNT) add_register(x + (AT)*size, added ? added + (AT)*size : NULL, scale, limit, by, COUNT, kind)
     EACH_REGISTER(at, count, ADD);
 #undef ADD
 }

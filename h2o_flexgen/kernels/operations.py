@@ -72,8 +72,8 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, TokenMasks, Upload
 from h2o_flexgen.kernels.recording import CannotBeRecorded
-from h2o_flexgen.kernels.routing import Chosen, GatheredRows, RouterRule
-from h2o_flexgen.kernels.row_functions import clamped_silu_twin, gated_silu_twin
+from h2o_flexgen.kernels.routing import Chosen, GatheredRows, RouterRule, RouterScores
+from h2o_flexgen.kernels.row_functions import clamped_silu_twin, gated_gelu_tanh_twin, gated_silu_twin
 
 Counts = Sequence[int] | CountedRows  # how many rows each expert has: known here, or to memory alone
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
@@ -375,9 +375,9 @@ def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
-    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,). `from_one`: by what is above
-    one by a weight. In 16 bits nothing but the outcome is rounded then, or where weights are in fp32."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, from_one: bool = False) -> Tensor:
+    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,), if there is one. `from_one`: by
+    what is above one by a weight. In 16 bits nothing but the outcome is rounded then, or where weights are in fp32."""
     out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps, from_one)
     return out
 
@@ -438,6 +438,12 @@ def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     return _of_each(function, function is gated_silu_twin, gate, up, counts)
 
 
+def gated_gelu_tanh_of_each(gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
+    """The same with gelu by a tanh."""
+    function = _required(GATED_GELU_TANH, PLAIN, gate)
+    return _of_each(function, function is gated_gelu_tanh_twin, gate, up, counts)
+
+
 def clamped_silu_of_each(gate: Tensor, up: Tensor, counts: Counts, limit: float, alpha: float) -> Tensor:
     """The same with silu of alpha * gate, times (up + 1) / alpha. The gate counts as no higher than the limit, and up is within
     it. May overwrite both."""
@@ -473,10 +479,10 @@ def halves_apart(x: Tensor, paired: int | None = None) -> Tensor:
 # -- sums ----------------------------------------------------------------------------------------------------------------
 
 
-def route(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor | None = None) -> None:
-    """Gives rows to experts by their scores (rows, experts): those with the highest ones, after `correction` (experts,), fp32,
-    is added. A total (rows, width), fp32, of what these experts will make becomes zeros."""
-    _required(ROUTE, PLAIN, scores)(scores, correction, rule, out, total)
+def route(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tensor | None = None) -> None:
+    """Gives rows to experts by their scores: those with the highest ones. A total (rows, width), fp32, of what these experts
+    will make becomes zeros."""
+    _required(ROUTE, PLAIN, scored.scores)(scored, rule, out, total)
 
 
 def gather_chosen(chosen: Chosen, rows: Tensor, experts: range, most: int, turn: int) -> GatheredRows:
@@ -493,9 +499,12 @@ def gather_counted(chosen: Chosen, rows: Tensor, experts: range) -> GatheredRows
     return out
 
 
-def add_scaled(x: Tensor, added: Tensor | None = None, scale: float = 1.0, limit: float = inf) -> Tensor:
-    """Values, no larger than `limit` on either side of 0, times a scale, plus others of their shape. In place -> x"""
-    out: Tensor = _required(ADD_SCALED, PLAIN, x)(x, added, scale, limit)
+def add_scaled(
+    x: Tensor, added: Tensor | None = None, scale: float = 1.0, limit: float = inf, by: Tensor | None = None
+) -> Tensor:
+    """Values, no larger than `limit` on either side of 0, times a scale, plus others of their shape, and all of it times a
+    number (1,), fp32. In place -> x"""
+    out: Tensor = _required(ADD_SCALED, PLAIN, x)(x, added, scale, limit, by)
     return out
 
 

@@ -1,5 +1,5 @@
 /* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. If the
-   weight says what is added to one, or is wider than the values, only the outcome is rounded. A row's squares are summed up lane by lane in the order of its
+   weight says what is added to one, or is wider than the values, or there is none, only the outcome is rounded. A row's squares are summed up lane by lane in the order of its
    values, and what becomes of it depends on nothing else. */
 
 #include "team.h"
@@ -7,18 +7,23 @@
 #include <math.h>
 
 typedef struct {
-    const char *x, *weight; /* (rows, width), (width) */
+    const char *x, *weight; /* (rows, width), (width) or NULL */
     char *out;              /* (rows, width) */
     long rows, width;
     float eps;
     int kind, weighing;
 } norm;
 
-enum { WEIGHT, ABOVE_ONE, WIDE_WEIGHT }; /* what is said: a weight, by how much it is above one, or one in float32 */
+enum { WEIGHT, ABOVE_ONE, WIDE_WEIGHT, BARE }; /* what is said: a weight, by how much it is above one, one in float32, nothing */
 
 static ALWAYS_INLINE void scale(const char *x, const char *weight, char *out, floats factor, long count, int kind, int weighing)
 {
-    const floats wide = load_some(x, count, kind) * factor, said = load_some(weight, count, weighing == WIDE_WEIGHT ? FLOAT : kind);
+    const floats wide = load_some(x, count, kind) * factor;
+    if (weighing == BARE) {
+        store_some(out, wide, count, kind);
+        return;
+    }
+    const floats said = load_some(weight, count, weighing == WIDE_WEIGHT ? FLOAT : kind);
     const floats exact = wide * (weighing == ABOVE_ONE ? said + 1.0f : said);
     store_some(out, weighing == WEIGHT ? rounded_to(wide, kind) * said : exact, count, kind);
 }

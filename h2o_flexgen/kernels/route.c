@@ -9,6 +9,7 @@ enum way { SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, SIGMOID };
 typedef struct {
     const char *scores;      /* (rows, experts) */
     const float *correction; /* (experts), added for the choice alone; or NULL */
+    const float *factors;    /* (experts), of shares; or NULL */
     char *shares;            /* (rows, chosen), float32 */
     char *numbers;           /* alike, int32 */
     char *total;             /* (rows, width), float32, which become zeros; or NULL */
@@ -86,12 +87,15 @@ static void route_row(const routing *r, long row)
     const long size = itemsize_of(r->kind);
     for (long expert = 0; expert < r->experts; expert++)
         values[expert] = load_value(r->scores + (row * r->experts + expert) * size, r->kind);
+    const int is_corrected = r->correction != NULL; /* what is added is added to shares */
     if (r->way == SIGMOID)
         sigmoid(values, r->experts);
+    if (r->way == SOFTMAX_OF_ALL && is_corrected)
+        softmax(values, r->experts);
     for (long expert = 0; expert < r->experts; expert++)
-        ranks[expert] = rank_of(r->correction ? values[expert] + r->correction[expert] : values[expert]);
+        ranks[expert] = rank_of(is_corrected ? values[expert] + r->correction[expert] : values[expert]);
     choose(ranks, r->experts, r->chosen, numbers);
-    if (r->way == SOFTMAX_OF_ALL)
+    if (r->way == SOFTMAX_OF_ALL && !is_corrected)
         softmax(values, r->experts);
     for (long at = 0; at < r->chosen; at++)
         shares[at] = values[numbers[at]];
@@ -99,7 +103,7 @@ static void route_row(const routing *r, long row)
         softmax(shares, r->chosen);
     const float by = r->sums_to_one ? sum_in_order(shares, r->chosen) + r->least_sum : 1.0f;
     for (long at = 0; at < r->chosen; at++)
-        shares[at] = shares[at] / by * r->factor;
+        shares[at] = shares[at] / by * r->factor * (r->factors ? r->factors[numbers[at]] : 1.0f);
     if (r->total)
         memset(r->total + row * r->total_row, 0, r->width * 4);
 }

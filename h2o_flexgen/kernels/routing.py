@@ -33,20 +33,27 @@ class RouterRule:
     factor: float = 1.0  # of shares
 
 
+class RouterScores(NamedTuple):
+    """What a router says of rows."""
+
+    scores: Tensor  # (rows, experts)
+    correction: Tensor | None = None  # (experts,), fp32: is added for the choice alone, to shares or to what is made one
+    factors: Tensor | None = None  # alike: of shares
+
+
 class Chosen(NamedTuple):
     shares: Tensor  # (rows, chosen), fp32; rows may lie apart
     numbers: Tensor  # alike, int32
 
 
-def route(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor | None) -> None:
-    """scores (rows, experts); correction (experts,), fp32, is added for the choice alone; total (rows, width), fp32, becomes
-    zeros"""
-    scores, (rows, experts) = scores.contiguous(), scores.shape
+def route(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tensor | None) -> None:
+    """total (rows, width), fp32, becomes zeros"""
+    scores, (rows, experts), of_experts = scored.scores.contiguous(), scored.scores.shape, scored[1:]
     chosen, width = out.numbers.shape[1], 0 if total is None else total.shape[1]
-    assert correction is None or (correction.dtype == torch.float32 and correction.shape == (experts,))
+    assert all(each is None or (each.dtype == torch.float32 and each.shape == (experts,)) for each in of_experts)
     assert 0 < chosen <= experts and out.shares.stride(1) == out.numbers.stride(1) == 1
     given = _Routing(
-        *(pointer(scores), None if correction is None else pointer(correction)),
+        *(pointer(scores), *(None if each is None else pointer(each) for each in of_experts)),
         *(address_of(part, writes=True) for part in out),
         None if total is None else address_of(total, writes=True),
         *(rows, experts, chosen, width),
@@ -57,19 +64,22 @@ def route(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chos
     run("route", given, threads_for(scores.numel() * WORK_OF_A_SCORE))
 
 
-def route_twin(scores: Tensor, correction: Tensor | None, rule: RouterRule, out: Chosen, total: Tensor | None) -> None:
-    wide, chosen = scores.float(), out.numbers.shape[1]
+def route_twin(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tensor | None) -> None:
+    (scores, correction, factors), chosen = scored, out.numbers.shape[1]
+    wide, is_corrected = scores.float(), correction is not None
     values = wide.neg().exp_().add_(1.0).reciprocal_() if rule.way == SIGMOID_OF_EACH else wide
+    if rule.way == SOFTMAX_OF_ALL and is_corrected:
+        values = functional.softmax(values, dim=-1)
     ranked = values if correction is None else values + correction
     numbers = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-    if rule.way == SOFTMAX_OF_ALL:
+    if rule.way == SOFTMAX_OF_ALL and not is_corrected:
         values = functional.softmax(values, dim=-1)
     shares = values.gather(-1, numbers)
     if rule.way == SOFTMAX_OF_CHOSEN:
         shares = functional.softmax(shares, dim=-1)
     if rule.sums_to_one:
         shares = shares / (shares.sum(dim=-1, keepdim=True) + rule.least_sum)
-    out.shares.copy_(shares * rule.factor)
+    out.shares.copy_(shares * rule.factor if factors is None else shares * rule.factor * factors[numbers])
     out.numbers.copy_(numbers)
     if total is not None:
         total.zero_()
@@ -77,7 +87,7 @@ def route_twin(scores: Tensor, correction: Tensor | None, rule: RouterRule, out:
 
 class _Routing(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scores", "correction", "shares", "numbers", "total")),
+        *((name, ctypes.c_void_p) for name in ("scores", "correction", "factors", "shares", "numbers", "total")),
         *((name, ctypes.c_long) for name in ("rows", "experts", "chosen", "width")),
         *((name, ctypes.c_long) for name in ("shares_row", "numbers_row", "total_row")),
         *((name, ctypes.c_float) for name in ("least_sum", "factor")),

@@ -20,23 +20,32 @@ from h2o_flexgen.kernels.thread_counts import threads_for
 # and torch sum squares in different orders. With C what becomes of a row depends on nothing but the row.
 
 
-WEIGHT, ABOVE_ONE, WIDE_WEIGHT = range(3)  # as in C
+WEIGHT, ABOVE_ONE, WIDE_WEIGHT, BARE = range(4)  # as in C
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
-    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    width, is_wide = x.shape[-1], weight.dtype != x.dtype
-    assert weight.shape == (width,) and (not is_wide or (weight.dtype == torch.float32 and not from_one))
-    weighing = ABOVE_ONE if from_one else WIDE_WEIGHT if is_wide else WEIGHT
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, from_one: bool = False) -> Tensor:
+    x, out, width = x.contiguous(), torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+    weight = None if weight is None else weight.contiguous()
     sizes = x.numel() // max(1, width), width
-    given = _RmsNorm(pointer(x), pointer(weight), pointer(out), *sizes, eps, KINDS[x.dtype], weighing)
+    said = None if weight is None else pointer(weight)
+    given = _RmsNorm(pointer(x), said, pointer(out), *sizes, eps, KINDS[x.dtype], _weighing(x, weight, from_one))
     run("rms_norm", given, threads_for(x.numel()))
     return out
 
 
-def rms_norm_twin(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
+def _weighing(x: Tensor, weight: Tensor | None, from_one: bool) -> int:
+    if weight is None:
+        return BARE
+    is_wide = weight.dtype != x.dtype
+    assert weight.shape == x.shape[-1:] and (not is_wide or (weight.dtype == torch.float32 and not from_one))
+    return ABOVE_ONE if from_one else WIDE_WEIGHT if is_wide else WEIGHT
+
+
+def rms_norm_twin(x: Tensor, weight: Tensor | None, eps: float, from_one: bool = False) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
     if from_one or weight.dtype != x.dtype:
         return normed.mul_(weight.float() + 1.0 if from_one else weight).to(x.dtype)
     return normed.to(x.dtype).mul_(weight)
@@ -134,8 +143,8 @@ def gated_silu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(functional.silu(gate, inplace=True), up)
 
 
-def gated_gelu_tanh(gate: Tensor, up: Tensor | None) -> Tensor:
-    return _gated(gate, up, GELU_TANH)
+def gated_gelu_tanh(gate: Tensor, up: Tensor | None, counted: CountedRows | None = None) -> Tensor:
+    return _gated(gate, up, GELU_TANH, counted)
 
 
 def gated_gelu_tanh_twin(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -255,16 +264,18 @@ class _Pairs(ctypes.Structure):
 
 
 # -- add scaled ------------------------------------------------------------------------------------------------------------
-# Values that are limited, scaled, and added to others, in place. What comes of each step is rounded to the type of the values,
-# so C and torch give the same bits.
+# Values that are limited, scaled, added to others, and multiplied by a number in memory, in place. What comes of each step is
+# rounded to the type of the values, so C and torch give the same bits.
 
 
-def add_scaled(x: Tensor, added: Tensor | None, scale: float, limit: float) -> Tensor:
+def add_scaled(x: Tensor, added: Tensor | None, scale: float, limit: float, by: Tensor | None = None) -> Tensor:
     rows, others = _rows_in_place(x), None if added is None else in_rows(added)
     assert others is None or (others.shape == rows.shape and others.dtype == x.dtype)
+    assert by is None or (by.numel() == 1 and by.dtype == torch.float32)
     given = _ScaledSums(
         address_of(rows, writes=True),
         None if others is None else address_of(others),
+        None if by is None else pointer(by),
         *(*rows.shape, rows.stride(0) * x.itemsize, 0 if others is None else others.stride(0) * x.itemsize),
         *(scale, limit, KINDS[x.dtype]),
     )
@@ -278,17 +289,18 @@ def _rows_in_place(x: Tensor) -> Tensor:
     return rows
 
 
-def add_scaled_twin(x: Tensor, added: Tensor | None, scale: float, limit: float) -> Tensor:
+def add_scaled_twin(x: Tensor, added: Tensor | None, scale: float, limit: float, by: Tensor | None = None) -> Tensor:
     if limit != inf:
         x.clamp_(-limit, limit)
     if scale != 1.0:
         x.mul_(scale)
-    return x if added is None else x.add_(added)
+    total = x if added is None else x.add_(added)
+    return total if by is None else total.mul_(by)
 
 
 class _ScaledSums(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "added")),
+        *((name, ctypes.c_void_p) for name in ("x", "added", "by")),
         *((name, ctypes.c_long) for name in ("rows", "width", "x_row", "added_row")),
         *((name, ctypes.c_float) for name in ("scale", "limit")),
         ("kind", ctypes.c_int),

@@ -38,6 +38,11 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "gemma": ("gemma", "Gemma"),
     "gemma2": ("gemma", "Gemma2"),
     "gemma3_text": ("gemma", "Gemma3"),
+    "falcon": ("falcon", "Falcon"),
+    "gpt2": ("gpt2", "Gpt2"),
+    "gptj": ("gpt2", "GptJ"),
+    "gemma4_text": ("gemma4_experts", "Gemma4"),
+    "gemma4_unified_text": ("gemma4", "Gemma4Dense"),
     "mixtral": ("mistral", "Mixtral"),
     "olmoe": ("olmoe", "Olmoe"),
     "qwen2_moe": ("qwen", "Qwen2Moe"),
@@ -50,6 +55,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "starcoder2": ("starcoder2", "Starcoder2"),
     "stablelm": ("stablelm", "StableLM"),
     "ernie4_5": ("ernie", "Ernie"),
+    "ernie4_5_moe": ("ernie", "ErnieMoe"),
     "minimax_m2": ("minimax", "MiniMaxM2"),
     "smollm3": ("smollm3", "SmolLM3"),
     "olmo": ("olmo", "Olmo"),
@@ -86,7 +92,7 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
 def tensor_names(config: Config) -> TensorNames:
     """What the files of a model with this config call its tensors."""
     kind = architecture(config.model_type)
-    return TensorNames(config.model_type, kind.patterns, kind.gguf)
+    return TensorNames(config.model_type, kind.patterns, kind.gguf, kind.turned)
 
 
 def gguf_architectures() -> Mapping[str, GgufArchitecture]:
@@ -170,7 +176,8 @@ def _check(values: Mapping[str, Any], name: str) -> str:
             f"text parts are read of {', '.join(TEXT_PARTS)}; give a checkpoint of the text model alone"
         )
     model_type = _known_type(values.get("model_type"))
-    check_config(values, architecture(model_type).bounds, name)
+    own = architecture(model_type)
+    check_config({**values, **{usual: values[key] for usual, key in own.called.items() if key in values}}, own.bounds, name)
     return model_type
 
 

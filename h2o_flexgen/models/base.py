@@ -52,7 +52,9 @@ class Model(Protocol):
     """Its layers name methods of it. These are LayerFunctions, and a HeadFunction for the layer that makes logits."""
 
     bounds: ClassVar[Bounds]  # of the keys of a config that it reads, beside those that all do
+    called: ClassVar[Mapping[str, str]]  # keys that most configs have -> what its configs call them
     patterns: ClassVar[Mapping[str, str]]  # of what its checkpoints call tensors -> the usual names
+    turned: ClassVar[tuple[str, ...]]  # ends of the usual names of matrices that its checkpoints have transposed
     gguf: ClassVar[GgufArchitecture | None]  # None: GGUF files of it are not read
     spec: ModelSpec
 
@@ -69,7 +71,9 @@ class InHalves(ABC):
     outcome of attention behind them."""
 
     bounds: ClassVar[Bounds] = {}
+    called: ClassVar[Mapping[str, str]] = {}
     patterns: ClassVar[Mapping[str, str]] = {}
+    turned: ClassVar[tuple[str, ...]] = ()
     gguf: ClassVar[GgufArchitecture | None] = None
     spec: ModelSpec
 

@@ -60,12 +60,12 @@ TENSORS = weights(ATTENTION, MLP, FIRST_NORM, BEHIND_BOTH, {"ffn_norm": AROUND.b
 class Gemma(Decoder):
     """The first, and what all have in common."""
 
-    gguf = GgufArchitecture(
+    gguf: ClassVar[GgufArchitecture | None] = GgufArchitecture(
         "gemma", OF_LLAMA, keys={"hidden_act": lambda said: ACTIVATION, "norms_are_whole": lambda said: True}
     )
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
-        if getattr(config, "use_bidirectional_attention", False):
+        if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
             raise ValueError("use_bidirectional_attention is set, but tokens are made one after the other; take another model")
         super().__init__(config, dtype, sep_layer, name)
         rounded = torch.tensor(self._traits.embedding_scale, dtype=getattr(torch, dtype))  # as the model was trained with

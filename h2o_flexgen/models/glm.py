@@ -27,7 +27,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     shared_expert,
     weights,
 )
-from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule
+from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Number, Whole
@@ -50,9 +50,9 @@ class CorrectedMixture(MixtureOfExperts):
     def routing(self, width: int) -> Parameters:
         return layout.joined(super().routing(width), layout.wide(CORRECTION, self._mixture.experts))
 
-    def scored(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    def scored(self, hidden: Tensor, x: Tensor, weights: Weights) -> RouterScores:
         wide = tensor_ops.wide_linear(x, weights, self._mixture.router)  # in 16 bits it would choose others
-        return wide, tensor_ops.plain(weights, CORRECTION)
+        return RouterScores(wide, tensor_ops.plain(weights, CORRECTION))
 
     @property
     def router_rule(self) -> RouterRule:

@@ -143,6 +143,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         tensors=tuple(pair for part in parts for pair in part.tensors),
         products=tuple(product for part in parts for product in part.products),
         has_kv=any(part.has_kv for part in parts),
+        kv_heads=next((part.kv_heads for part in parts if part.has_kv), None),
         window=next((part.window for part in parts if part.has_kv), None),
         visits=tuple(visit for part in parts for visit in part.visits),
         passing_width=max(part.passing_width for part in parts),

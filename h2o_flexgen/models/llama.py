@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import ATTENTION, OF_LLAMA, GgufArchitecture, biases
 from h2o_flexgen.checkpoints.stored_architecture import MLP as MLP_IN_FILES
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.model_spec import KVHeads, LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import add_scaled, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
@@ -96,6 +96,7 @@ class Decoder(InHalves):
 
     rotates_parts = False  # of each head, where the config asks for it
     rotates_neighbours = False  # values that are rotated together follow each other
+    rotates = True  # otherwise positions are learned, and added to the embedding
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._traits = self.traits_of(config)
@@ -104,9 +105,10 @@ class Decoder(InHalves):
         self._gating = tensor_ops.gating(self.activation_of(config))
         self._eps = self.eps_of(config)
         ropes = self.ropes_of(config)
-        rotations = [self.rotary_of(rope, int(rope.share * self.spec.head_dim)) for rope in ropes]
+        widths = [int(rope.share * width) for rope, width in zip(ropes, self.rotated_widths(config), strict=True)]
+        rotations = [self.rotary_of(rope, width) for rope, width in zip(ropes, widths)]
         self._rotary, self._rotary_near = rotations[0], rotations[-1]
-        self._rotated = int(ropes[0].share * self.spec.head_dim)  # values of a head
+        self._rotated = widths[0]  # values of a head
         self._embedding_scale = self._traits.embedding_scale
         self._interleaved = self.rotates_neighbours or bool(getattr(config, "rope_interleave", False))
 
@@ -122,6 +124,12 @@ class Decoder(InHalves):
         return name
 
     @staticmethod
+    def inner_of(config: Config) -> int:
+        """The inner width of an mlp."""
+        width: int = config.intermediate_size
+        return width
+
+    @staticmethod
     def eps_of(config: Config) -> float:
         """What norms add before they divide."""
         eps: float = config.rms_norm_eps
@@ -131,6 +139,10 @@ class Decoder(InHalves):
         """The rotation that its layers have, and the one of layers with a window, where that is another."""
         return [Rope.of(config, partly=self.rotates_parts)]
 
+    def rotated_widths(self, config: Config) -> Sequence[int]:
+        """Values of the heads that each of these rotates."""
+        return [self.spec.head_dim] * len(self.ropes_of(config))
+
     def rotary_of(self, rope: Rope, width: int) -> Rotary:
         """The rotation for heads of which the first `width` values are rotated."""
         return rope.rotary(width)
@@ -138,6 +150,18 @@ class Decoder(InHalves):
     def attends_by(self, config: Config, block: int) -> AttentionFunctions:
         """How the attention of a block rotates queries and keys."""
         return USUAL
+
+    def usual_kv_heads(self, config: Config) -> KVHeads:
+        """Those of most layers."""
+        return KVHeads(getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_width(config))
+
+    def kv_heads_of(self, config: Config, block: int) -> KVHeads:
+        """Those of the attention of a block."""
+        return self.usual_kv_heads(config)
+
+    def width_of_heads(self, weights: Weights) -> int:
+        """Values of a head in a layer with these weights."""
+        return self.spec.head_dim
 
     def attention_layer(
         self, width: int, q_width: int, kv_width: int, head_dim: int, origin: Origin, window: int | None
@@ -154,7 +178,11 @@ class Decoder(InHalves):
 
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         """The layers of a block behind its attention."""
-        return [self.mlp_layer(config.hidden_size, config.intermediate_size, origin)]
+        return [self.mlp_layer(config.hidden_size, self.inner_of(config), origin)]
+
+    def positions_table(self, config: Config) -> Parameters:
+        """The table of learned positions, if there is one."""
+        return {}
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
@@ -195,7 +223,7 @@ class Decoder(InHalves):
             q, k = self._normed(q, k, weights)
         if (most := self._traits.clip) is not None:
             q, k, v = (add_scaled(each, limit=most) for each in (q, k, v))
-        q, k, v = (tensor_ops.split_heads(each, self.spec.head_dim) for each in (q, k, v))
+        q, k, v = (tensor_ops.split_heads(each, self.width_of_heads(weights)) for each in (q, k, v))
         if self._traits.head_norm:
             q, k = self._normed(q, k, weights)
         if self._interleaved:
@@ -240,31 +268,32 @@ class Decoder(InHalves):
     # -- its layers --------------------------------------------------------------------------------------------------------
 
     def _spec(self, config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
-        width, heads = config.hidden_size, config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = head_width(config)
-        widths = width, heads * head_dim, kv_heads * head_dim, head_dim
+        width, usual = config.hidden_size, self.usual_kv_heads(config)
 
         def parts(index: int) -> Sequence[LayerSpec]:
             origin = Origin(dtype, f"model.layers.{index}.", index)
             window = None if self._traits.windows is None else self._traits.windows[index]
-            own = layout.attending_by(self.attention_layer(*widths, origin, window), *self.attends_by(config, index))
-            return own, *self.behind_attention(config, sep_layer, origin)
+            own = self.kv_heads_of(config, index)
+            widths = width, config.num_attention_heads * own.width, own.number * own.width, own.width
+            made = layout.attending_by(self.attention_layer(*widths, origin, window), *self.attends_by(config, index))
+            return replace(made, kv_heads=None if own == usual else own), *self.behind_attention(config, sep_layer, origin)
 
         head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight, "lm_head.bias": "lm_head.bias"})
-        embed = layout.embedding(Decoder.embed, layout.table("embed_tokens", config.vocab_size, width), {}, width, outside)
+        tokens = layout.table("embed_tokens", config.vocab_size, width)
+        embed = layout.embedding(Decoder.embed, tokens, self.positions_table(config), width, outside)
         logits = layout.linear("lm_head", config.vocab_size, width, self._traits.head_bias)
         head = layout.head(Decoder.head, self._traits.norm.parameters("norm", width), logits, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
         own = {
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
+            "kv_heads": usual.number,
+            "head_dim": usual.width,
             "attention_cap": self._traits.attention_cap,
             "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
             "sink_scores": self._traits.sinks,
+            "rotary": self.rotates,
         }
-        return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
+        return layout.model_spec(config, dtype, name, self.inner_of(config), layers, **own)
 
     def attention_parameters(self, width: int, q_width: int, kv_width: int, head_dim: int) -> tuple[Parameters, Parameters]:
         """Those of attention up to its outcome, and those behind it."""

@@ -22,7 +22,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.native import RECORDER
 from h2o_flexgen.kernels.operations import Counts, add_weighted, gather_chosen, gather_counted, route
-from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, Chosen, RouterRule
+from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, Chosen, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Config
@@ -51,6 +51,7 @@ class Mixture:
     sums_to_one: bool  # the weights of the chosen ones
     shared: int = 0  # width of an mlp that all tokens pass through beside theirs; 0: there is none
     shared_name: str = SHARED
+    behind: int = 0  # width of an mlp that stands behind them; 0: there is none
     of_chosen: bool = False  # the weights are a softmax of the scores of the chosen ones alone
     router: str = "mlp.gate"
     router_bias: bool = False
@@ -115,7 +116,7 @@ class MixtureOfExperts(Decoder):
     def behind_attention(self, config: Config, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         width, mixture = config.hidden_size, self._mixture
         if not self.has_experts(config, origin.block or 0):
-            return [self.mlp_layer(width, config.intermediate_size, origin)]
+            return [self.mlp_layer(width, self.inner_of(config), origin)]
         slices = self._of_layers(width, sep_layer)
         return [self._slice(width, own, own.stop == mixture.experts, origin) for own in slices]
 
@@ -127,13 +128,14 @@ class MixtureOfExperts(Decoder):
         """The layer of some experts. The first also routes, and the last adds the sum to the hidden states."""
         mixture, is_first = self._mixture, own.start == 0
         experts = {number: self.expert(number, width) for number in own}
-        parameters = layout.joined(*([self.routing(width)] if is_first else []), *experts.values())
+        last = [self.behind_experts(width)] if is_last else []
+        parameters = layout.joined(*([self.routing(width)] if is_first else []), *experts.values(), *last)
         handed_on = Routed.width(width, mixture.chosen, origin.dtype)
         functions = [MixtureOfExperts.routed] * is_first + [MixtureOfExperts.given_to_experts]
         functions += [MixtureOfExperts.with_total] * is_last
         made = layout.layer(functions[0], parameters, width if is_last else handed_on, origin)
         floats = FLOAT_BYTES // DTYPE_BYTES[origin.dtype]
-        passing = ceil(MOST_TOGETHER * EXPERT_STATES * max(mixture.inner, mixture.shared))
+        passing = ceil(MOST_TOGETHER * EXPERT_STATES * max(mixture.inner, mixture.shared, mixture.behind))
         passing += handed_on + 3 * width * floats
         names = tuple(function.__name__ for function in functions)
         part = f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}"
@@ -149,30 +151,41 @@ class MixtureOfExperts(Decoder):
     def routing(self, width: int) -> layout.Parameters:
         """What stands before the experts."""
         mixture = self._mixture
-        norm = self.norm_parameters(width, self._traits.norms.before_mlp)
+        norm = self.norm_parameters(width, self.norm_of_experts)
         router = layout.router(mixture.router, mixture.experts, width, mixture.router_bias)
-        shared = MlpNames.of(mixture.shared_name).parameters(width, mixture.shared) if mixture.shared else {}
+        bias = self._traits.mlp_bias
+        shared = MlpNames.of(mixture.shared_name).parameters(width, mixture.shared, bias) if mixture.shared else {}
         return layout.joined(norm, router, shared)
+
+    @property
+    def norm_of_experts(self) -> str | None:
+        """The name of the norm before them."""
+        return self._traits.norms.before_mlp
+
+    def behind_experts(self, width: int) -> layout.Parameters:
+        """What stands behind the experts."""
+        return {}
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
-        x, mixture = self.normed(hidden, weights, self._traits.norms.before_mlp), self._mixture
+        x, mixture = self.normed(hidden, weights, self.norm_of_experts), self._mixture
         handed_on = Routed.width(self.spec.width, mixture.chosen, self.spec.dtype)
         out = hidden.new_empty(*hidden.shape[:-1], handed_on)
         state = Routed.of(out.view(-1, handed_on), self.spec.width, mixture.chosen)
         state.hidden.copy_(hidden.flatten(0, -2))
         state.normed.copy_(x.flatten(0, -2))
-        scores, correction = self.scored(x, weights)
-        route(scores.flatten(0, -2), correction, self.router_rule, state.chosen, state.total)
+        scored = self.scored(hidden, x, weights)
+        rows = scored._replace(scores=scored.scores.flatten(0, -2))
+        route(rows, self.router_rule, state.chosen, state.total)
         given.chosen(state.experts)
         if mixture.shared:
             self.add_shared(x, weights, state.total)
         return out
 
-    def scored(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
-        """The router's scores (rows, tokens, experts), and what is added to them for the choice alone."""
-        return tensor_ops.linear(x, weights, self._mixture.router), None
+    def scored(self, hidden: Tensor, x: Tensor, weights: Weights) -> RouterScores:
+        """What the router says (rows, tokens, experts) of hidden states, and of x, their norm."""
+        return RouterScores(tensor_ops.linear(x, weights, self._mixture.router))
 
     @property
     def router_rule(self) -> RouterRule:

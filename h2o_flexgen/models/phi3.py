@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -11,11 +10,12 @@ from h2o_flexgen.core.model_spec import LayerSpec
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.fused_qkv import FusedQkv
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
 from h2o_flexgen.models.windows import same_windows
 
-QKV, INTO_MLP, OUT_OF_MLP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
+INTO_MLP, OUT_OF_MLP = "mlp.gate_up_proj", "mlp.down_proj"
 FUSED_STATES = 4  # of the inner width, at once: gate and what goes up, as they come and side by side
 
 
@@ -34,26 +34,9 @@ class FusedMlp(Decoder):
         return replace(super().mlp_layer(width, inner, origin), passing_width=FUSED_STATES * inner)
 
 
-class Phi3(FusedMlp):
+class Phi3(FusedQkv, FusedMlp):
     rotates_parts = True
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return Traits(windows=same_windows(config))
-
-    # -- the functions of layers -------------------------------------------------------------------------------------------
-
-    def projected(self, x: Tensor, weights: Weights) -> Sequence[Tensor]:
-        q_width, kv_width = (heads * self.spec.head_dim for heads in (self.spec.heads, self.spec.kv_heads))
-        parts: tuple[Tensor, ...] = tensor_ops.linear(x, weights, QKV).split((q_width, kv_width, kv_width), dim=-1)
-        return parts
-
-    # -- its layers --------------------------------------------------------------------------------------------------------
-
-    def attention_layer(
-        self, width: int, q_width: int, kv_width: int, head_dim: int, origin: Origin, window: int | None
-    ) -> LayerSpec:
-        fused = layout.linear(QKV, q_width + 2 * kv_width, width, bias=False)
-        before = layout.joined(layout.norm("input_layernorm", width, bias=False), fused)
-        behind = layout.linear("self_attn.o_proj", width, q_width, bias=False)
-        return layout.attention(before, behind, width, origin, window)

@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 )
 from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.kernels.operations import add_weighted, route
-from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, Chosen, RouterRule
+from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, Chosen, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole
@@ -109,7 +109,7 @@ class Qwen2Moe(QwenMoe):
         made = self.gated(x, weights, MlpNames.of(SHARED)).flatten(0, -2)
         gate, tokens = tensor_ops.linear(x, weights, SHARED_GATE).flatten(0, -2), torch.arange(len(made), device=made.device)
         shares = made.new_empty(len(made), 1, dtype=torch.float32)
-        route(gate, None, RouterRule(SIGMOID_OF_EACH), Chosen(shares, torch.empty_like(shares, dtype=torch.int32)))
+        route(RouterScores(gate), RouterRule(SIGMOID_OF_EACH), Chosen(shares, torch.empty_like(shares, dtype=torch.int32)))
         add_weighted(total, made, shares.flatten(), tokens, [len(made)])
 
 

@@ -68,7 +68,7 @@ class Rope:
         """Reads configs of transformers 5 (rope_parameters has everything) and of 4 (rope_scaling, and attributes). `layers` is
         the kind of layer that is asked for, where they differ. `partly`: the architecture can rotate a part of each head."""
         scaling = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-        scaling = scaling if layers is None else dict(scaling[layers])
+        scaling = scaling if layers is None else _of_kind(scaling, layers)
         if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
             raise ValueError(f"rope parameters that differ by layer ({', '.join(nested)}) are not supported")
 
@@ -82,7 +82,7 @@ class Rope:
         kind = LONGROPE if kind in LONG else kind
         theta = read("rope_theta", "rotary_emb_base", default=10000.0)
         share = read("partial_rotary_factor", *(["rotary_pct"] if partly else []), default=1.0)
-        share = share if partly else _whole(share, kind, config)
+        share = 1.0 if kind == PROPORTIONAL else share if partly else _whole(share, kind, config)
         divisors = getattr(config, "rope_divisors", None)  # of a GGUF file: transformers has no such kind
         if divisors is not None:
             return cls(DIVIDED, theta, share, {"rope_divisors": divisors})
@@ -121,6 +121,13 @@ class Rope:
                 f"{QUERY_SHARE} of the rope scaling is {shown(share)}, which is no number; download the model again"
             )
         return LongerQueries(rotary.frequencies, rotary.stretch, float(share), _positive(self.scaling, ORIGINAL_LENGTH))
+
+
+def _of_kind(scaling: Mapping[str, Any], layers: str) -> dict[str, Any]:
+    found = scaling.get(layers)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"the rope parameters have {shown(found)} for {layers}, and no rotation; download the model again")
+    return dict(found)
 
 
 def _whole(share: float, kind: str, config: Config) -> float:
@@ -230,7 +237,15 @@ def _by_divisors(frequencies: Tensor, scaling: Mapping[str, Any], name: str) -> 
     return frequencies / torch.tensor(divisors, dtype=torch.float32)
 
 
+def _proportional(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Rotates the first pairs of a head alone. All have the frequencies that they have where all are rotated."""
+    share, count = scaling.get("partial_rotary_factor"), len(frequencies)
+    rotated = int((1.0 if share is None else share) * 2 * count // 2)
+    return frequencies.where(torch.arange(count) < rotated, 0.0) / _positive_or(scaling, "factor", 1.0)
+
+
 DEFAULT, DIVIDED, LLAMA3, YARN, LONGROPE = "default", "divided", "llama3", "yarn", "longrope"
+PROPORTIONAL = "proportional"
 LONG = LONGROPE, "su"  # its first name
 OF_ORIGINAL_LENGTH = LLAMA3, YARN, LONGROPE
 STRETCHES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {YARN: _stretch_of_yarn, LONGROPE: _stretch_of_longrope}
@@ -242,4 +257,5 @@ SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     YARN: _yarn,
     LONGROPE: _longrope,
     DIVIDED: _divided,
+    PROPORTIONAL: _proportional,
 }

@@ -26,6 +26,7 @@ from h2o_flexgen.kernels.operations import (
     Counts,
     gated_gelu,
     gated_gelu_tanh,
+    gated_gelu_tanh_of_each,
     gated_quick_gelu,
     gated_relu,
     gated_relu_squared,
@@ -110,6 +111,11 @@ def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Ten
     return operations.rms_norm(x, needed(weights, f"{name}.weight"), eps, from_one=True)
 
 
+def bare_rms_norm(x: Tensor, eps: float) -> Tensor:
+    """The same without a weight."""
+    return operations.rms_norm(x, None, eps)
+
+
 def plain(weights: Weights, name: str) -> Tensor | None:
     """A tensor that is none of those that rows are multiplied with, if the layer has it."""
     found = weights.get(name)
@@ -163,6 +169,8 @@ def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Counts) -> Tens
     """The same for rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
     if gating is gated_silu:
         return gated_silu_of_each(gate, up, counts)
+    if gating is gated_gelu_tanh:
+        return gated_gelu_tanh_of_each(gate, up, counts)
     if isinstance(counts, CountedRows):
-        raise CannotBeRecorded("only silu is a gate of rows that memory counts")
+        raise CannotBeRecorded("only silu and gelu by a tanh are gates of rows that memory counts")
     return torch.cat([gating(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])

@@ -98,12 +98,13 @@ class Cost:
                 return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
                 return self._whole_row_bytes(task)
-            return sum(_kv_slots(op, at.one) * at.heads * self.spec.kv_bytes_per_head for at in self.by_level(task))
+            of_head = self.spec.at(task.layer).kv_bytes_per_head
+            return sum(_kv_slots(op, at.one) * at.heads * of_head for at in self.by_level(task))
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
     def _crossing_bytes(self, layer: int, one: BatchPass) -> int:
         """Bytes of what rows ask of the host in decode, and of what it answers."""
-        spec = self.spec
+        spec = self.spec.at(layer)
         values = one.rows * 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize
         # the weight of one more key, with its values where it represents a prefix
         more = 1 + spec.head_dim if one.shared.tokens else int(spec.sink_scores)
@@ -129,7 +130,7 @@ class Cost:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
         if task.op.data is not Data.KV or not task.op.uses_disk:
             return self.nbytes(task)
-        fetches, of_head = task.op.fetches, self.spec.kv_bytes_per_head
+        fetches, of_head = task.op.fetches, self.spec.at(task.layer).kv_bytes_per_head
         return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))
 
     def stored_bytes(self, step: int) -> tuple[int, ...]:
@@ -199,7 +200,8 @@ class Cost:
         spec = self.planned.spec_at(task.step)
         if not spec.layers[task.layer].has_kv:
             return _flops(spec, task.layer, self.batch_pass(task.step, task.batch))
-        return sum(at.heads / spec.kv_heads * _flops(spec, task.layer, at.one) for at in self.by_level(task))
+        heads = spec.at(task.layer).kv_heads
+        return sum(at.heads / heads * _flops(spec, task.layer, at.one) for at in self.by_level(task))
 
     def product_rows(self, task: Task) -> int:
         """Rows of the matrix products of a COMPUTE, in its largest part."""

@@ -110,6 +110,15 @@ class HeldKV:
         return tuple(tuple(level.policy.occupancy(batch, gen_len) for batch in batches) for level in self.levels)
 
     @cached_property
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """The model with the heads of each level."""
+        return tuple(map(self._spec_of, self.levels))
+
+    def _spec_of(self, level: Level) -> ModelSpec:
+        layers = (layer for layer, heads in zip(self.spec.kv_layers, level.heads) if heads)
+        return next(map(self.spec.at, layers), self.spec)
+
+    @cached_property
     def _heads(self) -> Mapping[int, tuple[int, ...]]:
         by_level = zip(*(map(len, level.heads) for level in self.levels))
         return dict(zip(self.spec.kv_layers, by_level))
@@ -125,7 +134,9 @@ class HeldKV:
     def layouts(self, layer: int, batch: int) -> tuple[KVLayout | None, ...]:
         """How the KV of a batch lies in one layer, of each level; nothing of those that have none of the layer's heads."""
         heads = self._heads[layer]
-        return tuple(each[batch].layout(self.spec, own) if own else None for each, own in zip(self.occupancies, heads))
+        return tuple(
+            each[batch].layout(self.spec.at(layer), own) if own else None for each, own in zip(self.occupancies, heads)
+        )
 
     def image_bytes(self, layer: int, batch: int) -> int:
         """Bytes of the KV of a batch in one layer, in memory."""

@@ -202,7 +202,7 @@ class Pricing:
         """Seconds of a layer's attention: one for each level that has heads in it."""
         one, seconds = self.cost.batch_pass(task.step, task.batch), 0.0
         if one.rows and self._attends_on_host(task.layer, task.batch):
-            seconds = self._to_host_and_back(one.rows)
+            seconds = self._to_host_and_back(self.spec.at(task.layer), one.rows)
         elif one.rows:
             seconds = sum(map(self._decode_attention, self.cost.by_level(task)))
         return seconds + (sum(self._prompt_attention(task, at) for at in self.cost.by_level(task)) if one.prompts else 0.0)
@@ -213,13 +213,13 @@ class Pricing:
         if not one.rows:
             return machine.task_seconds
         rate = machine.attention_bytes_per_s.get(HOST, inf)
-        of_head = self.spec.kv_bytes_per_head
+        of_head = self.spec.at(task.layer).kv_bytes_per_head
         reading = sum((at.one.slots + one.rows) * at.heads * of_head / rate for at in self.cost.by_level(task))
-        heads = one.rows * self.spec.kv_heads * machine.head_seconds
+        heads = one.rows * self.spec.at(task.layer).kv_heads * machine.head_seconds
         return reading + heads + self._eviction_seconds(task) + machine.task_seconds
 
     def _decode_attention(self, at: AtLevel) -> float:
-        spec, machine, one = self.spec, self.machine, at.one
+        spec, machine, one = self.planned.kv.specs[at.level], self.machine, at.one
         slots, heads = one.slots + one.rows, at.heads * (spec.heads // spec.kv_heads)
         tier = DEVICE if machine.has_accelerator else HOST
         nbytes = (slots + one.shared.tokens) * at.heads * spec.kv_bytes_per_head
@@ -234,9 +234,9 @@ class Pricing:
     def _attends_on_host(self, layer: int, batch: int) -> bool:
         return self.schedule.traffic.is_beside(layer, batch)
 
-    def _to_host_and_back(self, rows: int) -> float:
+    def _to_host_and_back(self, spec: ModelSpec, rows: int) -> float:
         """Seconds of sending queries and new keys and values to the host, and the result of attention back."""
-        spec, machine = self.spec, self.machine
+        machine = self.machine
         there = rows * (spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.itemsize
         back = rows * spec.heads * spec.head_dim * spec.itemsize
         return there / machine.device_to_host_per_s + back / machine.host_to_device_per_s + 2 * machine.task_seconds
@@ -246,8 +246,8 @@ class Pricing:
         scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
         pairs = sum(count * part.tokens * part.attended for part, count in at.one.prompts.items())
-        heads = at.heads * (self.spec.heads // self.spec.kv_heads)
-        return 4.0 * heads * self.spec.head_dim * pairs / rate
+        spec = self.spec.at(task.layer)
+        return 4.0 * at.heads * (spec.heads // spec.kv_heads) * spec.head_dim * pairs / rate
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Pricing:
         return nbytes
 
     def _attended_bytes(self, key: Key) -> int:
-        return sum(at.one.slots * at.heads for at in self.cost.by_level(key)) * self.spec.kv_bytes_per_head
+        return sum(at.one.slots * at.heads for at in self.cost.by_level(key)) * self.spec.at(key.layer).kv_bytes_per_head
 
     def _matrix_bytes(self, key: Key) -> float:
         """Bytes of the matrices that a visit multiplies with."""

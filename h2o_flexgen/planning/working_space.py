@@ -57,7 +57,8 @@ class LevelHeads(NamedTuple):
         """The levels of a batch, each as in the layer where it has most heads."""
         levels = enumerate(kv.levels)
         counted = [(level.policy, kv.occupancies[at][batch], kv.most_heads(at)) for at, level in levels]
-        return [cls(kv.spec.with_kv_heads(count), policy, occupancy) for policy, occupancy, count in counted if count]
+        pairs = zip(kv.specs, counted)
+        return [cls(spec.with_kv_heads(count), policy, occupancy) for spec, (policy, occupancy, count) in pairs if count]
 
 
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
@@ -131,7 +132,7 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
         return decode
     rows = kv.block.batches[number].size
     passing = max(layer.passing_width * max(rows, layer.least_passing) for layer in spec.layers) * spec.itemsize
-    heads = (4 * spec.heads + 4 * spec.kv_heads) * spec.head_dim * FLOAT_BYTES
+    heads = 4 * _values_of_heads(spec) * FLOAT_BYTES
     return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + heads) + passing
 
 
@@ -146,10 +147,10 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at
     """Bytes for prompts that are read together, with so many of their tokens computed at once: what the layer has of all heads,
     the space of the level that needs most, and what all have of a prompt in pieces."""
     batch = levels[0].occupancy.batch
-    total, heads = batch.size * batch.prompt_len * batch.readings, spec.heads * spec.head_dim
+    total = batch.size * batch.prompt_len * batch.readings
     tokens, normed = min(total, at_once), _normed_bytes(spec)
     widened = spec.itemsize if site.threads_of(PROMPT_ATTENTION, spec.dtype) else max(spec.itemsize, 4)  # torch sums in fp32
-    attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened + _picking_bytes(spec, levels))
+    attention = tokens * (normed + 4 * _values_of_heads(spec) * widened + _picking_bytes(spec, levels))
     attention += max(_prompt_attention_bytes(at, site, at_once) for at in levels)
     attention += total * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
     passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
@@ -161,7 +162,7 @@ def _pieces_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], tokens: int) ->
     """Bytes that stay while a prompt is computed piece by piece: its keys and values, what each token got, and the turns of all
     positions, which are made in fp32. Each level has one rotation, since its layers are of one kind, and a step of its own
     that keeps the turns: so there is one turn for each level."""
-    total = tokens * spec.head_dim * (spec.itemsize * len(levels) + 2 * FLOAT_BYTES)
+    total = tokens * max(own.head_dim for own in spec.of_heads) * (spec.itemsize * len(levels) + 2 * FLOAT_BYTES)
     for spec_of_level, policy, occupancy in levels:
         of_token = spec_of_level.kv_decoded_bytes_per_slot * (3 if policy.rolls else 2) // 2
         total += _attended(occupancy) * (of_token + 2 * spec_of_level.kv_heads * FLOAT_BYTES)
@@ -186,7 +187,12 @@ def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
 def _picking_bytes(spec: ModelSpec, levels: Sequence[LevelHeads]) -> int:
     """Bytes for one token: where heads are of several levels, those of one are picked from the layer's, and the outcome is put
     together."""
-    return 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize if len(levels) > 1 else 0
+    return 2 * _values_of_heads(spec) * spec.itemsize if len(levels) > 1 else 0
+
+
+def _values_of_heads(spec: ModelSpec) -> int:
+    """Values of the queries and keys of one token, in the layer that has most."""
+    return max((own.heads + own.kv_heads) * own.head_dim for own in spec.of_heads)
 
 
 def _normed_bytes(spec: ModelSpec) -> int:

@@ -60,6 +60,7 @@ class HeadBudgets:
 
     def refuse_other(self, spec: ModelSpec) -> None:
         """Refuses a model of another shape."""
+        spec.refuse_unlike_heads("head budgets")
         wanted = len(spec.kv_layers), spec.kv_heads
         if self.shape != wanted:
             these = f"head budgets {self.file}" if self.file else "the head budgets"

@@ -1,4 +1,5 @@
-"""Levels: KV heads that keep equally much. Without head budgets there is one level, of all heads.
+"""Levels: KV heads that keep equally much, of layers that have heads of one kind. Without head budgets there is one level, of
+all heads, where all layers see equally far.
 
 A level's slots are one range in memory, as all slots of a layer are where heads are equal. So head budgets are rounded to a few
 levels: every further one costs each layer that has heads of it another attention.
@@ -7,7 +8,7 @@ levels: every further one costs each layer that has heads of it another attentio
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -54,11 +55,16 @@ def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) ->
     """The levels of a model: those of a policy, the one that keeps most first, for layers that see everything, and those of
     windows for the others."""
     levels, windows = _levels_of_policy(policy, budgets, spec), spec.windows
-    if not any(windows):
-        return levels
-    far = [replace(level, heads=_where_all_is_seen(level.heads, windows)) for level in levels]
+    far = [replace(level, heads=_where_all_is_seen(level.heads, windows)) for level in levels] if any(windows) else levels
     near = [_of_window(policy, width, spec) for width in sorted({width for width in windows if width is not None})]
-    return (*(level for level in far if any(level.heads)), *near)
+    return tuple(chain.from_iterable(_by_kind(level, spec) for level in (*far, *near)))
+
+
+def _by_kind(level: Level, spec: ModelSpec) -> Iterator[Level]:
+    """The heads of a level, those of layers with equally many of one width by themselves."""
+    kinds = [(own.kv_heads, own.head_dim) for own in map(spec.at, spec.kv_layers)]
+    for kind in dict.fromkeys(own for own, heads in zip(kinds, level.heads, strict=True) if heads):
+        yield replace(level, heads=tuple(heads if own == kind else () for own, heads in zip(kinds, level.heads)))
 
 
 def _where_all_is_seen(heads: tuple[tuple[int, ...], ...], windows: Sequence[int | None]) -> tuple[tuple[int, ...], ...]:
@@ -66,14 +72,18 @@ def _where_all_is_seen(heads: tuple[tuple[int, ...], ...], windows: Sequence[int
 
 
 def _of_window(policy: KVPolicy, width: int, spec: ModelSpec) -> Level:
-    heads = tuple(range(spec.kv_heads))
     keeping = Window(KVOptions(recent=width - 1, positions=policy.options.positions))
-    return Level(keeping, tuple(heads if own == width else () for own in spec.windows))
+    return Level(keeping, tuple(heads if own == width else () for own, heads in zip(spec.windows, _all_heads(spec))))
+
+
+def _all_heads(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """Those of each layer with KV."""
+    return tuple(tuple(range(spec.at(layer).kv_heads)) for layer in spec.kv_layers)
 
 
 def _levels_of_policy(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
     if budgets is None:
-        return (Level(policy, (tuple(range(spec.kv_heads)),) * len(spec.kv_layers)),)
+        return (Level(policy, _all_heads(spec)),)
     budgets.refuse_other(spec)
     rounded = _shares(budgets, policy.options.kv_budget or DEFAULT_KEPT)
     shares = sorted(set(chain.from_iterable(rounded)), reverse=True)

@@ -27,7 +27,8 @@ from tests.helpers.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 Bytes = NDArray[np.uint8]
 
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
-ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight")
+ROUTERS = (".router.proj.weight", ".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight")
+NEVER_PACKED = ("_norm.weight", "e_score_correction_bias", "embed_positions.weight")
 FORMATS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
     name.lower().replace("_k", "_K"): Type[name]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -50,7 +51,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 def sizes_for(format: str, model_type: str = "llama") -> dict[str, Any]:
     """Sizes of a tiny model whose rows are whole blocks of this format."""
-    return {**(SIZES_OF_LARGE_BLOCKS if FORMATS[format] in SCALES else SIZES), **FAMILIES[model_type].sizes}
+    family, sizes = FAMILIES[model_type], SIZES_OF_LARGE_BLOCKS if FORMATS[format] in SCALES else SIZES
+    return {**{family.called.get(name, name): size for name, size in sizes.items() if name not in family.lacks}, **family.sizes}
 
 
 def save_gguf(
@@ -67,6 +69,7 @@ def save_gguf(
     """Writes a file, or parts with so many tensors each, with matrices in one format and tables of tokens perhaps in another.
     Returns the model that it holds."""
     model = tiny_hf_model(kind, seed, **{**sizes_for(format, KINDS[kind][0]), **changes})
+    model.config.allow_global_per_layer_attribute_access = True
     family = FAMILIES[model.config.model_type]
     writer = GGUFWriter(file, family.architecture, split_max_tensors=tensors_per_part)
     _add_metadata(writer, model.config, family)
@@ -79,16 +82,18 @@ def save_gguf(
     experts: dict[str, list[Tensor]] = {}
     for name, parameter in ((name, one) for name, one in _tensors(model) if not is_number(name)):
         if expert := EXPERT.fullmatch(name):
-            experts.setdefault(f"{expert[1]}.ffn_{expert[2]}_exps.{expert[3]}", []).append(parameter)
+            part = "gate_up" if family.gates_with_ups and expert[2] != "down" else expert[2]
+            experts.setdefault(f"{expert[1]}.ffn_{part}_exps.{expert[3]}", []).append(parameter)
             continue
         is_table, is_router = name in ("model.embed_tokens.weight", "lm_head.weight"), name.endswith(ROUTERS)
         own = format if not is_table else table_format or format
-        is_plain = parameter.ndim != 2 or is_router or name.endswith("_norm.weight")
+        is_plain = parameter.ndim != 2 or is_router or name.endswith(NEVER_PACKED)
         kind_there = Type.F32 if is_plain else FORMATS[own]
         _add_tensor(writer, model.config, family, name, parameter, kind_there, generator)
     for name, parameters in experts.items():
         kind_there = FORMATS[format] if name.endswith("weight") else Type.F32
-        _add_experts(writer, name.replace("model.layers", "blk"), parameters, kind_there, generator)
+        together = 2 if "gate_up" in name else 1
+        _add_experts(writer, name.replace("model.layers", "blk"), parameters, kind_there, generator, together)
     _add_divisors(writer, model)
     if family.blocks_behind:
         _add_block_behind(writer, model.config)
@@ -104,14 +109,16 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + family.blocks_behind)
-    writer.add_feed_forward_length(config.intermediate_size)
+    names = ("intermediate_size", "n_inner", "ffn_hidden_size")
+    writer.add_feed_forward_length(next(getattr(config, name) for name in names if hasattr(config, name)))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(kv_heads_of(config))
     eps = eps_key(config)
     say_eps = writer.add_layer_norm_rms_eps if eps == EPS_KEYS[0] else writer.add_layer_norm_eps
     say_eps(getattr(config, eps, USUAL_EPS))
     writer.add_vocab_size(config.vocab_size)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", {"rope_theta": 10000.0, "rope_type": "default"})
+    rope = rope.get("full_attention", rope)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -127,13 +134,21 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
         say(writer, config)
 
 
+def kv_heads_of(config: PretrainedConfig) -> int:
+    if config.model_type == "falcon" and not config.new_decoder_architecture:
+        return 1 if config.multi_query else config.num_attention_heads
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+    found: int = next(getattr(config, name) for name in names if hasattr(config, name))
+    return found
+
+
 def eps_key(config: PretrainedConfig) -> str:
     """What a config calls that which norms add."""
     return next((key for key in EPS_KEYS if hasattr(config, key)), "")
 
 
 USUAL_EPS = 1e-5  # where no config says it
-EPS_KEYS = "rms_norm_eps", "layer_norm_eps", "norm_epsilon"
+EPS_KEYS = "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"
 Says = Callable[[GGUFWriter, PretrainedConfig], None]  # adds metadata of a family
 
 
@@ -152,6 +167,20 @@ def _near_theta(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
+def _near_heads(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Keys and values of layers with a window, and the experts."""
+    layers = config.per_layer_config
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    for say in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        say(layers["full_attention"].head_dim)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
 def _longer_queries(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
     writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
@@ -162,7 +191,7 @@ def _logit_scale(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 
 def _caps(writer: GGUFWriter, config: PretrainedConfig) -> None:
-    if config.attn_logit_softcapping:
+    if getattr(config, "attn_logit_softcapping", None):
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -188,6 +217,12 @@ def _inner_width(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 def _shared_expert(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _choice_of_ernie(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
 
 
 def _clip(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -226,8 +261,12 @@ def _add_numbers(writer: GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _add_divisors(writer: GGUFWriter, model: PreTrainedModel) -> None:
-    """The scaling of LLaMA 3, as what each frequency is divided by."""
-    rope = model.config.rope_parameters
+    """The scaling of LLaMA 3, or a rotation of some pairs of values, as what each frequency is divided by."""
+    rope = getattr(model.config, "rope_parameters", {})
+    if (far := rope.get("full_attention", {})).get("rope_type") == "proportional":
+        pairs = model.config.per_layer_config["full_attention"].head_dim // 2
+        rotated = int(far["partial_rotary_factor"] * pairs)
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (pairs - rotated), np.float32))
     if rope.get("rope_type") == "llama3":
         scaled: Tensor = model.model.rotary_emb.inv_freq
         plain = rope["rope_theta"] ** -(torch.arange(0, 2 * len(scaled), 2) / (2 * len(scaled)))
@@ -270,24 +309,29 @@ def _add_tensor(
     """Writes what the parameter becomes in this format, and puts what comes of that into the parameter."""
     if name.endswith("e_score_correction_bias"):
         name = name.replace("correction_bias", "correction.bias")
-    name += ".weight" * name.endswith(".sinks")
+    name += ".weight" * name.endswith((".sinks", ".layer_scalar"))
+    name = name.replace("router.per_expert_scale", "router.experts.scale")
     order = _rows_in_file(config, family, name, len(parameter))
     added = family.norms_add if "norm" in name else 0.0
     written = _in_blocks(parameter[order].numpy() + np.float32(added), kind, generator)
     parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape) - added
-    if name.endswith("shared_expert_gate.weight"):
+    if name.endswith(("shared_expert_gate.weight", "e_score_correction.bias")) and written.ndim == 2:
         written = written[0]
     writer.add_tensor(name_in_file(name, family.names), written, raw_dtype=kind)
 
 
-def _add_experts(writer: GGUFWriter, name: str, parameters: list[Tensor], kind: Type, generator: np.random.Generator) -> None:
-    """One matrix or bias of all experts, as one tensor."""
+def _add_experts(
+    writer: GGUFWriter, name: str, parameters: list[Tensor], kind: Type, generator: np.random.Generator, together: int
+) -> None:
+    """One matrix or bias of all experts, or so many behind one another, as one tensor."""
     values = torch.stack(parameters)
     written = _in_blocks(values.view(-1, values.shape[-1]).numpy(), kind, generator)
     decoded = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(values.shape)
     for parameter, own in zip(parameters, decoded, strict=True):
         parameter.copy_(own)
-    writer.add_tensor(name, written.reshape(*values.shape[:-1], -1), raw_dtype=kind)
+    experts, rows = len(values) // together, together * values.shape[1]
+    shape = (experts, rows) if values.ndim == 3 else (experts,)
+    writer.add_tensor(name, written.reshape(*shape, -1), raw_dtype=kind)
 
 
 def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Generator) -> NDArray[Any]:
@@ -304,9 +348,12 @@ def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Gen
 
 def _rows_in_file(config: PretrainedConfig, family: Family, name: str, rows: int) -> Tensor:
     """The row of a tensor in transformers that is each row in the file: some have values rotated together as neighbours."""
-    is_moved = family.moves_rows and ("q_proj" in name or "k_proj" in name)
-    heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
     order = torch.arange(rows)
+    if config.model_type == "falcon" and "qkv_proj" in name:
+        each = order.view(kv_heads_of(config), -1, config.head_dim)  # the queries of a KV head, its key and its value
+        return torch.cat([part.flatten() for part in (each[:, :-2], each[:, -2], each[:, -1])])
+    is_moved = family.moves_rows and ("q_proj" in name or "k_proj" in name)
+    heads = config.num_attention_heads if "q_proj" in name else kv_heads_of(config)
     return order.view(heads, 2, -1).transpose(1, 2).flatten() if is_moved else order
 
 
@@ -322,6 +369,8 @@ PARTS = "gate", "up", "down"
 NAMES: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embed_positions": "position_embd",
+    "self_attn.qkv_proj": "attn_qkv",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -362,9 +411,21 @@ class Family(NamedTuple):
         {}
     )  # with which rows are whole blocks, and nothing that files do not say is used
     norms_add: float = 0.0  # to their weights
+    gates_with_ups: bool = False  # of experts
+    called: Mapping[str, str] = MappingProxyType({})  # sizes, where its configs call them otherwise
+    lacks: tuple[str, ...] = ()  # sizes that its configs do not have
     blocks_behind: int = 0  # those of a model, to guess at more tokens
 
 
+NAMES_OF_GEMMA4 = NAMES_AROUND | {
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router": "ffn_gate_inp",
+    "router.experts": "ffn_down_exps",
+    "layer_scalar": "layer_output_scale",
+}
 SMOLLM3_SIZES = {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4, "mlp_bias": False}
 QWEN3_SIZES = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True}
 QWEN2_SIZES = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
@@ -377,6 +438,13 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family("gemma2", (_kinds, _caps), NAMES_AROUND, sizes={"query_pre_attn_scalar": 16}, norms_add=1.0),
     "gemma3_text": Family(
         "gemma3", (_kinds, _caps, _near_theta), NAMES_AROUND, sizes={"query_pre_attn_scalar": 16}, norms_add=1.0
+    ),
+    "gemma4_text": Family(
+        "gemma4",
+        (_kinds, _caps, _near_theta, _near_heads),
+        NAMES_OF_GEMMA4,
+        sizes={"global_head_dim": 32, "moe_intermediate_size": 32},
+        gates_with_ups=True,
     ),
     "smollm3": Family("smollm3", moves_rows=True, sizes=SMOLLM3_SIZES),
     "olmo": Family("olmo", (_clip,), moves_rows=True),
@@ -400,6 +468,22 @@ FAMILIES: Mapping[str, Family] = {
     "stablelm": Family("stablelm"),
     "phi": Family("phi2", sizes={"hidden_act": "gelu_new", "qk_layernorm": False, "tie_word_embeddings": False}),
     "ernie4_5": Family("ernie4_5"),
+    "ernie4_5_moe": Family(
+        "ernie4_5-moe", (_experts, _choice_of_ernie), sizes={"moe_intermediate_size": 32, "use_bias": False}
+    ),
+    "falcon": Family(
+        "falcon",
+        names=NAMES | {"ln_attn": "attn_norm_2"},
+        sizes={"bias": False, "activation": "gelu"},
+        called={"intermediate_size": "ffn_hidden_size"},
+        lacks=("head_dim",),
+    ),
+    "gpt2": Family(
+        "gpt2",
+        sizes={"scale_attn_weights": True, "activation_function": "gelu_new"},
+        called={"intermediate_size": "n_inner", "hidden_size": "n_embd"},
+        lacks=("head_dim",),
+    ),
     "minimax_m2": Family("minimax-m2", (_experts, _inner_width, _sigmoids)),
     "gpt_oss": Family(
         "gpt-oss",

@@ -310,13 +310,14 @@ def _caches(
     device: torch.device,
     kv_codec: str,
 ) -> dict[int, _Layer]:
-    coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
+    def coding_of(layer: int) -> Coding:
+        return Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.at(layer).head_dim)
 
     def cache(level: Level, place: int, slots: int) -> KVCache:
         heads, layer = level.heads[place], model.spec.kv_layers[place]
         shape, judge = (rows, len(heads), slots), _judges(model, level.policy, device).get(layer)
         judge = None if judge is None else judge.of_heads(torch.tensor(heads, device=device))
-        noted = _scores(level.policy, shape, device)
+        noted, coding = _scores(level.policy, shape, device), coding_of(layer)
         return KVCache(_image(coding, shape, by_token, device), noted, coding, judge=judge, cap=model.spec.attention_cap)
 
     return {

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from h2o_flexgen.models import tensor_names
 
 VOCAB, POSITIONS, BLOCKS = 113, 128, 3
+SCALAR = ".layer_scalar"
 
 _OPT = {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 80, "word_embed_proj_dim": 32}
 _LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56}
@@ -68,6 +69,18 @@ _GEMMA2 = {
     "final_logit_softcapping": 3.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 60.0},
 }
+_GEMMA4 = {
+    **_GEMMA,
+    "global_head_dim": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 900.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    },
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+}
+_OF_GEMMA4 = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 _GRANITE = {
     **_LLAMA,
     "embedding_multiplier": 3.0,
@@ -77,6 +90,9 @@ _GRANITE = {
     "rope_theta": 300.0,
 }
 
+_ERNIE = {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
+_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 56}
+_GPT = {"n_embd": 32, "n_head": 4}
 _MINIMAX = {
     "head_dim": 16,
     "intermediate_size": 24,
@@ -137,6 +153,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _GEMMA),
     "gemma3-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
     "gemma2": ("gemma2", _GEMMA2),
+    "gemma4": (
+        "gemma4_text",
+        {**_GEMMA4, **_OF_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-dense": ("gemma4_text", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2}),
+    "gemma4-unified": ("gemma4_unified_text", {**_GEMMA4, "sliding_window": 9, "attention_bias": True}),
     "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "olmoe": ("olmoe", {**_LLAMA, "intermediate_size": 24, "num_experts": 9, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
@@ -159,6 +181,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {**_LLAMA, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "stablelm-parallel": ("stablelm", {**_LLAMA, "use_parallel_residual": True}),
     "ernie": ("ernie4_5", {**_LLAMA, "head_dim": 16, "use_bias": True, "rope_theta": 300.0}),
+    "ernie-moe": ("ernie4_5_moe", {**_LLAMA, **_ERNIE, "moe_num_shared_experts": 2, "rope_theta": 300.0}),
+    "ernie-moe-biased": (
+        "ernie4_5_moe",
+        {
+            **_LLAMA,
+            **_ERNIE,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+            "use_bias": True,
+        },
+    ),
+    "falcon": ("falcon", {**_FALCON, "rope_theta": 300.0, "tie_word_embeddings": True}),
+    "falcon-grouped": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-sequential": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "activation": "gelu_new"}),
+    "gpt2": ("gpt2", {**_GPT, "n_inner": 72, "tie_word_embeddings": True}),
+    "gpt2-untied": ("gpt2", {**_GPT, "scale_attn_weights": False, "activation_function": "gelu"}),
+    "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
     "minimax": ("minimax_m2", {**_LLAMA, **_MINIMAX}),
     "smollm3": ("smollm3", {**_LLAMA, "no_rope_layers": [1, 0, 1], "rope_theta": 300.0, "mlp_bias": True}),
     "olmo": ("olmo", {**_LLAMA, "clip_qkv": 1.5, "rope_theta": 300.0}),
@@ -209,36 +249,38 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model in fp32. Every parameter is random, norms and biases too, so that none can be forgotten unnoticed."""
     model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
-    counts_from_one = model.config.model_type.startswith("gemma")  # the weights of norms
+    counts_from_one = model.config.model_type in ("gemma", "gemma2", "gemma3_text")  # the weights of norms
     for name, parameter in model.named_parameters():
         middle = 0.0 if counts_from_one else _middle(name)
         parameter.data = middle + _spread(name) * torch.randn(parameter.shape, generator=generator)
-    for _, buffer in _corrections(model):
-        buffer.data = 0.1 * torch.randn(buffer.shape, generator=generator)
+    for name, buffer in _corrections(model):
+        middle = 1.0 if name.endswith(SCALAR) else 0.0
+        buffer.data = middle + 0.1 * torch.randn(buffer.shape, generator=generator)
     return model
 
 
 def _corrections(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """What checkpoints have and is no parameter: how routers correct their choice, and numbers of activations."""
-    ends = "e_score_correction_bias", ".act_fn.beta", ".act_fn.eps"
+    ends = "e_score_correction_bias", ".act_fn.beta", ".act_fn.eps", SCALAR
     return ((name, one) for name, one in model.named_buffers() if name.endswith(ends))
 
 
 def _middle(name: str) -> float:
-    return 1.0 if "norm" in name and name.endswith("weight") else 0.0
+    return 1.0 if ("norm" in name or ".ln_" in name) and name.endswith("weight") else 0.0
 
 
 def _spread(name: str) -> float:
     """The spread of random values. Token embeddings are small beside the blocks, or a tied head would repeat every token."""
-    return 0.1 if "embed_tokens" in name or "embed_in" in name else 0.25
+    return 0.1 if any(own in name for own in ("embed_tokens", "embed_in", "wte", "word_embeddings")) else 0.25
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
-    usual = tensor_names(model.config).usual
-    return with_each_expert({usual(name): tensor for name, tensor in {**named, **dict(_corrections(model))}.items()})
+    usual, turned = tensor_names(model.config).usual, tensor_names(model.config).turned
+    found = {usual(name): tensor for name, tensor in {**named, **dict(_corrections(model))}.items()}
+    return with_each_expert({name: tensor.T if name.endswith(turned) else tensor for name, tensor in found.items()})
 
 
 def with_each_expert(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

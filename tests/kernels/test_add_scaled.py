@@ -1,4 +1,4 @@
-"""Values that are limited, scaled and added to others: in C and in torch they have the same bits."""
+"""Values that are limited, scaled, added to others and multiplied: in C and in torch they have the same bits."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ SPECIAL = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40, 3e4, -3e4)
         "scale": (1.0, 0.7, -3.3),
         "limit": (inf, 1.3),
         "is_added": (True, False),
+        "number": (None, -0.3),
     }
 )
 def test_c_and_torch_give_the_same_bits(
-    variant: str, shape: tuple[int, ...], dtype: torch.dtype, scale: float, limit: float, is_added: bool
+    variant: str, shape: tuple[int, ...], dtype: torch.dtype, scale: float, limit: float, is_added: bool, number: float | None
 ) -> None:
     draw = torch.Generator().manual_seed(sum(shape))
     x, added = (2 * torch.randn(shape, generator=draw) for _ in range(2))
     special = torch.tensor(SPECIAL)[: x.numel()]
     x.view(-1)[: len(special)] = special
     x, other = x.to(dtype), added.to(dtype) if is_added else None
+    by = None if number is None else torch.tensor([number])
     with used(variant), without("add_scaled_twin"):
-        found = add_scaled(x.clone(), other, scale, limit)
-    expected = add_scaled_twin(x.clone(), other, scale, limit)
+        found = add_scaled(x.clone(), other, scale, limit, by)
+    expected = add_scaled_twin(x.clone(), other, scale, limit, by)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -18,14 +18,14 @@ LAST_BITS = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}  
     {
         "dtype": LAST_BITS,
         "shape": [(3, 1, 64), (2, 2, 3, 5), (1, 1100), (0, 16), (4, 1), (150, 576)],
-        "weighing": ["usual", "from one", "wide"],
+        "weighing": ["usual", "from one", "wide", "none"],
     }
 )
 def test_rows_are_normalised_as_torch_does_it(variant: str, shape: tuple[int, ...], dtype: torch.dtype, weighing: str) -> None:
     from_one = weighing == "from one"
     draw = torch.Generator().manual_seed(sum(shape))
-    x, weight = torch.randn(shape, generator=draw).to(dtype), torch.randn(shape[-1], generator=draw)
-    weight = weight if weighing == "wide" else weight.to(dtype)
+    x, drawn = torch.randn(shape, generator=draw).to(dtype), torch.randn(shape[-1], generator=draw)
+    weight = None if weighing == "none" else drawn if weighing == "wide" else drawn.to(dtype)
     if len(shape) == 4:
         x[0, 0, 0, 1], x[0, 0, 1, 0], x[1, 1, 2] = torch.nan, torch.inf, 0.0
     with used(variant), without("rms_norm_twin"):

@@ -12,6 +12,7 @@ from h2o_flexgen.kernels.routing import (
     SOFTMAX_OF_CHOSEN,
     Chosen,
     RouterRule,
+    RouterScores,
     gather_chosen,
     gather_chosen_twin,
     route,
@@ -53,13 +54,30 @@ def test_routes_in_c_are_those_of_torch(variant: str, rule: RouterRule, dtype: t
     scores = scores_of(dtype)
     correction = torch.linspace(0, 4, EXPERTS) if rule.way == SIGMOID_OF_EACH else None
     (expected, nothing), (found, total) = room(), room()
-    route_twin(scores, correction, rule, expected, nothing)
+    route_twin(RouterScores(scores, correction), rule, expected, nothing)
     with used(variant):
-        route(scores, correction, rule, found, total)
+        route(RouterScores(scores, correction), rule, found, total)
     if rule.way != SIGMOID_OF_EACH:  # there the last bits may make two ranks of one
         assert torch.equal(found.numbers, expected.numbers)
     assert torch.allclose(found.shares.sort(dim=1).values, expected.shares.sort(dim=1).values, rtol=1e-5, atol=1e-7)
     assert not total.any() and not nothing.any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_correction_changes_the_choice_and_factors_the_shares(variant: str, rule: RouterRule) -> None:
+    scores = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3))
+    correction, factors = torch.linspace(-2, 2, EXPERTS), torch.linspace(0.5, 3, EXPERTS)
+    (whole, _), (plain, _), (expected, _) = room(), room(), room()
+    with used(variant):
+        route(RouterScores(scores, correction, factors), rule, whole, None)
+        route(RouterScores(scores, correction), rule, plain, None)
+    route_twin(RouterScores(scores, correction, factors), rule, expected, None)
+    assert torch.equal(whole.numbers, expected.numbers) and torch.equal(whole.numbers, plain.numbers)
+    assert torch.allclose(whole.shares, expected.shares, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(whole.shares, plain.shares * factors[plain.numbers.long()], rtol=1e-6)
+    made = {SIGMOID_OF_EACH: torch.sigmoid, SOFTMAX_OF_ALL: lambda x: x.softmax(-1), SOFTMAX_OF_CHOSEN: torch.clone}[rule.way]
+    assert torch.equal(whole.numbers.long(), (made(scores) + correction).topk(CHOSEN).indices)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -68,10 +86,10 @@ def test_a_row_is_routed_alone_as_in_company(variant: str) -> None:
     with used(variant):
         for rule in RULES:
             whole, _ = room()
-            route(scores, None, rule, whole, None)
+            route(RouterScores(scores), rule, whole, None)
             for row in range(TOKENS):
                 alone, _ = room()
-                route(scores[row : row + 1], None, rule, Chosen(*(part[:1] for part in alone)), None)
+                route(RouterScores(scores[row : row + 1]), rule, Chosen(*(part[:1] for part in alone)), None)
                 assert all(torch.equal(one[:1], other[row : row + 1]) for one, other in zip(alone, whole))
 
 
@@ -79,9 +97,9 @@ def test_a_nan_ranks_above_all_and_spoils_its_row_alone() -> None:
     scores = scores_of(torch.float32)
     scores[5, 9] = float("nan")
     (expected, _), (found, _) = room(), room()
-    route_twin(scores, None, RULES[0], expected, None)
+    route_twin(RouterScores(scores), RULES[0], expected, None)
     with used(VARIANTS[0]):
-        route(scores, None, RULES[0], found, None)
+        route(RouterScores(scores), RULES[0], found, None)
     for chosen in (expected, found):
         assert chosen.numbers[5, 0] == 9 and chosen.shares[5].isnan().all() and not chosen.shares[6:].isnan().any()
 
@@ -91,7 +109,7 @@ def test_a_nan_ranks_above_all_and_spoils_its_row_alone() -> None:
 @pytest.mark.parametrize("experts", [range(EXPERTS), range(4, 9), range(36, 37)])
 def test_gathered_rows_in_c_are_those_of_torch(variant: str, dtype: torch.dtype, experts: range) -> None:
     chosen, _ = room()
-    route_twin(scores_of(torch.float32), None, RULES[0], chosen, None)
+    route_twin(RouterScores(scores_of(torch.float32)), RULES[0], chosen, None)
     rows = torch.randn(TOKENS, WIDTH + 5, generator=torch.Generator().manual_seed(2)).to(dtype)[:, 2 : 2 + WIDTH]
     seen, left = 0, 1
     for turn in range(2 * EXPERTS):

@@ -128,7 +128,7 @@ def test_a_model_with_parts_beside_its_text_is_called_so(values: dict[str, objec
     (tmp_path / "config.json").write_text(json.dumps({**values, "text_config": text}))
     said = one_line(lambda: load_config(str(tmp_path)))
     assert parts in said and repr(values["model_type"]) in said
-    assert "text parts are read of gemma3, mistral3, " in said and "give a checkpoint of the text model alone" in said
+    assert "text parts are read of gemma3, gemma4, " in said and "give a checkpoint of the text model alone" in said
 
 
 def test_every_known_model_is_within_the_bounds() -> None:

@@ -28,6 +28,7 @@ NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 COMMON = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "num_hidden_layers": BLOCKS, **NO_IDS}
 SIGLIP = {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+OF_GEMMA4 = {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 AXES = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [1, 1, 2]}
 LLAMA = {**COMMON, **KINDS["llama-mha"][1], "head_dim": 8, "rope_parameters": AXES}
 WHOLE: Mapping[str, Mapping[str, Any]] = {
@@ -35,6 +36,15 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
         "text_config": {**COMMON, **KINDS["gemma3"][1]},
         "vision_config": {"hidden_size": 16, **SIGLIP},
         "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "text_config": {**COMMON, **KINDS["gemma4"][1], "pad_token_id": 0, "model_type": "gemma4_text"},
+        "vision_config": {**OF_GEMMA4, "hidden_size": 16, "position_embedding_size": 16},
+    },
+    "gemma4_unified": {
+        "text_config": {**COMMON, **KINDS["gemma4-unified"][1], "pad_token_id": 0, "model_type": "gemma4_unified_text"},
+        "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16},
+        "audio_config": {"audio_embed_dim": 16},
     },
     "mistral3": {
         "text_config": {**COMMON, **KINDS["mistral-near"][1], "model_type": "mistral"},

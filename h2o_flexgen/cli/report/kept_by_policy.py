@@ -136,13 +136,15 @@ class KeptByPolicy:
     @property
     def _row_bytes(self) -> int:
         """Bytes of the KV of a row, over all layers."""
-        return sum(heads * self._capacity(policy) for policy, heads in self._heads) * self.planned.spec.kv_bytes_per_head
+        specs = self.planned.blocks.first.kv.specs  # of each level
+        each = zip(self._heads, specs, strict=True)
+        return sum(heads * self._capacity(policy) * spec.kv_bytes_per_head for (policy, heads), spec in each)
 
     @property
     def _full_row_bytes(self) -> int:
         """The same if everything were kept."""
         spec = self.planned.spec
-        return self._capacity(Full()) * spec.kv_bytes_per_slot * len(spec.kv_layers)
+        return self._capacity(Full()) * spec.kv_bytes_per_token
 
     def _capacity(self, policy: KVPolicy) -> int:
         """Slots of a row of the first batch, which has the longest rows."""

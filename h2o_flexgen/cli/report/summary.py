@@ -167,7 +167,7 @@ def step_seconds_of(ends: Mapping[int, float], layers: int) -> float:
 def summary(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int) -> list[Entry]:
     """The summary in the layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
     slots = sum(length + workload.gen_len for length in workload.prompt_lens)
-    cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)
+    cache = slots * spec.kv_bytes_per_token
     hidden = slots * spec.width * spec.itemsize
     sizes = {"model size": spec.weight_bytes, "cache size": cache, "hidden size (p)": hidden}
     return [

@@ -66,12 +66,12 @@ class AskedStore:
         more = asked.more and asked.more.each(lambda x: self._sent(batch, next(places), x))
         worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)
         self._questions[batch] = _Question(now, AttentionInput(sent_q, sent_k, sent_v, more, worth), tokens.rotation)
-        return tokens.q.new_zeros(len(tokens.q), 1, self._spec.heads * self._spec.head_dim)
+        return tokens.q.new_zeros(len(tokens.q), 1, tokens.q.shape[2] * tokens.q.shape[3])
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:
         """Writes the answer into its place in the hidden states (rows, 1, width) that a COMPUTE has handed on."""
         out = hidden[..., self._spec.width :]
-        out.copy_(self._outcome(batch, len(hidden)), non_blocking=True)
+        out.copy_(self._outcome(batch, out.shape), non_blocking=True)
 
     def _sent(self, batch: int, place: int, tensor: Tensor) -> Tensor:
         target = self._view(batch, place, tensor.shape, tensor.dtype)
@@ -84,7 +84,7 @@ class AskedStore:
         if (question := self._questions.pop(batch, None)) is None:
             return 0
         made = cache.answer(self._on_host(batch, question.now), question.asked, question.rotation)
-        outcome = self._outcome(batch, len(made)).copy_(made)
+        outcome = self._outcome(batch, made.shape).copy_(made)
         q, k, v, more, worth = question.asked
         return sum(tensor.nbytes for tensor in (q, k, v, *(more or ()), worth, outcome) if tensor is not None)
 
@@ -96,8 +96,8 @@ class AskedStore:
 
     # -- what is exchanged -----------------------------------------------------------------------------------------------
 
-    def _outcome(self, batch: int, rows: int) -> Tensor:
-        return self._view(batch, 3, torch.Size((rows, 1, self._spec.heads * self._spec.head_dim)), self._dtype)
+    def _outcome(self, batch: int, shape: torch.Size) -> Tensor:
+        return self._view(batch, 3, shape, self._dtype)
 
     def _view(self, batch: int, place: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         arena, region = self._places[batch]

@@ -76,7 +76,7 @@ class KVStore:
         self._policy = planned.levels[level].policy
         self._memories = memories
         self._cap = spec.attention_cap
-        self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
+        self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], planned.kv.specs[level].head_dim)
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
         self.prepare(planned)

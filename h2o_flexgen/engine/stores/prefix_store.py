@@ -57,7 +57,8 @@ class PrefixStore:
         self._policies = [level.policy for level in planned.levels]
         self._noted = planned.plan.prefix_note_bytes
         self._cap = spec.attention_cap
-        self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
+        widths = (own.head_dim for own in planned.kv.specs)
+        self._codings = [Coding(spec.kv_codec, DTYPES[spec.dtype], width) for width in widths]  # of each level
         self._memories = memories
         self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
         self._numbers = count()
@@ -164,12 +165,12 @@ class PrefixStore:
     def _cache(self, kept: Prefix, place: int) -> LayerCache:
         heads, caches, before = self._heads[place], [], 0
         layout, start = PrefixLayout.of(self._spec, kept.shared.tokens, self._noted), kept.start * self._token_bytes
-        image_at, notes_at = start + place * layout.image_bytes, start + layout.notes_at + place * layout.notes_bytes
+        image_at, notes_at, of_layer = start + layout.image_start(place), start + layout.notes_start(place), layout.heads[place]
         for level, own in heads:
-            count = len(own) if len(heads) > 1 else layout.heads
+            count = len(own) if len(heads) > 1 else of_layer
             share = slice(before, before + count)
-            image = self._share(image_at, layout.image_bytes, share)
-            noted = self._share(notes_at, layout.notes_bytes, share) if self._noted else None
+            image = self._share(image_at, layout.image_bytes(place) // of_layer, share)
+            noted = self._share(notes_at, layout.notes_bytes(place) // of_layer, share) if self._noted else None
             judge = self._judges[level].get(self._spec.kv_layers[place])
             caches.append(self._of_level(level, (1, count, layout.tokens), image, noted, judge))
             before += count
@@ -178,14 +179,14 @@ class PrefixStore:
     def _of_level(
         self, level: int, shape: tuple[int, int, int], image: Tensor, noted: Tensor | None, judge: Judge | None
     ) -> KVCache:
-        policy, values = self._policies[level], image.view(self._coding.kept_dtype)
+        policy, coding = self._policies[level], self._codings[level]
+        values = image.view(coding.kept_dtype)
         scores = SlotScores.over(noted, policy, shape) if noted is not None and policy.score_bytes else None
         judge = judge if scores is not None else None
-        return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding, judge=judge, cap=self._cap)
+        return KVCache(values.view(2, *shape, coding.width), scores, coding, judge=judge, cap=self._cap)
 
-    def _share(self, start: int, nbytes: int, heads: slice) -> Tensor:
-        """The share of some of the heads in a part that is divided equally among all heads."""
-        each = nbytes // self._spec.kv_heads
+    def _share(self, start: int, each: int, heads: slice) -> Tensor:
+        """The share of some heads in a part in which each head has so many bytes."""
         return self._part(start + heads.start * each, (heads.stop - heads.start) * each)
 
     def _part(self, start: int, nbytes: int) -> Tensor:

@@ -14,32 +14,47 @@ from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launc
 VALUES_OF_A_WARP = 512
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, from_one: bool = False) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rows = x.reshape(-1, x.shape[-1])
-        _launch(seen(rows), seen(weight), eps, from_one)(rows, weight, out)
+        launch = _launch(seen(rows), None if weight is None else seen(weight), eps, from_one)
+        launch(rows, rows if weight is None else weight, out)
     return out
 
 
 @kept_by_shape
-def _launch(rows: Seen, weight: Seen, eps: float, from_one: bool) -> Launch:
+def _launch(rows: Seen, weight: Seen | None, eps: float, from_one: bool) -> Launch:
     (count, width), (stride, within), dtype = rows
-    shape, steps, dtype_of_weight = weight
+    shape, steps, dtype_of_weight = weight or ((width,), (1,), dtype)
     is_wide = dtype_of_weight != dtype
     assert within == 1 and shape == (width,) and steps == (1,) and (not is_wide or dtype_of_weight == torch.float32)
     block = triton.next_power_of_2(width)
-    forms = {"FROM_ONE": from_one, "IS_WIDE": is_wide, "WIDTH": block}
+    forms = {"FROM_ONE": from_one, "IS_WIDE": is_wide, "IS_BARE": weight is None, "WIDTH": block}
     return launcher(norm_row, (count,), (eps, width, stride), **forms, num_warps=min(16, max(1, block // VALUES_OF_A_WARP)))
 
 
 @triton.jit
-def norm_row(x, weight, out, eps, width, stride, FROM_ONE: tl.constexpr, IS_WIDE: tl.constexpr, WIDTH: tl.constexpr):
+def norm_row(
+    x,
+    weight,
+    out,
+    eps,
+    width,
+    stride,
+    FROM_ONE: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_BARE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     there = at < width
     own = tl.load(x + row * stride + at, mask=there, other=0.0).to(tl.float32)
     normed = own * tl.rsqrt(tl.sum(own * own) / width + eps)
-    said = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
-    rounded = normed if FROM_ONE or IS_WIDE else normed.to(out.dtype.element_ty).to(tl.float32)
-    scaled = rounded * (said + 1.0 if FROM_ONE else said)
+    if IS_BARE:
+        scaled = normed
+    else:
+        said = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+        rounded = normed if FROM_ONE or IS_WIDE else normed.to(out.dtype.element_ty).to(tl.float32)
+        scaled = rounded * (said + 1.0 if FROM_ONE else said)
     tl.store(out + row * width + at, scaled.to(out.dtype.element_ty), mask=there)

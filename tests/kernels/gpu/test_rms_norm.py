@@ -14,17 +14,17 @@ LAST_BITS = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 @pytest.mark.parametrize("dtype", LAST_BITS)
 @pytest.mark.parametrize("shape", [(3, 1, 64), (2, 2, 3, 5), (1, 1100), (0, 16), (4, 1)])
-@pytest.mark.parametrize("weighing", ["usual", "from one", "wide"])
+@pytest.mark.parametrize("weighing", ["usual", "from one", "wide", "none"])
 def test_rows_are_normalised_as_torch_does_it(
     shape: tuple[int, ...], dtype: torch.dtype, weighing: str, gpu: torch.device
 ) -> None:
     from_one = weighing == "from one"
     draw = torch.Generator().manual_seed(sum(shape))
-    x, weight = torch.randn(shape, generator=draw).to(dtype), torch.randn(shape[-1], generator=draw)
-    weight = weight if weighing == "wide" else weight.to(dtype)
+    x, drawn = torch.randn(shape, generator=draw).to(dtype), torch.randn(shape[-1], generator=draw)
+    weight = None if weighing == "none" else drawn if weighing == "wide" else drawn.to(dtype)
     if len(shape) == 4:
         x[0, 0, 0, 1], x[0, 0, 1, 0], x[1, 1, 2] = torch.nan, torch.inf, 0.0
-    found = rms_norm(x.to(gpu), weight.to(gpu), 1e-6, from_one).cpu()
+    found = rms_norm(x.to(gpu), None if weight is None else weight.to(gpu), 1e-6, from_one).cpu()
     expected = rms_norm_twin(x, weight, 1e-6, from_one)
     torch.testing.assert_close(found, expected, rtol=LAST_BITS[dtype], atol=1e-6, equal_nan=True)
 
