@@ -7,8 +7,9 @@ that a row was given to are read. A row comes out with the bits that it has alon
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from math import gcd
+from operator import or_
 
 import torch
 import triton
@@ -23,10 +24,10 @@ from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, Seen, kept_by_sha
 from h2o_flexgen.kernels.gpu.stored_product import Sizes, multiply_rows
 from h2o_flexgen.kernels.gpu.stored_values import parts_of
 from h2o_flexgen.kernels.gpu.tile_product import ROWS_AT_ONCE, WORDS_OF_WARP, multiply_tile, tiles_of, warps_of
-from h2o_flexgen.kernels.raw_memory import addresses_of, begins_behind
+from h2o_flexgen.kernels.raw_memory import addresses_of
 from h2o_flexgen.kernels.routing import Chosen, GatheredRows
 
-TABLES_KNOWN = 1024  # of addresses: slices come through few buffers
+TABLES_KNOWN = 1 << 14  # of addresses: some for each slice of a model. To make one waits for its copy to the GPU
 COLUMNS = 1024  # of a sum, that a program adds up
 
 # -- gather counted --------------------------------------------------------------------------------------------------------
@@ -75,34 +76,44 @@ def gather_kernel(
 
 def counted_tile_products(format: Tiled, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """x (rows, inputs), the matrices of runs of its rows, in tiles, and their biases -> out (rows, outputs)"""
-    data = [meeting.data for meeting in meetings]
-    assert all(seen(each) == seen(data[0]) for each in data)
-    _multiply(partial(counted_of, format.bits, begins_behind(ALIGNED, *data), seen(data[0])), x, data, meetings, out)
+    starts = _starts(meetings)
+    launch_of = partial(counted_of, format.bits, reduce(or_, starts) % ALIGNED, seen(meetings[0].data))
+    _multiply(launch_of, x, starts, meetings, out)
 
 
 def counted_stored_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
-    """The same of matrices in a checkpoint's own form."""
-    each = [parts_of(format, meeting.data, out.shape[1], x.values.shape[1]) for meeting in meetings]
-    begins, (_, scales, zeros, _) = begins_behind(ALIGNED, *(parts.codes for parts in each)), each[0]
-    sections = [parts[which] for which in range(3) for parts in each]
-    launch_of = partial(counted_stored_of, format.name, begins, scales.dtype, zeros.dtype)
-    _multiply(launch_of, x, sections, meetings, out, (scales, zeros))
+    """The same of matrices in a checkpoint's own form. Their sections begin equally far behind their own beginnings."""
+    starts, data = _starts(meetings), meetings[0].data
+    codes, scales, zeros, _ = parts_of(format, data, out.shape[1], x.values.shape[1])
+    places = [place - starts[0] for place in addresses_of((codes, scales, zeros))]
+    begin = reduce(or_, [start + places[0] for start in starts]) % ALIGNED
+    sections = [start + place for place in places for start in starts]
+    _multiply(
+        partial(counted_stored_of, format.name, begin, scales.dtype, zeros.dtype), x, sections, meetings, out, (scales, zeros)
+    )
+
+
+def _starts(meetings: Sequence[Meeting]) -> list[int]:
+    """The addresses of matrices, which lie alike."""
+    alike = seen(meetings[0].data)
+    assert all(seen(meeting.data) == alike for meeting in meetings)
+    return addresses_of(meeting.data for meeting in meetings)
 
 
 def _multiply(
     launch_of: Callable[..., Launch],
     x: Factor,
-    data: Sequence[Tensor],
+    places: Sequence[int],
     meetings: Sequence[Meeting],
     out: Tensor,
     more: Sequence[Tensor] = (),
 ) -> None:
-    """`data`: the tensors of all matrices. `more`: what a kernel asks for the types of these."""
+    """`places`: the addresses of all parts of matrices. `more`: what a kernel asks for the types of these."""
     rows, counted = x.values.contiguous(), x.counted
     assert counted is not None and out.is_contiguous() and len(meetings) == counted.runs
     biases = [meeting.bias for meeting in meetings if meeting.bias is not None]
     assert out.dtype == rows.dtype and len(biases) in (0, len(meetings)) and all(bias.dtype == out.dtype for bias in biases)
-    table = table_of(tuple(addresses_of((*data, *biases))), rows.device)
+    table = table_of((*places, *addresses_of(biases)), rows.device)
     launch = launch_of(rows.shape, rows.dtype, out.shape[1], bool(biases), counted.runs, counted.most)
     launch(table, *more, rows, counted.begins, out)
 
