@@ -128,6 +128,8 @@ def subjects(scale: float) -> list[Subject]:
         attention("LLaMA-3-8B heads, 4 bits", 4 * rows, 8, 4, 128, 512, torch.bfloat16, "group4"),
         attention("LLaMA-3-8B heads, 8 bits", 2 * rows, 8, 4, 128, 512, torch.bfloat16, "group8"),
         attention("Qwen2.5-7B heads, 4 bits", 8 * rows, 4, 7, 128, 512, torch.bfloat16, "group4"),
+        latents("DeepSeek-V3 heads, bf16", max(1, rows // 4), 128),
+        latents("GLM-4.7-Flash heads, bf16", rows, 20),
         decoding(4, torch.bfloat16, scale),
         decoding(8, torch.bfloat16, scale),
         product(4, 1, scale),
@@ -152,6 +154,20 @@ def attention(
         0.6,
         lambda: decode_attention(q, keys, values, held, mask),
         lambda: decode_attention_twin(q, *(KVSlots(coding.decode(kept.data)) for kept in (keys, values)), held, mask),
+    )
+
+
+def latents(name: str, rows: int, group: int, dim: int = 576, slots: int = 512) -> Subject:
+    """Attention of many heads over one KV head with the values in its keys: a product."""
+    keys, q = KVSlots(torch.randn(rows, 1, slots, dim).bfloat16()), torch.randn(rows, 1, group, dim).bfloat16()
+    held, mask = torch.full((rows,), slots), torch.zeros(rows, 1, 1, slots)
+    return Subject(
+        f"decode attention, {name}, {rows} rows of {slots}, GFLOP/s",
+        4 * rows * group * slots * dim,
+        PRODUCTS,
+        0.5,
+        lambda: decode_attention(q, keys, keys, held, mask),
+        lambda: decode_attention_twin(q, keys, keys, held, mask),
     )
 
 

@@ -169,10 +169,11 @@ def asked_arena(spec: ModelSpec, rows: int, shares: bool, judged: bool) -> Arena
     widest = max(own.head_dim for own in spec.of_heads)
     heads = rows * spec.heads * widest * spec.itemsize
     kv_heads = rows * max(own.kv_heads * own.head_dim for own in spec.of_heads) * spec.itemsize
+    values = kv_heads * (spec.kv_sets - 1)  # none where keys have them
     weight = (rows * spec.heads * FLOAT_BYTES,) if shares or spec.sink_scores else ()
-    values = (rows * spec.heads * widest * FLOAT_BYTES,) if shares else ()
+    of_prefix = (rows * spec.heads * widest * FLOAT_BYTES,) if shares else ()
     worth = (rows * max(own.kv_heads for own in spec.of_heads) * FLOAT_BYTES,) if judged else ()
-    return Arena.of((heads, kv_heads, kv_heads, heads, *weight, *values, *worth))
+    return Arena.of((heads, kv_heads, values, heads, *weight, *of_prefix, *worth))
 
 
 def probe_bytes(spec: ModelSpec) -> int:

@@ -263,6 +263,7 @@ class ModelSpec:
     product: str = PRODUCT  # the op by which packed matrices are multiplied
     sink_scores: bool = False  # query heads have a learned score that takes part in their softmax beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
+    values_in_keys: int = 0  # so many last values of a key are the values of its head, which are stored once; 0: they are apart
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 
     @property
@@ -277,12 +278,17 @@ class ModelSpec:
     @property
     def kv_bytes_per_head(self) -> int:
         """Bytes of key and value that one token leaves in a KV head."""
-        return 2 * FORMATS[self.kv_codec].nbytes((self.head_dim,), self.itemsize)
+        return self.kv_sets * FORMATS[self.kv_codec].nbytes((self.head_dim,), self.itemsize)
+
+    @property
+    def kv_sets(self) -> int:
+        """The sets of values that one token leaves in a KV head: its key and its value, or a key that has the values in it."""
+        return 1 if self.values_in_keys else 2
 
     @property
     def kv_decoded_bytes_per_slot(self) -> int:
         """The same bytes once they are decoded."""
-        return 2 * self.kv_heads * self.head_dim * self.itemsize
+        return self.kv_sets * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:

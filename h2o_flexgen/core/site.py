@@ -32,9 +32,9 @@ class Site:
         """Whether something does this with the bytes as they are."""
         return choose(op, format, dtype, self.processor.runs, rows, width) is not None
 
-    def has_kernel(self, op: str, dtype: str, format: str = PLAIN) -> bool:
+    def has_kernel(self, op: str, dtype: str, format: str = PLAIN, width: int = 1) -> bool:
         """Whether a kernel does this with values in this format, and not functions of torch, which widen them in memory."""
-        kernel = choose(op, format, dtype, self.processor.runs)
+        kernel = choose(op, format, dtype, self.processor.runs, width=width)
         return kernel is not None and bool(kernel.libraries)
 
     def threads_of(self, op: str, dtype: str, format: str = PLAIN) -> int:

@@ -18,6 +18,7 @@ TWIN_VALUES = 1 << 20  # values that twins encode or decode at once: torch's tem
 DEVICE_TWIN_VALUES = 1 << 24  # on a device, where each part costs a dozen launches
 ROOM_CHUNK = 1 << 20  # bytes of the room of recorded programs that are allocated at least
 SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
+WIDTH_OF_TORCH = 256  # values of a head up to which torch's own attention holds no n x n scores on GPUs
 
 
 class Numbers(NamedTuple):
@@ -28,6 +29,9 @@ class Numbers(NamedTuple):
     register_values: int
     prompt_keys: int
     prompt_queries: int
+    many_queries: int
+    prompt_heads: int
+    tile_rows: int
     shared_keys: int
     shared_queries: int
 
@@ -77,9 +81,33 @@ class PromptRoom(NamedTuple):
         return laid._replace(end=laid.out_at + shared().shared_queries * laid.dim)
 
 
-def prompt_threads(rows: int, kv_heads: int, threads: int) -> int:
-    """Threads that attend prompts, each in a room of its own: one works on a whole KV head of a row."""
-    return min(threads, rows * kv_heads)
+class ManyQueries(NamedTuple):
+    """Attention of a step where many query heads attend a KV head: their number, filled up to whole tiles, the slots of each,
+    filled up to whole pieces, and the room of a thread."""
+
+    queries: int
+    stride: int
+    room: PromptRoom
+
+    @classmethod
+    def of(cls, group: int, slots: int, dim: int) -> ManyQueries | None:
+        """None: there are few."""
+        sizes = shared()
+        if group <= sizes.many_queries:
+            return None
+        room = PromptRoom.of(sizes.shared_keys, dim)
+        return cls(_rounded_up(group, sizes.tile_rows), _rounded_up(slots, sizes.prompt_keys), room)
+
+
+def prompt_parts(group: int) -> int:
+    """The parts of a KV head's query heads that attend prompts one by one: more than one where these are many."""
+    sizes = shared()
+    return 1 if group <= sizes.many_queries else -(-group // sizes.prompt_heads)
+
+
+def prompt_threads(rows: int, parts: int, threads: int) -> int:
+    """Threads that attend prompts, each in a room of its own: one works on a whole part of a row."""
+    return min(threads, rows * parts)
 
 
 def _rounded_up(count: int, to: int) -> int:

@@ -7,7 +7,7 @@
 
 typedef struct {
     slots keys, values;        /* (rows, heads, slots, width) */
-    slots q, k, v;             /* (rows, query heads, 1, dim), (rows, heads, 1, width) twice */
+    slots q, k, v;             /* (rows, query heads, 1, dim), (rows, heads, 1, width) twice; without data: keys have the values */
     const char *cos, *sin;     /* (rows, half), of the type of q and k; NULL: nothing is rotated */
     char *out;                 /* (rows, query heads, dim): the rotated query */
     const int64_t *slot;       /* (rows): that of the newest token */
@@ -33,7 +33,8 @@ static ALWAYS_INLINE void append_row(const appending *a, long row, int kind)
             turn_head(slot_at(&a->k, row, head, 0), cos, sin, key, a->dim, a->half, kind);
         else
             memcpy(key, slot_at(&a->k, row, head, 0), a->nbytes);
-        memcpy((char *)slot_at(&a->values, row, head, slot), slot_at(&a->v, row, head, 0), a->nbytes);
+        if (a->v.data)
+            memcpy((char *)slot_at(&a->values, row, head, slot), slot_at(&a->v, row, head, 0), a->nbytes);
         if (a->notes.positions)
             a->notes.positions[noted] = (int32_t)a->position[row];
         if (a->notes.scores)

@@ -63,7 +63,8 @@ class _Rotation(ctypes.Structure):
 
 # -- append ----------------------------------------------------------------------------------------------------------------
 # The newest token of each row in the cache: query and key are rotated, key and value go behind what the row holds, and its
-# position is noted with a score of 0, and with what it is worth. C and torch give the same bits.
+# position is noted with a score of 0, and with what it is worth. Where keys have the values in them, there are none apart. C
+# and torch give the same bits.
 
 
 def append(
@@ -71,32 +72,33 @@ def append(
     newest: Newest,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
-    rows, _, query_heads, dim = q.shape
-    keys, values = image
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    assert k.shape == v.shape == (rows, 1, keys.shape[1], keys.shape[3]) and k.dtype == v.dtype == keys.dtype
+    (rows, _, query_heads, dim), keys = q.shape, image[0]
+    q, *kept = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v) if x is not None)
+    assert all(x.shape == (rows, 1, keys.shape[1], keys.shape[3]) and x.dtype == keys.dtype for x in kept)
+    assert len(kept) == len(image)
     cos, sin = (None, None) if turn is None else (each.contiguous() for each in turn)
     half = 0 if cos is None else cos.shape[-1]
     if cos is not None:
-        assert q.dtype == k.dtype == cos.dtype and cos.shape == (rows, 1, 1, half) and k.shape[3] == dim >= 2 * half
+        assert q.dtype == keys.dtype == cos.dtype and cos.shape == (rows, 1, 1, half) and keys.shape[3] == dim >= 2 * half
     assert notes is None or notes.worth is None or (worth is not None and worth.dtype == torch.float32)
     out = q if cos is None else torch.empty(q.shape, dtype=q.dtype)
     given = _Appending(
-        *(ValuePlaces.of(x, writes=True) for x in (keys, values)),
-        *(ValuePlaces.of(x.transpose(1, 2), KINDS[q.dtype]) for x in (q, k, v)),
+        *(ValuePlaces.of(x, writes=True) for x in (image[0], image[-1])),
+        *(ValuePlaces.of(x.transpose(1, 2), KINDS[q.dtype]) for x in (q, kept[0])),
+        ValuePlaces.of(kept[1].transpose(1, 2), KINDS[q.dtype]) if len(kept) > 1 else ValuePlaces(),
         *(None if x is None else pointer(x) for x in (cos, sin, out if turn is not None else None)),
         *(pointer(x) for x in (newest.slots, newest.positions)),
         NotesInC.of(notes),
         None if worth is None else address_of(worth),
         *((0, 0) if worth is None else worth.stride()),
-        *(rows, keys.shape[1], query_heads, dim, half, k.shape[3] * k.itemsize),
+        *(rows, keys.shape[1], query_heads, dim, half, keys.shape[3] * keys.itemsize),
     )
-    run("append", given, threads_for(q.numel() + 2 * k.numel()))
+    run("append", given, threads_for(q.numel() + sum(x.numel() for x in kept)))
     return out
 
 
@@ -105,16 +107,15 @@ def append_twin(
     newest: Newest,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
     if turn is not None:
         q, k = rotate_twin(q, turn), rotate_twin(k, turn)
-    keys, values = image
-    keys[newest.rows, :, newest.slots] = k[:, 0]
-    values[newest.rows, :, newest.slots] = v[:, 0]
+    for kept, new in zip(image, (k,) if v is None else (k, v), strict=True):
+        kept[newest.rows, :, newest.slots] = new[:, 0]
     if notes is not None:
         notes.positions[newest.rows, :, newest.slots] = newest.positions.int()
         if notes.scores is not None:

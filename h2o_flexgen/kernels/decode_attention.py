@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.kernel_sizes import DTYPES
+from h2o_flexgen.formats.kernel_sizes import DTYPES, ManyQueries, PromptRoom, shared
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
@@ -43,6 +43,8 @@ def decode_attention(
     rows, kv_heads, group, dim = q.shape
     assert more is None or more.values is None or more.values.shape == (rows, 1, kv_heads * group, dim)
     slots = keys.data.shape[2]
+    if (laid := ManyQueries.of(group, slots, dim)) is not None:
+        return _of_many(q, keys, values, held, more, gathers, cap, laid)
     q, is_wide, wide = q.contiguous(), q.dtype == torch.float32, partial(torch.empty, dtype=torch.float32)
     out, got, shares = torch.empty_like(q), wide(rows, kv_heads, slots), wide(rows, kv_heads, group, slots)
     as_wide = (q, out) if is_wide else (wide(q.shape), wide(q.shape))
@@ -61,6 +63,37 @@ def decode_attention(
     )
     run("decode_attention", given, torch.get_num_threads())
     return out, got if gathers else None
+
+
+def _of_many(
+    q: Tensor,
+    keys: KVSlots,
+    values: KVSlots,
+    held: Tensor,
+    more: More | None,
+    gathers: str | None,
+    cap: float | None,
+    laid: ManyQueries,
+) -> tuple[Tensor, Tensor | None]:
+    (rows, kv_heads, group, dim), slots, threads = q.shape, keys.data.shape[2], torch.get_num_threads()
+    q, wide = q.contiguous(), partial(torch.empty, dtype=torch.float32)
+    out, got = torch.empty_like(q), wide(rows, kv_heads, slots) if gathers else None
+    kept = rows * kv_heads * laid.queries if gathers else threads * shared().prompt_queries
+    shares, room = wide(kept, laid.stride), wide(threads, laid.room.end)
+    given = _Many(
+        pointer(q),
+        *(ValuePlaces.of(kept.data, kind_of(kept)) for kept in (keys, values)),
+        MoreKeys.of(more),
+        *(pointer(held), pointer(out), None if got is None else pointer(got), pointer(shares), pointer(room)),
+        *laid.room,
+        *(rows, kv_heads, group, dim, slots, laid.queries, laid.stride),
+        dim**-0.5,
+        KINDS[q.dtype],
+        gathers == MAX,
+        cap or 0.0,
+    )
+    run("many_queries", given, threads)
+    return out, got
 
 
 def kind_of(kept: KVSlots) -> int:
@@ -104,6 +137,21 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
         return torch.matmul(q, keys.transpose(2, 3)).float().mul_(scale)
     scaled = torch.baddbmm(q.new_zeros(()), q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale)
     return scaled.float().view(*q.shape[:3], -1)
+
+
+class _Many(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        *((name, ValuePlaces) for name in ("keys", "values")),
+        ("more", MoreKeys),
+        *((name, ctypes.c_void_p) for name in ("held", "out", "got", "shares", "room")),
+        *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
+        *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity", "queries", "stride")),
+        ("scale", ctypes.c_float),
+        ("kind", ctypes.c_int),
+        ("is_highest", ctypes.c_int),
+        ("cap", ctypes.c_float),
+    )
 
 
 class _Attention(ctypes.Structure):

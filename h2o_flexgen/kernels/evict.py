@@ -64,7 +64,7 @@ def evict(
     target, is_weighed = torch.empty(rows, heads, dtype=torch.int64), notes.scores is not None and notes.worth is not None
     room = torch.empty(rows, heads, slots) if notes.by_chance or is_weighed else None
     given = _Evicting(
-        *(ValuePlaces.of(half, writes=True) for half in image),
+        *(ValuePlaces.of(own, writes=True) for own in (image[0], image[-1])),
         NotesInC.of(notes),
         *(None if each is None else pointer(each) for each in (got, room, newest.slots, *bounds, target)),
         *(rows, heads, slots, image.shape[-1] * image.itemsize),
@@ -205,17 +205,17 @@ NUMBER = torch.int64
 
 
 class ChangedSlots:
-    """What the host does with the gathered bytes of some rows, where an image lies token by token: (slots, 2, rows, heads) runs
-    of bytes. Made once for all layers: it knows where the first slot of every row and head lies."""
+    """What the host does with the gathered bytes of some rows, where an image lies token by token: (slots, sets, rows, heads)
+    runs of bytes. Made once for all layers: it knows where the first slot of every row and head lies."""
 
-    def __init__(self, rows: int, shape: tuple[int, int, int], slot_bytes: int) -> None:
+    def __init__(self, rows: int, shape: tuple[int, int, int], slot_bytes: int, sets: int = 2) -> None:
         """`shape`: the rows, heads and slots of the image; `slot_bytes`: bytes of one slot of all its rows."""
         all_rows, heads, slots = shape
-        runs = 2 * all_rows * heads
+        runs = sets * all_rows * heads
         self._runs, self._image_bytes = runs, slots * slot_bytes
         self._run = numpy.dtype((numpy.void, slot_bytes // runs))
         self._slots = torch.Size((rows, heads))
-        self._first = numpy.arange(runs).reshape(2, all_rows * heads)[:, : rows * heads]
+        self._first = numpy.arange(runs).reshape(sets, all_rows * heads)[:, : rows * heads]
         self._numbers_bytes = rows * heads * NUMBER.itemsize
         self.value_bytes = rows * slot_bytes // all_rows
         self.nbytes = self._numbers_bytes + self.value_bytes
@@ -230,15 +230,15 @@ class ChangedSlots:
         runs[numbers * self._runs + self._first] = there[self._numbers_bytes :].view(self._run).reshape(self._first.shape)
 
 
-def parts(gathered: Tensor, slots: torch.Size, width: int, kept: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The numbers (rows, heads), and keys and values (2, rows, heads, width) of this type, in gathered bytes."""
-    numbers = slots.numel() * NUMBER.itemsize
-    end = numbers + 2 * slots.numel() * width * kept.itemsize
-    return gathered[:numbers].view(NUMBER).view(slots), gathered[numbers:end].view(kept).view(2, *slots, width)
+def parts(gathered: Tensor, slots: torch.Size, image: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers (rows, heads), and the keys and values (sets, rows, heads, width) of an image, in gathered bytes."""
+    sets, width, numbers = len(image), image.shape[-1], slots.numel() * NUMBER.itemsize
+    end = numbers + sets * slots.numel() * width * image.itemsize
+    return gathered[:numbers].view(NUMBER).view(slots), gathered[numbers:end].view(image.dtype).view(sets, *slots, width)
 
 
 def gather_slots_twin(image: Tensor, slots: Tensor, out: Tensor) -> None:
-    numbers, values = parts(out, slots.shape, image.shape[-1], image.dtype)
+    numbers, values = parts(out, slots.shape, image)
     row, head = (torch.arange(count, device=image.device) for count in slots.shape)
     numbers.copy_(slots)
     values.copy_(image[:, row[:, None], head, slots])

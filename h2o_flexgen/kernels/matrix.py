@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.kernel_table import PRODUCT, STEADY_PRODUCT
+from h2o_flexgen.formats.kernel_table import CPU, PRODUCT, STEADY_PRODUCT
 from h2o_flexgen.formats.sectioned import Sectioned
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.factor import Factor, Meeting
@@ -92,6 +93,9 @@ class SteadyMatrix:
 
     values: Tensor  # (outputs, inputs)
 
+    def part(self, rows: slice) -> SteadyMatrix:
+        return SteadyMatrix(self.values[rows])
+
     def linear(self, x: Factor, bias: Tensor | None) -> Tensor:
         return steady_product(x, self.values, bias)
 
@@ -114,6 +118,36 @@ def linear_of_each(x: Factor, meetings: Sequence[tuple[int, int, Matrix, Tensor 
             first, rows, _, bias = meeting
             out[first : first + rows] = plain_product(x.part(first, rows), packed[first].values(), bias)
     return out
+
+
+def linear_of_parts(x: Tensor, matrix: Matrix) -> Tensor:
+    """The linear layers of rows (parts, rows, inputs) with as many equal parts of a matrix: (parts, rows, its outputs)."""
+    (parts, rows, inputs), values = x.shape, _plain_values(matrix)
+    if x.device.type != CPU and values is not None:  # a launch for all
+        return torch.bmm(x, values.view(parts, -1, inputs).transpose(1, 2))
+    meetings = [(number * rows, rows, part, None) for number, part in enumerate(_in_parts(matrix, parts))]
+    return linear_of_each(Factor(x.reshape(-1, inputs)), meetings).view(parts, rows, -1)
+
+
+def _plain_values(matrix: Matrix) -> Tensor | None:
+    """Its values, if it is plain; on a GPU packed ones are decoded, where there is room for that."""
+    if isinstance(matrix, PackedMatrix):
+        return None if matrix.room is None or matrix.data.device.type == CPU else matrix.values()
+    return matrix if isinstance(matrix, Tensor) else None
+
+
+def _in_parts(matrix: Matrix, count: int) -> list[Matrix]:
+    each = _outputs(matrix) // count
+    parts = [slice(number * each, (number + 1) * each) for number in range(count)]
+    if isinstance(matrix, PackedMatrix):
+        return [matrix.part(rows, _room_for(matrix, rows)) for rows in parts]
+    if isinstance(matrix, SteadyMatrix):
+        return [matrix.part(rows) for rows in parts]
+    return [matrix[rows] for rows in parts]
+
+
+def _room_for(matrix: PackedMatrix, rows: slice) -> DecodeBuffer | None:
+    return None if matrix.room is None else DecodeBuffer(matrix.room.values[rows])
 
 
 def counted_linear_of_each(x: Factor, matrices: Sequence[tuple[Matrix, Tensor | None]]) -> Tensor:

@@ -236,11 +236,17 @@ def decode_attention(
     if values.format != keys.format:
         of_values = chosen(DECODE_ATTENTION, values.format, q, width=q.shape[3])
     if of_keys is None or of_keys is not of_values:
-        keys, values = (_plain(kept, q) for kept in (keys, values))
+        keys, values = _both_plain(keys, values, q)
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
     assert of_keys is not None
     out, got = of_keys(q, keys, values, held, mask, more, gathers, cap)
     return out, got
+
+
+def _both_plain(keys: KVSlots, values: KVSlots, like: Tensor) -> tuple[KVSlots, KVSlots]:
+    """Keys and values, decoded. Both may be the same."""
+    plain = _plain(keys, like)
+    return plain, plain if values is keys else _plain(values, like)
 
 
 def _plain(kept: KVSlots, like: Tensor) -> KVSlots:
@@ -277,7 +283,9 @@ def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | Non
     each, for the attention over what stands behind that text."""
     function = chosen(SHARED_ATTENTION, keys.format, q, width=q.shape[2])
     if function is None or keys.format != values.format:
-        keys, values = (KVSlots(_plain(KVSlots(kept.data[None], kept.format), q[None]).data[0]) for kept in (keys, values))
+        of_row = KVSlots(keys.data[None], keys.format)
+        both = of_row, of_row if values is keys else KVSlots(values.data[None], values.format)
+        keys, values = (KVSlots(each.data[0]) for each in _both_plain(*both, q[None]))
         function = _required(SHARED_ATTENTION, PLAIN, q, width=q.shape[2])
     out: More = function(q, keys, values, cap)
     return out
@@ -291,14 +299,14 @@ def append(
     newest: Newest,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
-    """Puts the newest token of each row in its slot of an image (2, rows, heads, slots, width): k and v (rows, 1, heads,
-    width), and what is noted of it; `worth` (rows, heads), fp32, where notes have that. With a `turn`, q (rows, 1, query heads,
-    dim) and k are rotated first -> q as it is now."""
+    """Puts the newest token of each row in its slot of an image (sets, rows, heads, slots, width): k and v (rows, 1, heads,
+    width), or k alone where keys have the values, and what is noted of it; `worth` (rows, heads), fp32, where notes have that.
+    With a `turn`, q (rows, 1, query heads, dim) and k are rotated first -> q as it is now."""
     out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes, worth)
     return out
 
@@ -309,7 +317,7 @@ def append_coded(
     newest: Newest,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
@@ -346,8 +354,8 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Gathers one slot (rows, heads) of every row and head of an image (2, rows, heads, slots, width) into bytes: the numbers
-    of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
+    """Gathers one slot (rows, heads) of every row and head of an image (sets, rows, heads, slots, width) into bytes: the
+    numbers of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
 
 

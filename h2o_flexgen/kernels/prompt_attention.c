@@ -3,9 +3,9 @@
    of queries and keys are computed once: a block of queries has its scores, for all the keys it sees, in a few hundred kilobytes,
    where they become shares, are gathered by key, and are multiplied with the values.
 
-   A (row, KV head) is worked on by one thread from its first query to its last, and each query sums over its keys from the first
-   on, so a row's outcome depends only on the row itself and on the largest number of earlier keys in its batch. All sums are in
-   float32. */
+   A (row, KV head), or where many heads attend it a part of these, is worked on by one thread from its first query to its last. Each
+   query sums over its keys from the first on, and parts depend on the number of heads alone: so a row's outcome depends only on the
+   row itself and on the largest number of earlier keys in its batch. All sums are in float32. */
 
 #include "query_blocks.h"
 #include "team.h"
@@ -16,11 +16,13 @@ typedef struct {
     const float *weights;   /* (rows, new_tokens): how much queries count in what keys get; NULL: it is not needed */
     char *out;              /* (rows, new_tokens, heads, dim) */
     float *got;             /* (rows, kv_heads, all_tokens) */
+    float *of_parts;        /* (rows, kv_heads, parts, all_tokens): the same of each part, where there are several */
     more_keys more;         /* for each of (rows, new_tokens, heads) */
     float *room;            /* rooms of all threads, one behind the other */
     prompt_room wide;       /* the layout of each room */
     long rows, heads, kv_heads, new_tokens, all_tokens, dim;
     long window; /* tokens that a token sees, itself included */
+    long parts;  /* of the heads of a KV head, which threads attend one by one */
     float scale;
     int is_highest; /* keys get the highest share of all queries, not the sum of all */
     float cap;      /* of scores; 0: there is none */
@@ -129,7 +131,7 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
     }
 }
 
-static ALWAYS_INLINE void attend(const prompt *p, long row, long kv_head, float *from, int kind)
+static ALWAYS_INLINE void attend(const prompt *p, long row, long kv_head, long part, float *from, int kind)
 {
     const prompt_room wide = p->wide;
     const long group = p->heads / p->kv_heads;
@@ -140,16 +142,35 @@ static ALWAYS_INLINE void attend(const prompt *p, long row, long kv_head, float 
         widen_row(slot_at(&p->values, row, kv_head, key), room.values + key * wide.dim, p->dim, 1.0f, kind);
     }
     memset(room.got, 0, wide.keys * sizeof(float));
-    for (long head = kv_head * group; head < (kv_head + 1) * group; head++)
+    for (long head = kv_head * group + group * part / p->parts; head < kv_head * group + group * (part + 1) / p->parts; head++)
         for (long first = 0; first < p->new_tokens; first += PROMPT_QUERIES)
             attend_block(p, row, head, first, room, kind);
     if (p->weights)
-        memcpy(p->got + (row * p->kv_heads + kv_head) * p->all_tokens, room.got, p->all_tokens * sizeof(float));
+        memcpy((p->of_parts ? p->of_parts : p->got) + ((row * p->kv_heads + kv_head) * p->parts + part) * p->all_tokens, room.got,
+               p->all_tokens * sizeof(float));
 }
 
 static ALWAYS_INLINE void attend_part(const prompt *p, long number, int member, int kind)
 {
-    attend(p, number / p->kv_heads, number % p->kv_heads, p->room + member * p->wide.end, kind);
+    const long unit = number / p->parts;
+    attend(p, unit / p->kv_heads, unit % p->kv_heads, number % p->parts, p->room + member * p->wide.end, kind);
+}
+
+/* What the keys of a KV head got from all parts, in their order. */
+static void join_parts(const void *given, long unit, int member)
+{
+    const prompt *p = given;
+    const float *of_parts = p->of_parts + unit * p->parts * p->all_tokens;
+    float *got = p->got + unit * p->all_tokens;
+    memcpy(got, of_parts, p->all_tokens * sizeof *got);
+    for (long part = 1; part < p->parts; part++)
+        for (long key = 0; key < p->all_tokens; key++) {
+            const float own = of_parts[part * p->all_tokens + key];
+            if (!p->is_highest)
+                got[key] += own;
+            else if (bits_of_float(own) > bits_of_float(got[key])) /* see highest(..) */
+                got[key] = own;
+        }
 }
 
 static void attend_bf16(const void *p, long number, int member) { attend_part(p, number, member, BF16); }
@@ -160,5 +181,7 @@ void prompt_attention(const void *given, int threads)
 {
     const prompt *p = given;
     static part_action *const actions[] = {[BF16] = attend_bf16, [FLOAT] = attend_float, [HALF] = attend_half};
-    share_out(given, p->rows * p->kv_heads, threads, actions[p->q.kind]);
+    share_out(given, p->rows * p->kv_heads * p->parts, threads, actions[p->q.kind]);
+    if (p->weights && p->of_parts)
+        share_out(given, p->rows * p->kv_heads, threads, join_parts);
 }

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.formats.kernel_sizes import SCORED_BYTES, PromptRoom, mask_bytes, prompt_threads
+from h2o_flexgen.formats.kernel_sizes import (
+    SCORED_BYTES,
+    WIDTH_OF_TORCH,
+    PromptRoom,
+    mask_bytes,
+    prompt_parts,
+    prompt_threads,
+)
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
@@ -163,16 +170,18 @@ def prompt_attention(
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
     got = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
     weights = None if weights is None else weights.float().contiguous()
-    threads, laid = prompt_threads(rows, kv_heads, torch.get_num_threads()), PromptRoom.of(keys, dim)
+    parts, laid = prompt_parts(heads // kv_heads), PromptRoom.of(keys, dim)
+    threads = prompt_threads(rows, kv_heads * parts, torch.get_num_threads())
     room = torch.empty(threads, laid.end, dtype=torch.float32)
+    of_parts = torch.empty(rows, kv_heads, parts, keys, dtype=torch.float32) if got is not None and parts > 1 else None
     given = _Prompt(
         *(ValuePlaces.of(x, KINDS[x.dtype]) for x in (q, k, v)),
         pointer(before),
-        *(None if x is None else pointer(x) for x in (weights, out, got)),
+        *(None if x is None else pointer(x) for x in (weights, out, got, of_parts)),
         MoreKeys.of(more),
         pointer(room),
         *laid,
-        *(rows, heads, kv_heads, tokens, keys, dim, window or keys),
+        *(rows, heads, kv_heads, tokens, keys, dim, window or keys, parts),
         dim**-0.5,
         gathers == MAX,
         cap or 0.0,
@@ -196,7 +205,7 @@ def prompt_attention_twin(
     is_held = torch.arange(held, device=k.device) < before[:, None, None] if held else None  # (rows, 1, held)
     if window is not None:
         return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers, Near(before, window), cap)
-    if more is not None or cap is not None:
+    if more is not None or cap is not None or q.shape[3] > WIDTH_OF_TORCH:
         return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers, cap=cap)
     got = None if weights is None else column_sums(q, k, weights, is_held, SCORED_BYTES, gathers)
     return _attend_causally(q, k, v) if is_held is None else _attend_seen(q, k, v, is_held), got
@@ -240,11 +249,14 @@ def _seen(is_held: Tensor, first: int, tokens: int) -> Tensor:
 class _Prompt(ctypes.Structure):
     _fields_ = (
         *((name, ValuePlaces) for name in ("q", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "got")),
+        *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "got", "of_parts")),
         ("more", MoreKeys),
         ("room", ctypes.c_void_p),
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
-        *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim", "window")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim", "window", "parts")
+        ),
         ("scale", ctypes.c_float),
         ("is_highest", ctypes.c_int),
         ("cap", ctypes.c_float),

@@ -9,7 +9,6 @@
 #include "squares.h"
 
 /* A tile of a product lies in registers: TILE_ROWS rows, and up to TILE_WIDTH registers of columns. */
-#define TILE_ROWS 6
 #if LANES == 16
 #define TILE_WIDTH 4
 #else

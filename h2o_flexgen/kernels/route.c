@@ -3,6 +3,7 @@
 
 #include "team.h"
 #include "vectors.h"
+#include <math.h>
 
 enum way { SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, SIGMOID };
 
@@ -18,6 +19,8 @@ typedef struct {
     float least_sum, factor;
     int kind; /* of scores */
     int way, sums_to_one;
+    long groups, chosen_groups; /* of experts, equally many side by side; those of groups that are not chosen are not chosen */
+    long best_of_group;         /* a group ranks by the sum of so many of its highest */
 } routing;
 
 #define ROWS_OF_PART 8
@@ -80,9 +83,42 @@ static void sigmoid(float *values, long count)
 #undef SIGMOID_OF
 }
 
+/* The sum of the highest values, the highest first. */
+static float sum_of_best(const float *values, long count, long best)
+{
+    int32_t ranks[count], numbers[best];
+    float chosen[best];
+    for (long at = 0; at < count; at++)
+        ranks[at] = rank_of(values[at]);
+    choose(ranks, count, best, numbers);
+    for (long at = 0; at < best; at++)
+        chosen[at] = values[numbers[at]];
+    float sum = chosen[0];
+    for (long at = 1; at < best; at++)
+        sum += chosen[at];
+    return sum;
+}
+
+/* Experts of groups that are not chosen rank below all others. */
+static void choose_groups(const routing *r, const float *ranked, int32_t *ranks)
+{
+    const long of_group = r->experts / r->groups;
+    int32_t ranks_of_groups[r->groups], chosen[r->chosen_groups];
+    char is_chosen[r->groups];
+    for (long group = 0; group < r->groups; group++)
+        ranks_of_groups[group] = rank_of(sum_of_best(ranked + group * of_group, of_group, r->best_of_group));
+    choose(ranks_of_groups, r->groups, r->chosen_groups, chosen);
+    memset(is_chosen, 0, r->groups);
+    for (long at = 0; at < r->chosen_groups; at++)
+        is_chosen[chosen[at]] = 1;
+    for (long expert = 0; expert < r->experts; expert++)
+        if (!is_chosen[expert / of_group])
+            ranks[expert] = rank_of(-INFINITY);
+}
+
 static void route_row(const routing *r, long row)
 {
-    float values[r->experts], *shares = (float *)(r->shares + row * r->shares_row);
+    float values[r->experts], ranked[r->experts], *shares = (float *)(r->shares + row * r->shares_row);
     int32_t ranks[r->experts], *numbers = (int32_t *)(r->numbers + row * r->numbers_row);
     const long size = itemsize_of(r->kind);
     for (long expert = 0; expert < r->experts; expert++)
@@ -92,8 +128,12 @@ static void route_row(const routing *r, long row)
         sigmoid(values, r->experts);
     if (r->way == SOFTMAX_OF_ALL && is_corrected)
         softmax(values, r->experts);
-    for (long expert = 0; expert < r->experts; expert++)
-        ranks[expert] = rank_of(is_corrected ? values[expert] + r->correction[expert] : values[expert]);
+    for (long expert = 0; expert < r->experts; expert++) {
+        ranked[expert] = is_corrected ? values[expert] + r->correction[expert] : values[expert];
+        ranks[expert] = rank_of(ranked[expert]);
+    }
+    if (r->groups > 1)
+        choose_groups(r, ranked, ranks);
     choose(ranks, r->experts, r->chosen, numbers);
     if (r->way == SOFTMAX_OF_ALL && !is_corrected)
         softmax(values, r->experts);

@@ -31,6 +31,9 @@ class RouterRule:
     sums_to_one: bool = False  # the shares of the chosen ones
     least_sum: float = 0.0  # is added to their sum first
     factor: float = 1.0  # of shares
+    groups: int = 1  # of experts, equally many side by side
+    chosen_groups: int = 1  # of them; experts of others are not chosen
+    best_of_group: int = 1  # so many of its experts, which rank highest, say what a group ranks by: the sum of these
 
 
 class RouterScores(NamedTuple):
@@ -51,6 +54,7 @@ def route(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tensor | N
     scores, (rows, experts), of_experts = scored.scores.contiguous(), scored.scores.shape, scored[1:]
     chosen, width = out.numbers.shape[1], 0 if total is None else total.shape[1]
     assert all(each is None or (each.dtype == torch.float32 and each.shape == (experts,)) for each in of_experts)
+    assert experts % rule.groups == 0 and chosen * rule.groups <= experts * rule.chosen_groups
     assert 0 < chosen <= experts and out.shares.stride(1) == out.numbers.stride(1) == 1
     given = _Routing(
         *(pointer(scores), *(None if each is None else pointer(each) for each in of_experts)),
@@ -60,6 +64,7 @@ def route(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tensor | N
         *(part.stride(0) * part.itemsize for part in out),
         0 if total is None else total.stride(0) * total.itemsize,
         *(rule.least_sum, rule.factor, KINDS[scores.dtype], rule.way, rule.sums_to_one),
+        *(rule.groups, rule.chosen_groups, rule.best_of_group),
     )
     run("route", given, threads_for(scores.numel() * WORK_OF_A_SCORE))
 
@@ -71,6 +76,8 @@ def route_twin(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tenso
     if rule.way == SOFTMAX_OF_ALL and is_corrected:
         values = functional.softmax(values, dim=-1)
     ranked = values if correction is None else values + correction
+    if rule.groups > 1:
+        ranked = _of_best_groups(ranked, rule)
     numbers = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
     if rule.way == SOFTMAX_OF_ALL and not is_corrected:
         values = functional.softmax(values, dim=-1)
@@ -85,6 +92,16 @@ def route_twin(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tenso
         total.zero_()
 
 
+def _of_best_groups(ranked: Tensor, rule: RouterRule) -> Tensor:
+    """What experts (rows, experts) rank by, with those of other groups behind all."""
+    by_group = ranked.unflatten(-1, (rule.groups, -1))
+    best = by_group.sort(dim=-1, descending=True).values[..., : rule.best_of_group]
+    of_groups = sum(best.unbind(-1)[1:], best[..., 0])  # in their order, as in C
+    groups = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : rule.chosen_groups]
+    is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(-1, groups, True)
+    return by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(-2)
+
+
 class _Routing(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("scores", "correction", "factors", "shares", "numbers", "total")),
@@ -92,6 +109,7 @@ class _Routing(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("shares_row", "numbers_row", "total_row")),
         *((name, ctypes.c_float) for name in ("least_sum", "factor")),
         *((name, ctypes.c_int) for name in ("kind", "way", "sums_to_one")),
+        *((name, ctypes.c_long) for name in ("groups", "chosen_groups", "best_of_group")),
     )
 
 

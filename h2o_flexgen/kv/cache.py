@@ -1,8 +1,8 @@
 """KVCache: the slots of one (layer, batch): append, attend, evict, and drop finished rows.
 
-The slots are an image (2, rows, kv_heads, slots, width), in whatever memory it lies during computation; a coding says how a
-head's values are stored in it. A policy that evicts has scores beside it. Slots are moved as they are stored, since encoding
-them again would lose a little each time.
+The slots are an image (sets, rows, kv_heads, slots, width), in whatever memory it lies during computation: a set of keys and
+one of values, or of keys alone that have the values in them. A coding says how a head's values are stored in it. A policy that
+evicts has scores beside it. Slots are moved as they are stored, since encoding them again would lose a little each time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from h2o_flexgen.models.new_tokens import NewTokens, Rotation
 
 
 class AttentionInput(NamedTuple):
-    """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; what
-    the queries attend besides the keys of their rows; and the worth of the tokens, (rows, kv_heads) in fp32."""
+    """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept, or
+    keys alone; what the queries attend besides keys of their rows; and the worth of the tokens, (rows, kv_heads) in fp32."""
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     more: More | None = None
     worth: Tensor | None = None
 
@@ -51,9 +51,9 @@ class AttentionInput(NamedTuple):
 class Living(NamedTuple):
     """Views of the living rows, which come first."""
 
-    image: Tensor  # (2, rows, kv_heads, slots, width)
+    image: Tensor  # (sets, rows, kv_heads, slots, width)
     keys: Tensor  # (rows, kv_heads, slots, width)
-    values: Tensor  # alike
+    values: Tensor  # alike, or these keys
     scores: SlotScores | None
     notes: Notes | None
 
@@ -62,8 +62,7 @@ class _Old(NamedTuple):
     """The tokens held before a pass of several tokens, oldest first, as stored and as computed with. Stored keys may be
     unrotated."""
 
-    kept_k: Tensor  # (rows, kv_heads, held, width)
-    kept_v: Tensor
+    kept: Sequence[Tensor]  # (rows, kv_heads, held, width) of each set
     k: Tensor  # (rows, kv_heads, held, head_dim)
     v: Tensor
 
@@ -79,7 +78,7 @@ class KVCache:
         cap: float | None = None,
     ) -> None:
         """`cap`: the soft limit of attention scores."""
-        self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
+        self.image = image  # (sets, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
         self._scores = scores
@@ -110,8 +109,7 @@ class KVCache:
         """Views of the first rows; steps with as many rows have the same ones."""
         if self._living is None or self._living[0] != rows:
             image, scores = self.image[:, :rows], None if self._scores is None else self._scores.part(slice(rows))
-            keys, values = image
-            self._living = rows, Living(image, keys, values, scores, None if scores is None else scores.notes)
+            self._living = rows, Living(image, image[0], image[-1], scores, None if scores is None else scores.notes)
         return self._living[1]
 
     def part(self, rows: slice) -> KVCache:
@@ -143,8 +141,9 @@ class KVCache:
         q, k, v = (each.transpose(1, 2) for each in (q, k, tokens.v))  # (rows, heads, tokens, head_dim)
         old = self._old(now, scores)
         if old is not None:
-            k, v = torch.cat((self._turned(now, old.k, rotation), k), 2), torch.cat((old.v, v), 2)
-        out, got = self._outcome(now, scores, q, k, v, more)
+            k = torch.cat((self._turned(now, old.k, rotation), k), 2)
+            v = v if self._coding.values_in_keys else torch.cat((old.v, v), 2)
+        out, got = self._outcome(now, scores, q, k, k if self._coding.values_in_keys else v, more)
         self._enforce_budget(now, scores, written, old, got)
         return out
 
@@ -154,7 +153,8 @@ class KVCache:
         scores = self.living(1).scores
         if self._reading is None or self._reading.now is not now:  # the one before was interrupted
             seen_by_judge = x if self._judge is not None and self._judge.reads_input else None
-            self._reading = PromptReading.of(now, k, self._rolls and rotation is not None, seen_by_judge)
+            keeps_unrotated, apart = self._rolls and rotation is not None, not self._coding.values_in_keys
+            self._reading = PromptReading.of(now, k, keeps_unrotated, seen_by_judge, apart)
             if (old := self._old(now, scores)) is not None:
                 self._reading.begin_behind(self._turned(now, old.k, rotation), old.v)
         reading = self._reading
@@ -181,7 +181,8 @@ class KVCache:
         if not now.held:
             return None
         kept = self._copied(now) if now.slots.copies else self._held(now, scores)
-        return _Old(*kept, *map(self._coding.decode, kept))
+        decoded = [*map(self._coding.decode, kept)]
+        return _Old(kept, decoded[0], decoded[-1])
 
     def _turned(self, now: KVStep, held_k: Tensor, rotation: Rotation | None) -> Tensor:
         """Held keys (rows, kv_heads, held, head_dim), rotated for attention."""
@@ -193,17 +194,20 @@ class KVCache:
         self, now: KVStep, scores: SlotScores | None, written: Written, old: _Old | None, got: Tensor | None
     ) -> None:
         """Chooses which of the old and new tokens are kept, by the attention that each got, and stores them."""
-        kept_k, kept_v = (self._coding.encode(each.transpose(1, 2)) for each in (written.k, written.v))
-        known, held = self._known(now, scores), None
+        coding, known, held = self._coding, self._known(now, scores), None
+        kept = [coding.encode(each.transpose(1, 2)) for each in (written.k, written.v)[: coding.sets]]
+        if coding.values_in_keys:
+            written = written._replace(v=coding.values_of(written.k))
         if old is not None:
-            kept_k, kept_v = torch.cat((old.kept_k, kept_k), 2), torch.cat((old.kept_v, kept_v), 2)
+            kept = [torch.cat(both, 2) for both in zip(old.kept, kept, strict=True)]
             if known is not None and known.worth is not None:
-                held = Held(old.k, old.v, known.worth, now.slots.counts)
+                values = coding.values_of(old.k) if coding.values_in_keys else old.v
+                held = Held(old.k, values, known.worth, now.slots.counts)
         chosen = now.places_if_all_stay
         if scores is not None and known is not None:
             worth = None if self._judge is None else self._judge.of_all(written, held)
             chosen = scores.keep_best(now, got, known, worth)
-        self._store(now, chosen, kept_k, kept_v)
+        self._store(now, chosen, kept)
 
     def _asked_of_prompt(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor | None, str, int | None]:
         """How much queries count in the attention that tokens get, how that is gathered, and the tokens that each sees."""
@@ -227,25 +231,25 @@ class KVCache:
         noted = {group: prefix._scores for group, prefix in self.prefixes.items() if prefix._scores is not None}
         return scores.copied(now, noted)
 
-    def _held(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor, Tensor]:
-        """The keys and values held, oldest first. (rows, kv_heads, held, width) each"""
-        keys, values = self.image[:, : len(now.counts)]
+    def _held(self, now: KVStep, scores: SlotScores | None) -> Sequence[Tensor]:
+        """The keys and values held, oldest first. (rows, kv_heads, held, width) of each set"""
+        image = self.image[:, : len(now.counts)]
         if scores is None:
-            return keys[:, :, : now.held], values[:, :, : now.held]
-        index, shape = scores.oldest_first(now), (*keys.shape[:2], now.held, keys.shape[-1])
-        held = keys.new_empty(shape), values.new_empty(shape)
-        for source, out in zip((keys, values), held):
+            return [*image[:, :, :, : now.held]]
+        index = scores.oldest_first(now)
+        held = [own.new_empty(*own.shape[:2], now.held, own.shape[-1]) for own in image]
+        for source, out in zip(image, held):
             take_slots(source, index, out)
         return held
 
-    def _store(self, now: KVStep, chosen: Tensor, k: Tensor, v: Tensor) -> None:
-        """Fills every slot from place `chosen` of k and v. (rows, kv_heads or 1, kept)"""
-        image, (first, kept) = self.image[:, : len(k)], now.slots.changed
-        for half, new in zip(image, (k, v)):
+    def _store(self, now: KVStep, chosen: Tensor, every: Sequence[Tensor]) -> None:
+        """Fills every slot from place `chosen` (rows, kv_heads or 1, kept) of each set."""
+        image, (first, kept) = self.image[:, : len(every[0])], now.slots.changed
+        for own, new in zip(image, every, strict=True):
             if now.held or now.evicts:
-                take_slots(new, chosen[..., first:].expand(len(new), -1, -1), half[:, :, first:kept])
+                take_slots(new, chosen[..., first:].expand(len(new), -1, -1), own[:, :, first:kept])
             else:  # every token stays
-                half[:, :, :kept] = new
+                own[:, :, :kept] = new
         if not now.held or now.slots.copies:
             image[:, :, :, kept:] = 0  # masked, but 0 times a NaN left by an earlier user is still NaN
 
@@ -274,16 +278,19 @@ class KVCache:
         return More(scores, values)
 
     def _of_prefix(self, prefix: SharedPrefix, q: Tensor) -> More:
-        (keys, values), format = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.format
-        more = shared_attention(q.flatten(0, 1), KVSlots(keys, format), KVSlots(values, format), self._cap)
+        image, format = self.prefixes[prefix.group].image[:, 0, :, : prefix.tokens], self._coding.format
+        keys = KVSlots(image[0], format)
+        values = keys if self._coding.values_in_keys else KVSlots(image[1], format)
+        more = shared_attention(q.flatten(0, 1), keys, values, self._cap)
         return more.each(lambda x: x.view(*q.shape[:3], *x.shape[3:]))
 
-    def _copied(self, now: KVStep) -> tuple[Tensor, Tensor]:
-        """The keys and values of the prefixes that rows share, for each of them. (rows, kv_heads, held, width) each"""
-        halves = self.image.new_zeros(2, now.rows, self.image.shape[2], now.held, self.image.shape[-1])
+    def _copied(self, now: KVStep) -> Sequence[Tensor]:
+        """The keys and values of the prefixes that rows share, for each of them. (rows, kv_heads, held, width) of each set"""
+        (sets, _, heads, _, width), tokens = self.image.shape, now.held
+        every = self.image.new_zeros(sets, now.rows, heads, tokens, width)
         for prefix, rows in now.groups:
-            halves[:, rows, :, : prefix.tokens] = self.prefixes[prefix.group].image[:, :, :, : prefix.tokens]
-        return halves[0], halves[1]
+            every[:, rows, :, : prefix.tokens] = self.prefixes[prefix.group].image[:, :, :, : prefix.tokens]
+        return [*every]
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
@@ -304,7 +311,8 @@ class KVCache:
         k, rotation = tokens.k, tokens.rotation
         if self._judge.reads_new_key and rotation is not None and not self._rolls:
             k = rotate(k, now.turn(rotation, k.dtype))
-        return self._judge.newest(Written(tokens.x, k, tokens.v, now.slots.new))
+        v = self._coding.values_of(k) if self._coding.values_in_keys else tokens.v
+        return self._judge.newest(Written(tokens.x, k, v, now.slots.new))
 
     def asked(self, now: KVStep, tokens: NewTokens) -> AttentionInput:
         """What a decode step asks of a cache in other memory: all that needs no slots is computed here."""
@@ -312,7 +320,8 @@ class KVCache:
         if rotation is not None:
             q = self._turned_queries(now, tokens)
             k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
-        return AttentionInput(q, k, tokens.v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
+        v = None if self._coding.values_in_keys else tokens.v
+        return AttentionInput(q, k, v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
 
     def answer(self, now: KVStep, asked: AttentionInput, rotation: Rotation | None) -> Tensor:
         """The same step in the memory with the slots: appends, attends and evicts. (rows, 1, heads * head_dim)"""
@@ -330,7 +339,7 @@ class KVCache:
         else:
             attended = KVSlots(keys, self._coding.format)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        kept = KVSlots(values, self._coding.format)
+        kept = attended if self._coding.values_in_keys else KVSlots(values, self._coding.format)
         gathers = None if scores is None or scores.scores is None else scores.policy.gathers
         out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:
@@ -339,17 +348,20 @@ class KVCache:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)
 
-    def _append(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, worth: Tensor | None) -> Tensor:
+    def _append(
+        self, now: KVStep, q: Tensor, k: Tensor, v: Tensor | None, rotation: Rotation | None, worth: Tensor | None
+    ) -> Tensor:
         """Writes the newest token after the slots that each row holds, and returns the rotated query."""
         turn = None if rotation is None else now.turn(rotation, q.dtype)
         there, coding = self.living(q.shape[0]), self._coding
+        v = None if coding.values_in_keys else v
         if not coding.is_plain:
             out = append_coded(coding.format, there.image, now.newest, q, k, v, turn, there.notes, worth)
             if out is not None:
                 return out
             if turn is not None:  # keys are rotated before they are encoded
                 q, k, turn = rotate(q, turn), rotate(k, turn), None
-            k, v = coding.encode(k), coding.encode(v)
+            k, v = coding.encode(k), None if v is None else coding.encode(v)
         return append(there.image, now.newest, q, k, v, turn, there.notes, worth)
 
 

@@ -126,7 +126,8 @@ class LayerCache:
         for level, heads, cache in self._levels():
             own_more = more and more.each(partial(picked, heads=heads, kv_heads=kv_heads))
             own_worth = None if worth is None else take_rows(worth, heads, axis=1)
-            own_q, own_k, own_v = (picked(each, heads, kv_heads) for each in (q, k, v))
+            own_q, own_k = (picked(each, heads, kv_heads) for each in (q, k))
+            own_v = None if v is None else picked(v, heads, kv_heads)
             own = AttentionInput(own_q, own_k, own_v, own_more, own_worth)
             _put(out, heads, cache.answer(now[level], own, rotation))
         return out.flatten(2)

@@ -28,24 +28,31 @@ class PromptReading:
 
     now: KVStep  # of one row
     keys: Tensor  # (1, kv_heads, places, head_dim), as attended: held tokens, new tokens, and room for a part of an echo
-    values: Tensor  # alike
+    values: Tensor  # alike, or these keys, where they have the values
     unrotated: Tensor | None  # (1, kv_heads, new tokens, head_dim), if keys are kept so
     x: Tensor | None  # (1, new tokens, width), if a judge needs it
     got: Tensor | None = None  # (1, kv_heads, held and new tokens), fp32: the attention that each got so far
     done: int = 0  # tokens that were computed
 
     @classmethod
-    def of(cls, now: KVStep, k: Tensor, is_kept_unrotated: bool, x: Tensor | None) -> PromptReading:
-        """`k` (1, tokens, kv_heads, head_dim) and `x` are those of any piece."""
+    def of(cls, now: KVStep, k: Tensor, is_kept_unrotated: bool, x: Tensor | None, apart: bool = True) -> PromptReading:
+        """`k` (1, tokens, kv_heads, head_dim) and `x` are those of any piece. `apart`: values are not in keys."""
         (heads, dim), new = k.shape[2:], now.slots.new[0]
         echo = max((part.places.stop - part.places.start for part in now.echo), default=0)
-        keys, values = (k.new_empty(1, heads, now.held + new + echo, dim) for _ in range(2))
+        keys = k.new_empty(1, heads, now.held + new + echo, dim)
+        values = torch.empty_like(keys) if apart else keys
         unrotated = k.new_empty(1, heads, new, dim) if is_kept_unrotated else None
         return cls(now, keys, values, unrotated, None if x is None else x.new_empty(1, new, x.shape[-1]))
 
     def begin_behind(self, keys: Tensor, values: Tensor) -> None:
         """Copies in the tokens held, (1, kv_heads, held, head_dim)."""
-        self.keys[:, :, : self.now.held], self.values[:, :, : self.now.held] = keys, values
+        self._put(0, keys, values)
+
+    def _put(self, first: int, keys: Tensor, values: Tensor) -> None:
+        places = slice(first, first + keys.shape[2])
+        self.keys[:, :, places] = keys
+        if self.values is not self.keys:
+            self.values[:, :, places] = values
 
     def next(self, tokens: int) -> slice:
         """The places of this many next tokens among all that are computed."""
@@ -103,7 +110,7 @@ class PromptReading:
                 places = slice(piece.start - self._new - part.places.start, piece.stop - self._new - part.places.start)
                 first, own = self._places + places.start, part.weights[:, places]
         last, before = first + q.shape[2], self.now.counts + (first - self.now.held)
-        self.keys[:, :, first:last], self.values[:, :, first:last] = k, v
+        self._put(first, k, v)
         seen = self.keys[:, :, :last], self.values[:, :, :last]
         out, shares = prompt_attention(q, *seen, before, own, more, gathers, window, cap)
         if shares is not None:

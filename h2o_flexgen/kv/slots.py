@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels import operations
@@ -28,6 +29,20 @@ class Coding:
     format: str
     dtype: torch.dtype  # used in computation
     head_dim: int
+    values_in_keys: int = 0  # so many last values of a key are the values of its head; 0: these are stored apart
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Coding:
+        return cls(spec.kv_codec, getattr(torch, spec.dtype), spec.head_dim, spec.values_in_keys)
+
+    @property
+    def sets(self) -> int:
+        """The sets of values that are stored of a token in a head: keys and values, or keys alone."""
+        return 1 if self.values_in_keys else 2
+
+    def values_of(self, keys: Tensor) -> Tensor:
+        """The values in keys (..., head_dim), where they are not stored apart."""
+        return keys[..., self.head_dim - self.values_in_keys :]
 
     @cached_property
     def is_plain(self) -> bool:

@@ -31,7 +31,7 @@ class NewTokens:
 
     q: Tensor  # (rows, tokens, heads, head_dim), as k unrotated
     k: Tensor  # (rows, tokens, kv_heads, head_dim)
-    v: Tensor  # alike
+    v: Tensor  # alike; where keys have their values in them, the keys
     rotation: Rotation | None = None  # of queries and keys, in rotary models
     x: Tensor | None = None  # (rows, tokens, width): what all three were made of, which may say what is worth keeping
     sink_scores: Tensor | None = None  # (heads,): part of the softmax of every query of a head; their shares are let go

@@ -105,7 +105,7 @@ class Cost:
     def _crossing_bytes(self, layer: int, one: BatchPass) -> int:
         """Bytes of what rows ask of the host in decode, and of what it answers."""
         spec = self.spec.at(layer)
-        values = one.rows * 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize
+        values = one.rows * (2 * spec.heads + spec.kv_sets * spec.kv_heads) * spec.head_dim * spec.itemsize
         # the weight of one more key, with its values where it represents a prefix
         more = 1 + spec.head_dim if one.shared.tokens else int(spec.sink_scores)
         shared = one.rows * spec.heads * more * FLOAT_BYTES

@@ -225,7 +225,9 @@ class Pricing:
         nbytes = (slots + one.shared.tokens) * at.heads * spec.kv_bytes_per_head
         is_plain = spec.kv_codec == PLAIN
         flops = 4.0 * heads * spec.head_dim * (slots + one.shared.attended)
-        values = 0.0 if is_plain else 2.0 * at.heads * spec.head_dim * (slots + one.shared.tokens)  # values to decode
+        values = (
+            0.0 if is_plain else float(spec.kv_sets) * at.heads * spec.head_dim * (slots + one.shared.tokens)
+        )  # values to decode
         computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
         unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
         reading = nbytes / machine.attention_bytes_per_s.get(tier, inf)
@@ -237,7 +239,7 @@ class Pricing:
     def _to_host_and_back(self, spec: ModelSpec, rows: int) -> float:
         """Seconds of sending queries and new keys and values to the host, and the result of attention back."""
         machine = self.machine
-        there = rows * (spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.itemsize
+        there = rows * (spec.heads + spec.kv_sets * spec.kv_heads) * spec.head_dim * spec.itemsize
         back = rows * spec.heads * spec.head_dim * spec.itemsize
         return there / machine.device_to_host_per_s + back / machine.host_to_device_per_s + 2 * machine.task_seconds
 

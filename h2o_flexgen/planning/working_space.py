@@ -17,9 +17,13 @@ from h2o_flexgen.formats.kernel_sizes import (
     FLOAT_BYTES,
     ROOM_CHUNK,
     SCORED_BYTES,
+    WIDTH_OF_TORCH,
+    ManyQueries,
     PromptRoom,
     mask_bytes,
+    prompt_parts,
     prompt_threads,
+    shared,
     twin_values,
 )
 from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
@@ -140,7 +144,18 @@ def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     (spec, policy, occupancy), batch = at, at.occupancy.batch
     scored = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(at)
     decoded = batch.size * occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site)
+    decoded += _many_queries_bytes(at, site)
     return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
+
+
+def _many_queries_bytes(at: LevelHeads, site: Site) -> int:
+    """Bytes of the kernel in C for KV heads that many query heads attend: its room, and the shares of whole tiles."""
+    (spec, _, occupancy), threads = at, site.threads_of(DECODE_ATTENTION, at.spec.dtype)
+    laid = ManyQueries.of(spec.heads // spec.kv_heads, occupancy.capacity, spec.head_dim)
+    if laid is None or not threads:
+        return 0
+    kept = max(occupancy.batch.size * spec.kv_heads * laid.queries, threads * shared().prompt_queries)
+    return FLOAT_BYTES * (laid.room.end * threads + kept * laid.stride)
 
 
 def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at_once: int) -> int:
@@ -164,7 +179,8 @@ def _pieces_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], tokens: int) ->
     that keeps the turns: so there is one turn for each level."""
     total = tokens * max(own.head_dim for own in spec.of_heads) * (spec.itemsize * len(levels) + 2 * FLOAT_BYTES)
     for spec_of_level, policy, occupancy in levels:
-        of_token = spec_of_level.kv_decoded_bytes_per_slot * (3 if policy.rolls else 2) // 2
+        of_keys = spec_of_level.kv_decoded_bytes_per_slot // spec.kv_sets
+        of_token = spec_of_level.kv_decoded_bytes_per_slot + (of_keys if policy.rolls else 0)
         total += _attended(occupancy) * (of_token + 2 * spec_of_level.kv_heads * FLOAT_BYTES)
     return total + (tokens * spec.width * spec.itemsize if any(at.policy.judge == PROBE for at in levels) else 0)
 
@@ -215,7 +231,8 @@ def _scored_bytes(at: LevelHeads, at_once: int, site: Site) -> int:
     spec, policy, occupancy = at
     batch, keys = occupancy.batch, _attended(occupancy)
     is_asked_more = spec.attention_cap is not None or spec.sink_scores or policy.sees is not None
-    if is_asked_more and not site.has_kernel(PROMPT_ATTENTION, spec.dtype):
+    is_wide = spec.head_dim > WIDTH_OF_TORCH
+    if (is_asked_more or is_wide) and not site.has_kernel(PROMPT_ATTENTION, spec.dtype, width=spec.head_dim):
         scored = min(SCORED_BYTES, FLOAT_BYTES * batch.size * spec.heads * keys * min(batch.prompt_len, at_once))
         of_score = 0 if policy.sees is None else FAR_BYTES + spec.heads // spec.kv_heads  # too far away, for each head
         widened = 2 * FLOAT_BYTES * batch.size * keys * spec.kv_heads * spec.head_dim  # keys and values in fp32
@@ -240,8 +257,10 @@ def _attended(occupancy: Occupancy) -> int:
 
 def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
     """Bytes of the room of the kernel that attends prompts."""
-    room = PromptRoom.of(_attended(occupancy), spec.head_dim)
-    return FLOAT_BYTES * room.end * prompt_threads(occupancy.batch.size, spec.kv_heads, threads)
+    (rows, keys), parts = (occupancy.batch.size, _attended(occupancy)), prompt_parts(spec.heads // spec.kv_heads)
+    given = rows * spec.kv_heads * parts * keys if parts > 1 else 0
+    room = PromptRoom.of(keys, spec.head_dim).end * prompt_threads(rows, spec.kv_heads * parts, threads)
+    return FLOAT_BYTES * (room + given)
 
 
 def _parts(plan: Plan, batch: Batch, levels: Sequence[LevelHeads]) -> Iterator[list[LevelHeads]]:
@@ -319,7 +338,7 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
     if spec.kv_codec == PLAIN:
         return 0
     if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, width=spec.head_dim):  # except keys that are to be rotated
-        return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
+        return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // spec.kv_sets if policy.rolls else 0
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 

@@ -162,7 +162,8 @@ class _Beside:
         asked = self._asking.asked(now, tokens)
         worth = None if asked.worth is None else asked.worth.cpu()
         more = asked.more and More(asked.more.scores.cpu(), None)
-        there = AttentionInput(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), more, worth)
+        v = None if asked.v is None else asked.v.cpu()
+        there = AttentionInput(asked.q.cpu(), asked.k.cpu(), v, more, worth)
         return self._cache.answer(now.on(torch.device("cpu")), there, tokens.rotation).to(tokens.q.device)
 
 
@@ -311,7 +312,7 @@ def _caches(
     kv_codec: str,
 ) -> dict[int, _Layer]:
     def coding_of(layer: int) -> Coding:
-        return Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.at(layer).head_dim)
+        return Coding.of(replace(model.spec.at(layer), kv_codec=kv_codec))
 
     def cache(level: Level, place: int, slots: int) -> KVCache:
         heads, layer = level.heads[place], model.spec.kv_layers[place]
@@ -344,8 +345,8 @@ def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, J
 def _image(coding: Coding, shape: tuple[int, int, int], by_token: bool, device: torch.device) -> Tensor:
     (rows, heads, slots), width, dtype = shape, coding.width, coding.kept_dtype
     if by_token:
-        return torch.zeros(slots, 2, rows, heads, width, dtype=dtype, device=device).permute(1, 2, 3, 0, 4)
-    return torch.zeros(2, rows, heads, slots, width, dtype=dtype, device=device)
+        return torch.zeros(slots, coding.sets, rows, heads, width, dtype=dtype, device=device).permute(1, 2, 3, 0, 4)
+    return torch.zeros(coding.sets, rows, heads, slots, width, dtype=dtype, device=device)
 
 
 def _scores(policy: KVPolicy, shape: tuple[int, int, int], device: torch.device) -> SlotScores | None:

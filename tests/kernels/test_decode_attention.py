@@ -16,7 +16,7 @@ from tests.kernels.variants import VARIANTS, used
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (1, 1, 1, 1, 64), (3, 2, 1, 17, 64), (2, 3, 4, 33, 128), (4, 2, 7, 130, 80), (5, 1, 2, 9, 3), (2, 2, 1, 600, 128),
-    (2, 1, 8, 70, 200), (1, 2, 12, 65, 64),
+    (2, 1, 8, 70, 200), (1, 2, 12, 65, 64), (3, 1, 20, 70, 72), (1, 2, 61, 600, 40), (2, 1, 17, 3, 5),
 ]  # fmt: skip
 TOLERANCES = {
     torch.float32: 3e-6,

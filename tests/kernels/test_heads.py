@@ -49,18 +49,20 @@ def test_heads_are_rotated(variant: str, dtype: torch.dtype, tokens: int, heads:
         "turns": [True, False],
         "noted": ["nothing", "positions", "scores"],
         ("rows", "dim", "half"): [(3, 20, 6), (130, 64, 32)],
+        "sets": [2, 1],  # keys and values, or keys that have the values in them
     }
 )
 def test_the_newest_token_is_appended(
-    variant: str, dtype: torch.dtype, turns: bool, noted: str, rows: int, dim: int, half: int
+    variant: str, dtype: torch.dtype, turns: bool, noted: str, rows: int, dim: int, half: int, sets: int
 ) -> None:
     if dtype == torch.uint8 and turns:
         return  # what is encoded is not rotated any more
     heads, slots, draw = 2, 7, torch.Generator().manual_seed(dim)
     values = torch.float32 if dtype == torch.uint8 else dtype
-    image = torch.randint(0, 200, (2, rows + 1, heads, slots, dim), generator=draw).to(dtype)
+    image = torch.randint(0, 200, (sets, rows + 1, heads, slots, dim), generator=draw).to(dtype)
     q = torch.randn(rows, 1, 3 * heads, dim, generator=draw).to(values)
     k, v = (torch.randint(0, 200, (rows, 1, heads, dim), generator=draw).to(dtype) for _ in range(2))
+    v = v if sets == 2 else None
     turn = a_turn(rows, 1, half, dtype, draw) if turns else None
     held = torch.randint(1, slots + 1, (rows,), generator=draw)
     newest = Newest(torch.arange(rows), held - 1, held, torch.randint(0, 1000, (rows, 1), generator=draw))

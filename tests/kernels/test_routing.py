@@ -27,6 +27,11 @@ RULES = (
     RouterRule(SOFTMAX_OF_CHOSEN),
     RouterRule(SIGMOID_OF_EACH, True, 1e-20, 2.5),
 )
+GROUPED = (
+    RouterRule(SOFTMAX_OF_ALL, factor=1.7, groups=6, chosen_groups=2),
+    RouterRule(SIGMOID_OF_EACH, True, 1e-20, 2.5, groups=4, chosen_groups=3, best_of_group=2),
+    RouterRule(SIGMOID_OF_EACH, groups=12, chosen_groups=5),
+)
 
 
 def scores_of(dtype: torch.dtype) -> Tensor:
@@ -91,6 +96,35 @@ def test_a_row_is_routed_alone_as_in_company(variant: str) -> None:
                 alone, _ = room()
                 route(RouterScores(scores[row : row + 1]), rule, Chosen(*(part[:1] for part in alone)), None)
                 assert all(torch.equal(one[:1], other[row : row + 1]) for one, other in zip(alone, whole))
+
+
+def chosen_by_hand(ranked: list[float], rule: RouterRule) -> list[int]:
+    """The experts of a row, the first of equals first."""
+    size = len(ranked) // rule.groups
+    groups = [range(first, first + size) for first in range(0, len(ranked), size)]
+    worth = [sum(sorted((ranked[expert] for expert in own), reverse=True)[: rule.best_of_group]) for own in groups]
+    best = sorted(range(rule.groups), key=lambda group: -worth[group])[: rule.chosen_groups]
+    among = sorted(expert for group in best for expert in groups[group])
+    return sorted(among, key=lambda expert: -ranked[expert])[:CHOSEN]
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, None])
+@pytest.mark.parametrize("rule", GROUPED)
+def test_experts_are_chosen_from_the_best_groups(variant: str | None, rule: RouterRule) -> None:
+    scores = torch.randn(TOKENS, 24, generator=torch.Generator().manual_seed(3))
+    scores[1] = scores[1].round()
+    correction = torch.linspace(1, -1, 24) if rule.way == SIGMOID_OF_EACH else None
+    found, _ = room()
+    with used(variant or VARIANTS[0]):
+        (route if variant else route_twin)(scores, correction, rule, found, None)
+    values = scores if correction is None else scores.sigmoid()
+    ranked = values if correction is None else values + correction
+    for row in range(TOKENS):
+        numbers = chosen_by_hand(ranked[row].tolist(), rule)
+        assert found.numbers[row].tolist() == numbers, row
+        shares = values[row].softmax(-1)[numbers] if correction is None else values[row][numbers]
+        shares = shares / shares.sum() if rule.sums_to_one else shares
+        torch.testing.assert_close(found.shares[row], shares * rule.factor, rtol=1e-5, atol=1e-7)
 
 
 def test_a_nan_ranks_above_all_and_spoils_its_row_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.policy import KVPolicy
 
 HEADS, DIM, STEPS = 4, 8, 5
 LENGTHS = (5, 1, 3)
@@ -106,6 +111,37 @@ def test_queries_and_keys_are_rotated_to_their_positions_and_values_are_not() ->
         for row, length in enumerate(LENGTHS):
             place = length - 1 + step
             torch.testing.assert_close(out[row, 0 if step else length - 1], expected(*turned[row], place), atol=1e-5, rtol=1e-5)
+
+
+class OfTwo(Growing):
+    """The same of the first two values alone."""
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
+        return RotationAngles(*(each[..., :1] for each in super().turn(positions, dtype)))
+
+
+KEPT = Full(), Plan.create(kv_policy="h2o", heavy=1, recent=2).policy
+ROLLING = Plan.create(kv_policy="h2o", heavy=1, recent=2, positions="rolling").policy
+
+
+@pytest.mark.parametrize("policy", [*KEPT, ROLLING])
+def test_keys_that_have_their_values_in_them_are_stored_once_and_attended_as_two(policy: KVPolicy) -> None:
+    rows, batch = texts(1, LENGTHS), Batch(tuple(range(len(LENGTHS))), LENGTHS)
+    occupancy, apart = policy.occupancy(batch, STEPS), DIM - 2
+    caches = []
+    for values_in_keys in (0, apart):
+        coding = Coding(PLAIN, torch.float32, DIM, values_in_keys)
+        shape = (len(LENGTHS), 1, occupancy.capacity)
+        noted = torch.zeros(math.prod(shape) * policy.score_bytes, dtype=torch.uint8)
+        scores = SlotScores.over(noted, policy, shape) if policy.score_bytes else None
+        caches.append(KVCache(torch.full((coding.sets, *shape, DIM), torch.nan), scores, coding))
+    for step in range(STEPS):
+        now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
+        given = tokens_of(rows, LENGTHS, step)
+        both, once = (cache.attend(now, replace(given, v=given.k, rotation=OfTwo())) for cache in caches)
+        assert torch.equal(both.unflatten(2, (HEADS, DIM))[..., -apart:], once.unflatten(2, (HEADS, DIM))[..., -apart:])
+    both, once = (cache.image for cache in caches)
+    assert len(once) == 1 and torch.equal(once[0].nan_to_num(), both[0].nan_to_num())
 
 
 @pytest.mark.parametrize("by_token", [False, True])

@@ -61,7 +61,8 @@ class AskedStore:
     def ask(self, batch: int, cache: LayerCache, now: Steps, tokens: NewTokens) -> Tensor:
         """An `attend` that only asks; it returns zeros, which the answer replaces."""
         asked = cache.asked(now, tokens)
-        sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
+        sent_q, sent_k = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k)))
+        sent_v = None if asked.v is None else self._sent(batch, 2, asked.v)
         places = count(4)
         more = asked.more and asked.more.each(lambda x: self._sent(batch, next(places), x))
         worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)

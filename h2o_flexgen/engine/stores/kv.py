@@ -36,7 +36,6 @@ from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
-from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import KVRooms
 from h2o_flexgen.schedule.ops import Task
@@ -76,7 +75,7 @@ class KVStore:
         self._policy = planned.levels[level].policy
         self._memories = memories
         self._cap = spec.attention_cap
-        self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], planned.kv.specs[level].head_dim)
+        self._coding = Coding.of(planned.kv.specs[level])
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
         self.prepare(planned)
@@ -147,7 +146,7 @@ class KVStore:
         return self._layouts[task.layer, task.batch]
 
     def _image(self, region: Tensor, task: Task) -> Tensor:
-        """(2, rows, kv_heads, slots, width) over the bytes of a region."""
+        """(sets, rows, kv_heads, slots, width) over the bytes of a region."""
         by_token = self._accelerator and not self._is_beside(task)
         return image_over(region, self._layout(task).shape, self._coding, by_token)
 
@@ -272,7 +271,7 @@ class KVStore:
 
     def _changed(self, layout: KVLayout, rows: int) -> ChangedSlots:
         if (layout, rows) not in self._changed_of:
-            self._changed_of[layout, rows] = ChangedSlots(rows, layout.shape, layout.slot_bytes)
+            self._changed_of[layout, rows] = ChangedSlots(rows, layout.shape, layout.slot_bytes, self._coding.sets)
         return self._changed_of[layout, rows]
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
@@ -369,17 +368,17 @@ class KVStore:
         self._memories.disk.write_from(home, first * layout.padded_slot_bytes, scratch)
 
     def _slots_of(self, scratch: Tensor, of: Sequence[int], slots: int) -> numpy.ndarray:
-        """The bytes of disk slots seen as an image: (2, rows, kv_heads, slots, width); `of` begins with rows and KV heads."""
-        shape = (slots, 2, *of[:2], self._coding.width)
+        """The bytes of disk slots as an image: (sets, rows, kv_heads, slots, width); `of` begins with rows and KV heads."""
+        shape = (slots, self._coding.sets, *of[:2], self._coding.width)
         raw = numpy_of(scratch.view(self._coding.kept_dtype)).reshape(slots, -1)[:, : prod(shape[1:])]
         image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
         return image
 
 
 def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, by_token: bool) -> Tensor:
-    """A view (2, rows, kv_heads, slots, width) of the bytes of a region; `shape` is (rows, kv_heads, slots)."""
+    """A view (sets, rows, kv_heads, slots, width) of the bytes of a region; `shape` is (rows, kv_heads, slots)."""
     rows, heads, slots = shape
-    values = region[: 2 * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
+    values = region[: coding.sets * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
     if by_token:
-        return values.view(slots, 2, rows, heads, coding.width).permute(1, 2, 3, 0, 4)
-    return values.view(2, rows, heads, slots, coding.width)
+        return values.view(slots, coding.sets, rows, heads, coding.width).permute(1, 2, 3, 0, 4)
+    return values.view(coding.sets, rows, heads, slots, coding.width)

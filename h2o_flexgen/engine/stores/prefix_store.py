@@ -24,7 +24,6 @@ from h2o_flexgen.kv.judges import Judge
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.sampling.completion import StepLogprobs
 
@@ -57,8 +56,7 @@ class PrefixStore:
         self._policies = [level.policy for level in planned.levels]
         self._noted = planned.plan.prefix_note_bytes
         self._cap = spec.attention_cap
-        widths = (own.head_dim for own in planned.kv.specs)
-        self._codings = [Coding(spec.kv_codec, DTYPES[spec.dtype], width) for width in widths]  # of each level
+        self._codings = [*map(Coding.of, planned.kv.specs)]  # of each level
         self._memories = memories
         self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
         self._numbers = count()
@@ -183,7 +181,7 @@ class PrefixStore:
         values = image.view(coding.kept_dtype)
         scores = SlotScores.over(noted, policy, shape) if noted is not None and policy.score_bytes else None
         judge = judge if scores is not None else None
-        return KVCache(values.view(2, *shape, coding.width), scores, coding, judge=judge, cap=self._cap)
+        return KVCache(values.view(coding.sets, *shape, coding.width), scores, coding, judge=judge, cap=self._cap)
 
     def _share(self, start: int, each: int, heads: slice) -> Tensor:
         """The share of some heads in a part in which each head has so many bytes."""

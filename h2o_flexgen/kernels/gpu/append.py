@@ -50,11 +50,12 @@ def append(
     newest: Newest,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None = None,
 ) -> Tensor:
+    v = k if v is None else v  # it is not written then
     begin = None if turn is not None else begins_behind(ALIGNED, image, k, v)  # where nothing is computed with
     forms = begin, seen(image), seen(q), seen(k), seen(v)
     return _launched(appending_of, forms, (image, newest, q, k, v, turn, notes, worth))
@@ -65,13 +66,14 @@ def append_coded(
     newest: Newest,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     turn: RotationAngles | None,
     notes: Notes | None,
     worth: Tensor | None,
     format: Grouped,
 ) -> Tensor:
     """The same of an image in groups: keys and values are encoded before they are put there."""
+    v = k if v is None else v
     forms = format.bits, seen(image), seen(q), seen(k), seen(v)
     return _launched(coding_of, forms, (image, newest, q, k, v, turn, notes, worth))
 
@@ -124,14 +126,14 @@ def _launch(
     words: InWords,
     forms: Mapping[str, int] = MappingProxyType({}),
 ) -> Launch:
-    (_, rows, heads, slots, _), strides, _ = image
+    (sets, rows, heads, slots, _), strides, _ = image
     assert all(each[1][3] == 1 for each in new) and strides[4] == 1
     turned = new[0][0][2] if half else 0
     of_new = (each[1][at] for each in new for at in (0, 2))
     numbers = turned, heads, slots, dim, half, *strides[:4], *of_new
     notes = dict(zip(("NOTES", "SCORES", "WORTH"), noted, strict=True))
     constants = {"TURNS": half > 0, **notes, **forms, "DIM": triton.next_power_of_2(dim), **EXACTLY}
-    return launcher(kernel, (turned + 2 * heads, rows), numbers, words, **constants)
+    return launcher(kernel, (turned + sets * heads, rows), numbers, words, **constants)
 
 
 @triton.jit

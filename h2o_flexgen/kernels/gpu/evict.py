@@ -42,12 +42,13 @@ def evict(
 def eviction_of(
     begin: int, image: Seen, has_scores: bool, by_chance: bool, has_worth: bool, decay: float, gathers: str
 ) -> Launch:
-    (_, rows, heads, slots, width), strides, word = in_words(image, widest_word(begin, image))
+    (sets, rows, heads, slots, width), strides, word = in_words(image, widest_word(begin, image))
+    behind = strides[0] * (sets - 1)  # a key that has the values in it is moved alone
     by = BY_SCORE if has_scores else BY_WORTH if has_worth else BY_CHANCE if by_chance else BY_AGE
     return launcher(
         evict_one,
         (heads, rows),
-        (decay, slots, width, *strides[:4]),
+        (decay, slots, width, behind, *strides[1:4]),
         InWords(word, (0,)),
         BY=by.value,
         IS_HIGHEST=gathers == MAX,
@@ -163,7 +164,7 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
-    numbers, values = parts(out, slots.shape, image.shape[-1], image.dtype)
+    numbers, values = parts(out, slots.shape, image)
     image, values = as_words(image, values)
     _move(image, slots.unsqueeze(-1), values.unsqueeze(3), numbers)
 

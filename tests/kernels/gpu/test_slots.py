@@ -22,9 +22,9 @@ def drawn(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def image_of(rows: int, heads: int, slots: int, width: int, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+def image_of(rows: int, heads: int, slots: int, width: int, dtype: torch.dtype, draw: torch.Generator, sets: int = 2) -> Tensor:
     """As a device has it, slots first, with a row behind those that are alive; any bits, so NaN and infinity as well."""
-    nbytes = torch.randint(0, 256, (slots, 2, rows + 1, heads, width * dtype.itemsize), dtype=torch.uint8, generator=draw)
+    nbytes = torch.randint(0, 256, (slots, sets, rows + 1, heads, width * dtype.itemsize), dtype=torch.uint8, generator=draw)
     return nbytes.view(dtype).permute(1, 2, 3, 0, 4)
 
 
@@ -59,7 +59,10 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
 ) -> None:
     monkeypatch.setattr(evicting, "MOST_SLOTS", 64)  # the longest of them are looked at piece by piece
     draw, shape = drawn(slots), (rows, heads, slots)
-    image, positions = image_of(*shape, width, dtype, draw), torch.rand(shape, generator=draw).argsort(-1).int() * 2
+    image, positions = (
+        image_of(*shape, width, dtype, draw, 1 + slots % 2),
+        torch.rand(shape, generator=draw).argsort(-1).int() * 2,
+    )
     has_scores, gathers = by in ("score", "highest", "weighed"), MAX if by == "highest" else SUM
     scores = torch.randint(0, 4, shape, generator=draw) / 7 if has_scores else None
     got = torch.randint(0, 5, shape, generator=draw) / 9 if has_scores else None
@@ -126,7 +129,7 @@ def test_what_changed_is_gathered_behind_its_numbers(
     gather_slots(on(gpu, image), places.to(gpu), found)
     gather_slots_twin(image, places, expected)
     assert same(found, expected)
-    numbers, values = parts(expected, places.shape, width, dtype)
+    numbers, values = parts(expected, places.shape, image)
     assert torch.equal(numbers, places)
     row, head = torch.arange(rows)[:, None], torch.arange(heads)
     assert same(values, image[:, row, head, places])
@@ -156,12 +159,15 @@ def test_heads_are_rotated_as_torch_does_it(
 @pytest.mark.parametrize("dtype", [*EXACT, torch.uint8])
 @pytest.mark.parametrize("turns", [True, False])
 @pytest.mark.parametrize("noted", ["nothing", "positions", "scores", "worth"])
-def test_the_newest_token_is_appended_as_torch_does_it(dtype: torch.dtype, turns: bool, noted: str, gpu: torch.device) -> None:
+@pytest.mark.parametrize("sets", [2, 1])  # keys and values, or keys that have the values in them
+def test_the_newest_token_is_appended_as_torch_does_it(
+    dtype: torch.dtype, turns: bool, noted: str, sets: int, gpu: torch.device
+) -> None:
     rows, heads, group, slots, dim = 3, 2, 3, 7, 20
     if dtype == torch.uint8 and turns:
         return  # what is encoded is not rotated any more
     draw, values = drawn(group), torch.float32 if dtype == torch.uint8 else dtype
-    image = image_of(rows, heads, slots, dim, dtype, draw)
+    image = image_of(rows, heads, slots, dim, dtype, draw, sets)
     q = torch.randn(rows, 1, heads * group, dim, generator=draw).to(values)
     k, v = (torch.randint(0, 200, (rows, 1, heads, 2 * dim), generator=draw).to(dtype)[..., ::2].contiguous() for _ in range(2))
     turn = a_turn(rows, 1, 6, dtype, draw) if turns else None
@@ -175,7 +181,9 @@ def test_the_newest_token_is_appended_as_torch_does_it(dtype: torch.dtype, turns
 
     there = None if turn is None else RotationAngles(*(each.to(gpu) for each in turn))
     on_gpu = Newest(*(each.to(gpu) for each in newest))
-    found = append(own[0][:, :rows], on_gpu, q.to(gpu), k.to(gpu), v.to(gpu), there, notes(*own[1:]), new_worth.to(gpu))
+    values_there, v = (v.to(gpu), v) if sets == 2 else (None, None)
+    given = q.to(gpu), k.to(gpu), values_there, there, notes(*own[1:]), new_worth.to(gpu)
+    found = append(own[0][:, :rows], on_gpu, *given)
     expected = append_twin(image[:, :rows], newest, q, k, v, turn, notes(*kept), new_worth)
     assert same(found, expected) and all(same(*each) for each in zip(own, (image, *kept)))
 
@@ -183,16 +191,17 @@ def test_the_newest_token_is_appended_as_torch_does_it(dtype: torch.dtype, turns
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("turns", [True, False])
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(64, torch.float16), (100, torch.float32), (192, torch.float16), (128, torch.bfloat16)]
+    ("dim", "dtype", "sets"),
+    [(64, torch.float16, 2), (100, torch.float32, 2), (192, torch.float16, 1), (128, torch.bfloat16, 2)],
 )
 def test_the_newest_token_is_encoded_where_it_is_appended(
-    dim: int, dtype: torch.dtype, turns: bool, bits: int, gpu: torch.device
+    dim: int, dtype: torch.dtype, sets: int, turns: bool, bits: int, gpu: torch.device
 ) -> None:
     """As if it were rotated, encoded and appended one after the other."""
     if turns and dtype not in EXACT and gpu.type == "cpu":
         return  # products are rounded otherwise there
     rows, heads, group, slots, format, draw = 2, 2, 2, 5, Grouped(bits), drawn(dim)
-    image = image_of(rows, heads, slots, format.nbytes((dim,), 0), torch.uint8, draw)
+    image = image_of(rows, heads, slots, format.nbytes((dim,), 0), torch.uint8, draw, sets)
     q, k, v = (
         torch.randn(rows, 1, each, 2 * dim, generator=draw).to(dtype)[..., :dim] for each in (heads * group, heads, heads)
     )
@@ -204,12 +213,15 @@ def test_the_newest_token_is_encoded_where_it_is_appended(
     own = [on(gpu, image), *(each.to(gpu, copy=True) for each in (positions, scores, worth))]
     there = None if turn is None else RotationAngles(*(each.to(gpu) for each in turn))
     on_gpu, notes = Newest(*(each.to(gpu) for each in newest)), Notes(own[1], own[2], False, own[3])
-    new = (q.to(gpu), k.to(gpu), v.to(gpu))
+    new = (q.to(gpu), k.to(gpu), v.to(gpu) if sets == 2 else None)
     found = append_coded(own[0][:, :rows], on_gpu, *new, there, notes, new_worth.to(gpu), format)
     if turn is not None:
         q, k = rotate_twin(q, turn), rotate_twin(k, turn)
     codes = [torch.empty(*each.shape[:3], image.shape[-1], dtype=torch.uint8) for each in (k, v)]
     for each, out in zip((k, v), codes):
         group_encode_twin(format, each.reshape(-1, dim), out.view(-1, out.shape[-1]))
-    append_twin(image[:, :rows], newest, q, *codes, None, Notes(positions, scores, False, worth), new_worth)
+    keys, values = codes
+    append_twin(
+        image[:, :rows], newest, q, keys, values if sets == 2 else None, None, Notes(positions, scores, False, worth), new_worth
+    )
     assert same(found, q) and all(same(*each) for each in zip(own, (image, positions, scores, worth), strict=True))
