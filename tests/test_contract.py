@@ -41,6 +41,7 @@ MIXES = (
     (100, 0, 0, 0, 0, 100),
 )
 MIXTURES = "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "granite-moe", "minimax"
+LATENT = "deepseek-v3", "deepseek-v2", "glm4-lite"
 CHOICES = {
     "kind": (
         "opt",
@@ -52,6 +53,7 @@ CHOICES = {
         "qwen2-wordy",
         *MIXTURES,
         "gemma3",
+        *LATENT,
     ),
     "percent": (
         MIXES[3],
@@ -72,7 +74,15 @@ CHOICES = {
     "attend_on": (DEVICE, HOST),
     "held": ((), HELD),
 }
-ATTENDING = "opt", "llama-gqa", "neox-parallel", "gpt-oss", "gpt-oss-far", "gemma3"  # others attend as one of these does
+ATTENDING = (
+    "opt",
+    "llama-gqa",
+    "neox-parallel",
+    "gpt-oss",
+    "gpt-oss-far",
+    "gemma3",
+    "deepseek-v3",
+)  # others attend as one of these does
 
 
 WITHIN_A_CACHE = {"prefill_tokens", "kv_codec", "device", "attend_on", "prefix_policy", "lengths", "num_gpu_batches"}

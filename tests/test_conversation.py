@@ -36,7 +36,7 @@ GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True)
 ROLLING = (("kv_policy", "h2o"), ("heavy", 5), ("recent", 3), ("positions", "rolling"))
 LIVING = [policy for policy in POLICIES if ("hh_prompt_only", True) not in policy]
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss", "olmoe"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss", "olmoe", "deepseek-v3"),
     "percent": MIXES,
     "buffers": (1, 2, 3),
     "sep_layer": (True, False),

@@ -76,7 +76,7 @@ class SharedCase(Case):
 
 
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss-far"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss-far", "deepseek-v3"),
     "percent": MIXES,
     "gpu_batch_size": (1, 2, 3, 5),
     "num_gpu_batches": (1, 2, 3),

@@ -42,7 +42,7 @@ MIXES = (
     (0, 40, 60, 0, 0, 50),
 )
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3", "gpt-oss", "mixtral"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3", "gpt-oss", "mixtral", "deepseek-v3"),
     "percent": (MIXES[3], *MIXES[:3], *MIXES[4:]),  # the first of a choice is who meets nobody new: offload, and overlap
     "gpu_batch_size": (2, 1, 3, 4),
     "num_gpu_batches": (2, 1, 3),

@@ -16,7 +16,7 @@ from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
 from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH, Progress, Shards, find_shards
-from h2o_flexgen.checkpoints.named_tensors import each_expert, matrices_of_each, stored_in
+from h2o_flexgen.checkpoints.named_tensors import each_expert, heads_apart, matrices_of_each, stored_in
 from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
@@ -97,7 +97,8 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        sections = (section for matrix in self._matrices.values() for section in matrix.sections)
+        decoded = (tensor.matrix for tensor in self._tensors.values() if tensor.matrix is not None)
+        sections = (section for matrix in (*self._matrices.values(), *decoded) for section in matrix.sections)
         return tuple(dict.fromkeys(tensor.file for tensor in (*self._tensors.values(), *sections)))
 
     @property
@@ -140,7 +141,7 @@ class Checkpoint:
     def _is_there(self, tensor: TensorSpec) -> bool:
         stored = self._find(tensor.name)
         if isinstance(stored, StoredTensor):
-            return tensor.format == PLAIN and not stored.is_turned
+            return tensor.format == PLAIN and stored.arranged is None
         return stored.is_in_place and stored.format == tensor.format
 
     def located(self, tensor: TensorSpec) -> StoredTensor | StoredMatrix:
@@ -192,7 +193,8 @@ def folder_checkpoint(
     shards.check(held)
     tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
     found = find_matrices(quantisation, tensors)
-    return Checkpoint(folder, each_expert(found.tensors, names), matrices_of_each(found.matrices, names), copy)
+    apart = heads_apart(each_expert(found.tensors, names), matrices_of_each(found.matrices, names), names)
+    return Checkpoint(folder, *apart, copy)
 
 
 def open_checkpoint(
@@ -206,7 +208,7 @@ def open_checkpoint(
     `names` are those of the model's architecture; a GGUF file is not read without them. `read` reads its header."""
     if is_gguf(place):
         assert names.gguf is not None, names
-        return Checkpoint(place, *stored_in(GgufModel(read(place), names.gguf, names.model_type)))
+        return Checkpoint(place, *heads_apart(*stored_in(GgufModel(read(place), names.gguf, names.model_type)), names))
     if not place.is_dir():
         raise ValueError(f"model folder {place} does not exist")
     quantisation = folder_quantisation(place)

@@ -33,11 +33,15 @@ def stored_values(stored: StoredTensor | StoredMatrix, together: int) -> Iterato
 def plain_rows(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
     """The rows in the type of the file, some times `together` of them at once but for the last ones."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
-    if stored.is_turned:  # rows lie in no range, so all are read, which are those of a single expert
-        yield from read_whole(stored).view(dtype).view(stored.shape[::-1]).T.split(_rows_at_once(stored.shape[1], together))
+    if stored.arranged is not None:  # rows lie in no range, so all are read, which are those of an expert or of an attention
+        yield from stored.arranged.of(_whole(stored, dtype)).split(_rows_at_once(stored.shape[1], together))
         return
     for rows in read_rows(stored, stored.shape[-1] * dtype.itemsize, together):
         yield rows.view(dtype)
+
+
+def _whole(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    return read_whole(stored).view(dtype) if stored.matrix is None else torch.cat([*stored_values(stored.matrix, 1)])
 
 
 def _plain(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:

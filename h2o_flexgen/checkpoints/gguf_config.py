@@ -21,6 +21,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     NEAR_VALUES,
     NEAR_WIDTH,
     NORMED,
+    ROTATED,
     SOFTMAX,
     TEMPERATURE,
     WEIGHTS_SCALE,
@@ -39,7 +40,7 @@ FLOAT32 = "float32"
 OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole", "qkv_apart"
 
 # keys behind the name of the architecture
-ROTATED, SCALING = "rope.dimension_count", "rope.scaling"
+SCALING = "rope.scaling"
 LINEAR, YARN = "linear", "yarn"
 RMS_EPS = "attention.layer_norm_rms_epsilon"
 KV_HEADS = "attention.head_count_kv"
@@ -110,6 +111,8 @@ def _has_bias(said: GgufModel, part: str) -> bool:
 
 def _heads(said: GgufModel) -> dict[str, int]:
     heads = said.whole("attention.head_count")
+    if said.architecture.has_latents:
+        return {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": said.whole(ROTATED)}
     width = said.whole("attention.key_length", said.whole("embedding_length") // max(heads, 1))
     for name in ("attention.value_length", *([] if said.architecture.rotates_parts else [ROTATED])):
         if said.whole(name, width) != width:

@@ -18,6 +18,7 @@ from math import prod
 from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, FLOAT32, HEAD, ROPE_DIVISORS
 from h2o_flexgen.checkpoints.gguf_format import BLOCKS, GgufTensor
 from h2o_flexgen.checkpoints.model_files import AGAIN
+from h2o_flexgen.checkpoints.rearranged import OfHeads, Turned
 from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufModel, TensorNames
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.hints import shown
@@ -36,8 +37,7 @@ def each_expert(tensors: Mapping[str, StoredTensor], names: TensorNames) -> dict
     found: dict[str, StoredTensor] = {}
     for tensor in tensors.values():
         is_turned = usual[tensor.name].endswith(names.turned) and len(tensor.shape) == 2
-        own = replace(tensor, shape=tensor.shape[::-1], is_turned=True) if is_turned else tensor
-        named = dict(_parts(usual[tensor.name], own, all_names))
+        named = dict(_parts(usual[tensor.name], _turned(tensor) if is_turned else tensor, all_names))
         if twice := named.keys() & found.keys():
             raise ValueError(
                 f"{tensor.name} in {tensor.file} is there under another name, too ({min(twice)}); remove one of them"
@@ -73,9 +73,13 @@ def _parts(name: str, tensor: StoredTensor, names: Collection[str]) -> Iterator[
     elif f"{prefix}{OF_ALL}{GATE_UP}{BIAS}" in names:
         _check_dimensions(tensor, 3, "experts, columns, rows")
         for part in _of_each(tensor, f"{prefix}{OF_ALL}%d.{matrix}.weight"):
-            yield part.name, replace(part, shape=part.shape[::-1], is_turned=True)
+            yield part.name, _turned(part)
     else:
         yield from ((part.name, part) for part in _taken_apart(tensor, prefix, TOGETHER[matrix]))
+
+
+def _turned(tensor: StoredTensor) -> StoredTensor:
+    return replace(tensor, shape=tensor.shape[::-1], arranged=Turned(tensor.shape[1]))
 
 
 def _of_each(tensor: StoredTensor, name: str) -> Iterator[StoredTensor]:
@@ -105,6 +109,35 @@ def _taken_apart(tensor: StoredTensor, prefix: str, names: tuple[str, ...]) -> I
             start = tensor.offset + (number * len(names) + place) * nbytes
             own = f"{prefix}{OF_ALL}{number}.{name}.weight"
             yield replace(tensor, name=own, offset=start, nbytes=nbytes, shape=shape, check=None)
+
+
+# -- of all heads ------------------------------------------------------------------------------------------------------
+
+
+def heads_apart(
+    tensors: Mapping[str, StoredTensor], matrices: Mapping[str, StoredMatrix], names: TensorNames
+) -> tuple[dict[str, StoredTensor], dict[str, StoredMatrix]]:
+    """The same with the parts of matrices of all heads in the place of these. What is packed is decoded for that: the parts of
+    a head would be no whole blocks of every format."""
+    plain, packed = dict(tensors), dict(matrices)
+    for name in [*plain, *packed]:
+        end = next((end for end in names.of_heads if name.endswith(f".{end}")), None)
+        if end is None:
+            continue
+        matrix = packed.pop(name, None)
+        whole = plain.pop(name) if matrix is None else StoredTensor(name, matrix.file, 0, 0, FLOAT32, matrix.shape)
+        for part, own in names.of_heads[end].items():
+            _check_heads(whole, own)
+            part_name = name.removesuffix(end) + part
+            plain[part_name] = replace(whole, name=part_name, shape=own.shape, arranged=own, matrix=matrix, check=None)
+    return plain, packed
+
+
+def _check_heads(tensor: StoredTensor, own: OfHeads) -> None:
+    rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
+    if rows % own.heads or rows // own.heads < own.rows.stop or columns != own.columns:
+        wanted = f"no rows of {own.heads} heads with {own.columns} columns, for which the model's config asks"
+        raise ValueError(f"tensor {tensor.name} in {tensor.file} has the shape {tensor.shape}, {wanted}; check the config")
 
 
 # -- of GGUF files -----------------------------------------------------------------------------------------------------
@@ -146,6 +179,8 @@ def _each_expert(name: str, tensor: GgufTensor, said: GgufModel) -> Iterator[tup
     """A tensor, or those of each expert in one of all: matrices (experts, outputs, inputs), or biases (experts, outputs)."""
     is_row = len(tensor.shape) == 1 and name.endswith(said.architecture.single_rows)
     shape = (1, *tensor.shape) if is_row else tensor.shape
+    if len(shape) == 3 and name.endswith(said.architecture.of_heads):
+        shape = shape[0] * shape[1], shape[2]
     whole = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.format, shape)
     if ONE not in name:
         yield name, whole

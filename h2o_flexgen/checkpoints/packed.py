@@ -120,7 +120,9 @@ class PackedCheckpoint:
         out = torch.zeros(aligned(tensor.stored_nbytes), dtype=torch.uint8)
         stored = self._checkpoint.located(tensor)
         if isinstance(stored, StoredTensor) and tensor.format == PLAIN:
-            torch.cat([*plain_rows(stored, 1)], out=out[: stored.nbytes].view(getattr(torch, stored.dtype)).view(tensor.shape))
+            torch.cat(
+                [*plain_rows(stored, 1)], out=out[: tensor.stored_nbytes].view(getattr(torch, stored.dtype)).view(tensor.shape)
+            )
         elif isinstance(stored, StoredMatrix) and stored.make is not None and stored.format == tensor.format:
             stored.make(out[: tensor.nbytes])
         else:

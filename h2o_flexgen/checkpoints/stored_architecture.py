@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor, Metadata
 from h2o_flexgen.checkpoints.model_files import AGAIN
+from h2o_flexgen.checkpoints.rearranged import OfHeads
 from h2o_flexgen.core.hints import shown
 
 ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
@@ -66,6 +67,7 @@ PATTERN = f"{WINDOW}_pattern"  # which blocks have a window: yes or no for each,
 NEAR_WIDTH, NEAR_VALUES = "attention.key_length_swa", "attention.value_length_swa"
 NEAR_THETA, ATTENTION_CAP, LOGIT_CAP = "rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
+ROTATED = "rope.dimension_count"
 Heeded = Mapping[str, tuple[float, ...] | None]  # keys of metadata -> the values that its layers do; None: any value
 
 
@@ -88,6 +90,9 @@ class GgufArchitecture:
     outside: Mapping[str, str] = field(default_factory=dict)  # of no block, beside those that all have: names, as `tensors`
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # lists of metadata, by block
     single_rows: tuple[str, ...] = ()  # names in models of matrices that files have as vectors
+    of_heads: tuple[str, ...] = ()  # names in models of matrices that files have head by head, with a dimension for heads
+    routers: tuple[int, ...] = ()  # how those of its files choose experts; empty: any way
+    has_latents: bool = False  # its heads are made of latent vectors, which are one head of keys
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class GgufModel:
         if not alike:
             other, advice = ("with", "give another model") if first.experts else ("without", AGAIN)
             raise first.refusal(EXPERT_COUNT, f"and {name} {other} experts is not read; {advice}")
+        router = first.whole(GATING, SOFTMAX)
+        alike = [one for one in alike if router in (one.architecture.routers or (router,))] or alike
         return next((one for one in alike if one.architecture.has_window == (one.whole(WINDOW, 0) > 0)), alike[0])
 
     @property
@@ -215,6 +222,7 @@ class TensorNames:
     patterns: Mapping[str, str] = field(default_factory=dict)  # of names in safetensors and .bin files -> the usual names
     gguf: GgufArchitecture | None = None  # None: there are no such files
     turned: tuple[str, ...] = ()  # ends of usual names of matrices that the former have transposed
+    of_heads: Mapping[str, Mapping[str, OfHeads]] = field(default_factory=dict)  # ends of usual names, and those of the parts
 
     def usual(self, name: str) -> str:
         """The name that this tensor has in most checkpoints."""

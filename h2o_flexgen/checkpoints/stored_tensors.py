@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.rearranged import Rearranged
 from h2o_flexgen.core.files import Check
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import Sectioned, section_starts
@@ -56,7 +57,8 @@ class StoredTensor:
     dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of its format ("I8")
     shape: tuple[int, ...]
     check: Check | None = field(default=None, compare=False)  # None if it is not known what was written
-    is_turned: bool = False  # the file has the transposed matrix: its columns lie one behind the other
+    arranged: Rearranged | None = None  # how it is made of the file's values; None: they are what lies there
+    matrix: StoredMatrix | None = None  # it is made of the values of this one, where they are not plain
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -94,7 +94,7 @@ def route_twin(scored: RouterScores, rule: RouterRule, out: Chosen, total: Tenso
 
 def _of_best_groups(ranked: Tensor, rule: RouterRule) -> Tensor:
     """What experts (rows, experts) rank by, with those of other groups behind all."""
-    by_group = ranked.unflatten(-1, (rule.groups, -1))
+    by_group = ranked.view(len(ranked), rule.groups, -1)
     best = by_group.sort(dim=-1, descending=True).values[..., : rule.best_of_group]
     of_groups = sum(best.unbind(-1)[1:], best[..., 0])  # in their order, as in C
     groups = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : rule.chosen_groups]

@@ -23,8 +23,9 @@ from h2o_flexgen.models.text_parts import TEXT_PARTS, text_part
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
-    from h2o_flexgen.models.config_values import Config
+    from h2o_flexgen.models.config_values import Bounds, Config
 
+LIKE_OTHERS = {"kimi_k2": "deepseek_v3"}  # names of configs that say what another architecture does
 LONGEST_OBJECTION = 300  # characters of what transformers says
 
 # the model_type of a config -> module and class
@@ -67,6 +68,9 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "cohere": ("cohere", "Cohere"),
     "cohere2": ("cohere", "Cohere2"),
     "glm4": ("glm", "Glm4"),
+    "deepseek_v2": ("deepseek", "DeepSeekV2"),
+    "deepseek_v3": ("deepseek", "DeepSeekV3"),
+    "glm4_moe_lite": ("glm_lite", "GlmMoeLite"),
     "seed_oss": ("seed_oss", "SeedOss"),
     "arcee": ("arcee", "Arcee"),
     "apertus": ("arcee", "Apertus"),
@@ -92,7 +96,7 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
 def tensor_names(config: Config) -> TensorNames:
     """What the files of a model with this config call its tensors."""
     kind = architecture(config.model_type)
-    return TensorNames(config.model_type, kind.patterns, kind.gguf, kind.turned)
+    return TensorNames(config.model_type, kind.patterns, kind.gguf, kind.turned, kind.parts_of_heads(config))
 
 
 def gguf_architectures() -> Mapping[str, GgufArchitecture]:
@@ -167,7 +171,7 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
 
 def _check(values: Mapping[str, Any], name: str) -> str:
     """The model_type of a config that an architecture here can run."""
-    if unsupported := what_is_unsupported(values):
+    if unsupported := what_is_unsupported(values, _bounds_of(values.get("model_type"))):
         raise ValueError(f"the model {name!r} cannot be run: {unsupported} not supported; give another one")
     if beside := parts_beside_text(values):
         kind, parts = shown(values.get("model_type")), ", ".join(beside)
@@ -181,6 +185,11 @@ def _check(values: Mapping[str, Any], name: str) -> str:
     return model_type
 
 
+def _bounds_of(model_type: object) -> Bounds:
+    """Those of an architecture alone; nothing of one that is not known."""
+    return architecture(model_type).bounds if isinstance(model_type, str) and model_type in MODELS else {}
+
+
 def _read_folder(folder: Path) -> Mapping[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
@@ -188,7 +197,9 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
         advice = f"give {folder / found[0]}" if found else "give the folder of a Hugging Face checkpoint"
         raise ValueError(f"folder {str(folder)!r} has no config.json; {advice}")
     values = read_object(file, "give the folder of a Hugging Face checkpoint")
-    return {name: value for name, value in values.items() if name not in OWN_KEYS}
+    kind = values.get("model_type")
+    like = {"model_type": LIKE_OTHERS[kind]} if isinstance(kind, str) and kind in LIKE_OTHERS else {}
+    return {**{name: value for name, value in values.items() if name not in OWN_KEYS}, **like}
 
 
 def _known_type(model_type: object) -> str:

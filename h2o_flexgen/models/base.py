@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.rearranged import OfHeads
 from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
@@ -58,6 +59,10 @@ class Model(Protocol):
     gguf: ClassVar[GgufArchitecture | None]  # None: GGUF files of it are not read
     spec: ModelSpec
 
+    @staticmethod
+    def parts_of_heads(config: Config) -> Mapping[str, Mapping[str, OfHeads]]:
+        """Matrices of all heads, of which its layers have some rows of each head apart: by the ends of their names."""
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None: ...
 
     def last_states(self, hidden: Tensor, weights: Weights) -> Tensor:
@@ -76,6 +81,10 @@ class InHalves(ABC):
     turned: ClassVar[tuple[str, ...]] = ()
     gguf: ClassVar[GgufArchitecture | None] = None
     spec: ModelSpec
+
+    @staticmethod
+    def parts_of_heads(config: Config) -> Mapping[str, Mapping[str, OfHeads]]:
+        return {}
 
     @abstractmethod
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:

@@ -74,19 +74,19 @@ def check_config(values: Mapping[str, Any], own: Bounds, name: str) -> None:
             _check_numbers(place, numbers)
         if values.get("sliding_window") == 1:
             raise ValueError("sliding_window is 1, in which a token would see itself alone")
-        _check_heads(values)
+        _check_heads(values, own)
         _check_experts(values)
         eos_ids_of(values.get(EOS))
     except ValueError as error:
         raise ValueError(f"the config of {shown(name)} is not valid: {error}; download the model again") from error
 
 
-def what_is_unsupported(values: Mapping[str, Any]) -> str | None:
-    """The setting of a config that no architecture here knows, if it has one."""
-    if rank := values.get("kv_lora_rank"):
+def what_is_unsupported(values: Mapping[str, Any], own: Bounds) -> str | None:
+    """The setting of a config that its architecture here does not know, if it has one. `own`: the bounds of what it reads."""
+    if "kv_lora_rank" not in own and (rank := values.get("kv_lora_rank")):
         return f"kv_lora_rank is {shown(rank)}: keys and values that are made of one latent vector are"
     groups = values.get("n_group")
-    if groups not in (None, 0, 1):
+    if "n_group" not in own and groups not in (None, 0, 1):
         chosen = f" and topk_group {shown(values['topk_group'])}" if "topk_group" in values else ""
         return f"n_group is {shown(groups)}{chosen}: experts that are chosen by groups are"
     return None
@@ -134,9 +134,9 @@ def _check_numbers(values: Mapping[str, Any], bounds: Mapping[str, Number]) -> N
             raise ValueError(f"{key} is {shown(value)}, which is no number from {least:g} to {most:g}")
 
 
-def _check_heads(values: Mapping[str, Any]) -> None:
+def _check_heads(values: Mapping[str, Any], own: Bounds) -> None:
     width, heads = values["hidden_size"], values["num_attention_heads"]
-    if values.get("head_dim") is None and width % heads:
+    if values.get("head_dim") is None and "kv_lora_rank" not in own and width % heads:
         raise ValueError(f"hidden_size {width} is no multiple of num_attention_heads {heads}")
     kv_heads = values.get("num_key_value_heads") or heads
     if heads % kv_heads:

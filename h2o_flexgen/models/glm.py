@@ -45,8 +45,6 @@ LEAST_SUM = 1e-20  # prevents a division by zero
 class CorrectedMixture(MixtureOfExperts):
     """A mixture with such a router."""
 
-    _factor = 1.0  # of the weights of the chosen ones
-
     def routing(self, width: int) -> Parameters:
         return layout.joined(super().routing(width), layout.wide(CORRECTION, self._mixture.experts))
 
@@ -56,7 +54,7 @@ class CorrectedMixture(MixtureOfExperts):
 
     @property
     def router_rule(self) -> RouterRule:
-        return RouterRule(SIGMOID_OF_EACH, self._mixture.sums_to_one, LEAST_SUM, self._factor)
+        return self.chosen_by(SIGMOID_OF_EACH, LEAST_SUM)
 
 
 class GlmMoe(CorrectedMixture):
@@ -83,18 +81,15 @@ class GlmMoe(CorrectedMixture):
     )
     rotates_parts = True
 
-    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
-        super().__init__(config, dtype, sep_layer, name)
-        self._factor = float(config.routed_scaling_factor)
-
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return Traits(qkv_bias=config.attention_bias, head_norm=config.use_qk_norm)
 
     @staticmethod
     def mixture_of(config: Config) -> Mixture:
-        inner, chosen = config.moe_intermediate_size, config.num_experts_per_tok
-        return Mixture(config.n_routed_experts, chosen, inner, bool(config.norm_topk_prob), inner * config.n_shared_experts)
+        inner, factor = config.moe_intermediate_size, float(config.routed_scaling_factor)
+        sizes = config.n_routed_experts, config.num_experts_per_tok, inner, bool(config.norm_topk_prob)
+        return Mixture(*sizes, inner * config.n_shared_experts, factor=factor)
 
     @staticmethod
     def has_experts(config: Config, block: int) -> bool:

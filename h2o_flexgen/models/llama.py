@@ -159,6 +159,11 @@ class Decoder(InHalves):
         """Those of the attention of a block."""
         return self.usual_kv_heads(config)
 
+    @property
+    def values_in_keys(self) -> int:
+        """The last values of a key that are those of its head; 0: they are apart."""
+        return 0
+
     def width_of_heads(self, weights: Weights) -> int:
         """Values of a head in a layer with these weights."""
         return self.spec.head_dim
@@ -288,6 +293,7 @@ class Decoder(InHalves):
         own = {
             "kv_heads": usual.number,
             "head_dim": usual.width,
+            "values_in_keys": self.values_in_keys,
             "attention_cap": self._traits.attention_cap,
             "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
             "sink_scores": self._traits.sinks,

@@ -42,6 +42,31 @@ VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows a
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of experts, equally many side by side, of which some are chosen before their experts are."""
+
+    count: int = 1
+    chosen: int = 1
+    best: int = 1  # so many experts say what a group ranks by
+
+    @classmethod
+    def of(cls, config: Config, best: int) -> ExpertGroups:
+        count, chosen = int(config.n_group or 1), int(config.topk_group or 1)
+        experts, wanted = config.n_routed_experts, config.num_experts_per_tok
+        if count == 1:
+            return NO_GROUPS
+        if experts % count or chosen > count or experts // count < best or wanted > experts // count * chosen:
+            raise ValueError(
+                f"n_group is {count} and topk_group {chosen}, from which {wanted} of {experts} experts cannot be chosen; "
+                "download the model again"
+            )
+        return cls(count, chosen, best)
+
+
+NO_GROUPS = ExpertGroups()
+
+
+@dataclass(frozen=True)
 class Mixture:
     """The experts of a layer, and how they are chosen."""
 
@@ -56,6 +81,8 @@ class Mixture:
     router: str = "mlp.gate"
     router_bias: bool = False
     expert_bias: bool = False
+    groups: ExpertGroups = NO_GROUPS
+    factor: float = 1.0  # of the weights of the chosen ones
 
     @property
     def share(self) -> float:
@@ -192,7 +219,11 @@ class MixtureOfExperts(Decoder):
         """How experts are chosen by their scores."""
         if self._mixture.of_chosen:
             return RouterRule(SOFTMAX_OF_CHOSEN)
-        return RouterRule(SOFTMAX_OF_ALL, self._mixture.sums_to_one)
+        return self.chosen_by(SOFTMAX_OF_ALL)
+
+    def chosen_by(self, way: int, least_sum: float = 0.0) -> RouterRule:
+        mixture, groups = self._mixture, self._mixture.groups
+        return RouterRule(way, mixture.sums_to_one, least_sum, mixture.factor, groups.count, groups.chosen, groups.best)
 
     def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
         """Begins the sum of the experts (tokens, width), fp32, with the mlp that all tokens pass through."""

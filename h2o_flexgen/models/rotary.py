@@ -16,6 +16,7 @@ from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.models.config_values import Config
 
 ORIGINAL_LENGTH, QUERY_SHARE = "original_max_position_embeddings", "llama_4_scaling_beta"
+STRETCH_OF_ALL = "mscale_all_dim"
 
 
 class Rotary:
@@ -198,15 +199,22 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 def _stretch_of_yarn(scaling: Mapping[str, Any]) -> float:
     factor = _positive(scaling, "factor")
-
-    def of(share: float) -> float:
-        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if scaling.get("attention_factor") is not None:
         return _positive(scaling, "attention_factor")
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return of(_positive(scaling, "mscale")) / of(_positive(scaling, "mscale_all_dim"))
-    return of(1.0)
+    if scaling.get("mscale") and scaling.get(STRETCH_OF_ALL):
+        return _of_yarn(factor, _positive(scaling, "mscale")) / _of_yarn(factor, _positive(scaling, STRETCH_OF_ALL))
+    return _of_yarn(factor, 1.0)
+
+
+def scale_of_scores(rope: Rope) -> float:
+    """What the scores of latent attention are multiplied by beside, where a rotation is scaled."""
+    if rope.kind == DEFAULT or not rope.scaling.get(STRETCH_OF_ALL):
+        return 1.0
+    return _of_yarn(_positive(rope.scaling, "factor"), _positive(rope.scaling, STRETCH_OF_ALL)) ** 2
+
+
+def _of_yarn(factor: float, share: float) -> float:
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -20,6 +20,7 @@ from h2o_flexgen.kernels.matrix import (
     can_be_counted,
     counted_linear_of_each,
     linear_of_each,
+    linear_of_parts,
     linears_of_same,
 )
 from h2o_flexgen.kernels.operations import (
@@ -76,6 +77,15 @@ def counts_stay(x: Tensor, weights: Weights, beginning: str, gating: Gating) -> 
     """Whether rows may meet the matrices with names that begin so, and be gated, without a wait for how many meet which."""
     matrices = [weight for name, weight in weights.items() if name.startswith(beginning) and name.endswith(".weight")]
     return gating is gated_silu and can_be_counted(x, matrices)
+
+
+def linear_of_heads(x: Tensor, weights: Weights, name: str) -> Tensor:
+    """The products of heads (rows, tokens, heads, inputs) with a matrix of each head, one behind the other in one matrix:
+    (rows, tokens, heads, outputs), of which those of a head lie together."""
+    rows, tokens, heads, inputs = x.shape
+    matrix, _ = _linear(weights, name)
+    made = linear_of_parts(x.permute(2, 0, 1, 3).reshape(heads, -1, inputs), matrix)
+    return made.view(heads, rows, tokens, -1).permute(1, 2, 0, 3)
 
 
 def wide_linear(x: Tensor, weights: Weights, name: str) -> Tensor:

@@ -18,7 +18,7 @@ from tests.helpers.contract import Case, Checkpoints, generate_with
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
 
-OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "granite-moe", "minimax")
+OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "granite-moe", "minimax", "deepseek-v3")
 
 
 def save_as_held(kind: str, folder: Path) -> None:

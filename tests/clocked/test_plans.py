@@ -30,7 +30,13 @@ from tests.test_contract import MIXES, TIERS, has_code
 
 FEW = (5, 9, 2)
 PLANS = {
-    "kind": ("opt", "llama-gqa", "mixtral", "gpt-oss"),  # all others launch and wait as one of these, so far as is known
+    "kind": (
+        "opt",
+        "llama-gqa",
+        "mixtral",
+        "gpt-oss",
+        "deepseek-v2",
+    ),  # all others launch and wait as one of these, so far as is known
     "percent": (MIXES[3], *MIXES[1:3], *MIXES[4:]),
     "gpu_batch_size": (1, 2),
     "num_gpu_batches": (2, 1),

@@ -196,7 +196,7 @@ def test_the_room_of_programs_is_counted(
     monkeypatch.setattr(working_room, "ROOM_CHUNK", working_room.PART)
     format, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
-        ("llama-gqa", "neox-parallel", "opt", "gemma2", "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe")[place % 8],
+        ("llama-gqa", "neox-parallel", "opt", "gemma2", "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "deepseek-v3")[place % 9],
         RESIDENT,
         (5, 9, 2, 7, 5, 9, 2, 7),
         STEPS,

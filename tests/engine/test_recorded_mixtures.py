@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.native import processor
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, compare, generate_with
 
 RESIDENT, WEIGHTS_MOVE = (100, 0, 100, 0, 100, 0), (0, 40, 100, 0, 100, 0)
-KINDS = "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "minimax"
+KINDS = "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "minimax", "deepseek-v3"
 STORED = ("olmoe", "gguf-q4_0", EXACT), ("qwen3-moe", "gguf-q4_0", INT8), ("gpt-oss", "gguf-mxfp4", EXACT)
 STEPS = 9
 

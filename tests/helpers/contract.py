@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from h2o_flexgen.checkpoints.decoded_values import plain_rows
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, HOST, Site
@@ -90,6 +91,10 @@ STORED = (
     ("glm4-moe-air", "bfloat16", PLAIN, EXACT),
     ("gemma4", "gguf-q4_0", PLAIN, INT8),
     ("gemma4-dense", "bfloat16", "group4", EXACT),
+    ("deepseek-v3", "gguf-q4_0", PLAIN, EXACT),
+    ("deepseek-v2", "gguf-q8_0", PLAIN, INT8),
+    ("deepseek-v2-groups", "mxfp8", PLAIN, EXACT),
+    ("glm4-lite", "bfloat16", "group4", INT8),
 )
 
 # plan options, one policy each, with budgets that tiny texts outgrow
@@ -414,6 +419,9 @@ class Checkpoints:
 def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tensor]:
     """The bytes of a tensor in the format of its checkpoint, and its values."""
     found, stored = checkpoint.located(tensor), checkpoint.stored_as(tensor.name)
+    if isinstance(found, StoredTensor) and found.arranged is not None:
+        made = torch.cat([*plain_rows(found, 1)]).contiguous()
+        return made.view(torch.uint8).flatten(), made
     own = replace(tensor, format=stored.format, itemsize=stored.itemsize)
     data = torch.zeros(own.nbytes, dtype=torch.uint8)
     if isinstance(found, StoredMatrix) and found.make is not None:
@@ -425,7 +433,7 @@ def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tenso
                 data[start : start + place.nbytes] = torch.frombuffer(bytearray(file.read(place.nbytes)), dtype=torch.uint8)
     if isinstance(found, StoredTensor):
         values = data.view(getattr(torch, found.dtype))
-        return data, values.view(tensor.shape[::-1]).T.contiguous() if found.is_turned else values.view(tensor.shape)
+        return data, values.view(tensor.shape)
     return data, decoded_with(stored.format, data, tensor.shape, torch.float32)
 
 

@@ -27,6 +27,7 @@ from tests.helpers.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 Bytes = NDArray[np.uint8]
 
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
+OF_HEADS = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
 ROUTERS = (".router.proj.weight", ".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight")
 NEVER_PACKED = ("_norm.weight", "e_score_correction_bias", "embed_positions.weight")
 FORMATS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
@@ -80,7 +81,8 @@ def save_gguf(
     _add_numbers(writer, model)
     generator = np.random.default_rng(seed)
     experts: dict[str, list[Tensor]] = {}
-    for name, parameter in ((name, one) for name, one in _tensors(model) if not is_number(name)):
+    tensors = {name: one for name, one in _tensors(model) if not is_number(name)}
+    for name, parameter in tensors.items():
         if expert := EXPERT.fullmatch(name):
             part = "gate_up" if family.gates_with_ups and expert[2] != "down" else expert[2]
             experts.setdefault(f"{expert[1]}.ffn_{part}_exps.{expert[3]}", []).append(parameter)
@@ -94,6 +96,7 @@ def save_gguf(
         kind_there = FORMATS[format] if name.endswith("weight") else Type.F32
         together = 2 if "gate_up" in name else 1
         _add_experts(writer, name.replace("model.layers", "blk"), parameters, kind_there, generator, together)
+    _put_heads_back(model, tensors)
     _add_divisors(writer, model)
     if family.blocks_behind:
         _add_block_behind(writer, model.config)
@@ -243,6 +246,30 @@ def _choice_of_glm(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _choice_of_deepseek(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group or 1)
+    writer.add_expert_group_used_count(config.topk_group or 1)
+    is_v3 = config.model_type == "deepseek_v3"
+    writer.add_expert_weights_norm(bool(is_v3 and config.norm_topk_prob))
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+
+
+def _latents(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    rank, turned = config.kv_lora_rank, config.qk_rope_head_dim
+    found = {"head_count_kv": 1, "key_length": rank + turned, "value_length": rank}
+    for key, value in found.items():
+        writer.kv_data[0][f"{writer.arch}.attention.{key}"].value = value
+    writer.add_key_length_mla(config.qk_nope_head_dim + turned)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     kind = gguf.GGUFValueType.get_type(value)
     writer.add_key_value(key, value, kind)
@@ -311,13 +338,32 @@ def _add_tensor(
         name = name.replace("correction_bias", "correction.bias")
     name += ".weight" * name.endswith((".sinks", ".layer_scalar"))
     name = name.replace("router.per_expert_scale", "router.experts.scale")
+    kind = _fitting(kind, parameter.shape[-1])
     order = _rows_in_file(config, family, name, len(parameter))
     added = family.norms_add if "norm" in name else 0.0
     written = _in_blocks(parameter[order].numpy() + np.float32(added), kind, generator)
     parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape) - added
     if name.endswith(("shared_expert_gate.weight", "e_score_correction.bias")) and written.ndim == 2:
         written = written[0]
+    if name.endswith(OF_HEADS):
+        written = written.reshape(config.num_attention_heads, -1, written.shape[-1])
     writer.add_tensor(name_in_file(name, family.names), written, raw_dtype=kind)
+
+
+def _fitting(kind: Type, columns: int) -> Type:
+    """The format, or one with smaller blocks, if rows are no whole blocks of it."""
+    return next(own for own in (kind, Type.Q8_0, Type.F32) if columns % gguf.GGML_QUANT_SIZES[own][0] == 0)
+
+
+def _put_heads_back(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Puts what was written of parts of a matrix of all heads into the matrix."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".kv_b_proj.weight"):
+            keys, values = (tensors[name.replace("kv_b_proj", part)] for part in ("k_b_proj", "v_b_proj"))
+            by_head = parameter.data.view(model.config.num_attention_heads, -1, parameter.shape[1])
+            first = keys.shape[1]
+            by_head[:, :first] = keys.view(len(by_head), -1, first).transpose(1, 2)
+            by_head[:, first:] = values.view(len(by_head), -1, values.shape[1])
 
 
 def _add_experts(
@@ -390,6 +436,11 @@ NAMES: Mapping[str, str] = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+NAMES_OF_LATENTS = NAMES | {
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q_a", "q_b", "k_b", "v_b")},
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    **{f"self_attn.{part}_a_layernorm": f"attn_{part}_a_norm" for part in ("q", "kv")},
+}
 NAMES_BEHIND = NAMES | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 NAMES_AROUND = NAMES_BEHIND | {"pre_feedforward_layernorm": "ffn_norm"}
 NAMES_OF_GLM4 = NAMES | {
@@ -428,6 +479,13 @@ NAMES_OF_GEMMA4 = NAMES_AROUND | {
 }
 SMOLLM3_SIZES = {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4, "mlp_bias": False}
 QWEN3_SIZES = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True}
+DEEPSEEK_SIZES = {
+    "head_dim": 8,  # of what is rotated
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "rope_parameters": {**KINDS["deepseek-v2"][1]["rope_parameters"]},
+}
 QWEN2_SIZES = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", moves_rows=True),
@@ -491,6 +549,8 @@ FAMILIES: Mapping[str, Family] = {
         NAMES_BY_PLACE,
         sizes={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     ),
+    "deepseek_v2": Family("deepseek2", (_experts, _choice_of_deepseek, _latents), NAMES_OF_LATENTS, sizes=DEEPSEEK_SIZES),
+    "deepseek_v3": Family("deepseek2", (_experts, _choice_of_deepseek, _latents), NAMES_OF_LATENTS, sizes=DEEPSEEK_SIZES),
     "glm4_moe": Family(
         "glm4moe", (_experts, _choice_of_glm), NAMES_BY_PLACE, sizes={"moe_intermediate_size": 32}, blocks_behind=1
     ),

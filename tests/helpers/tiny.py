@@ -116,6 +116,26 @@ _MINISTRAL3_ROPE = {
     "mscale_all_dim": 0.7,
     "llama_4_scaling_beta": 0.6,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 56,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.4,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, **_YARN, "truncate": True},
+}
+_GROUPS = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
+_STRETCHED = {**_DEEPSEEK["rope_parameters"], "mscale": 0.7, "mscale_all_dim": 0.7}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 _SLIDING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 # kind -> the model_type of transformers and what its config says
@@ -212,6 +232,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-plain": ("cohere", {**_LLAMA, "attention_bias": True}),
     "cohere2": ("cohere2", {**_LLAMA, **_SLIDING, "logit_scale": 1.7, "rope_theta": 300.0}),
     "glm4": ("glm4", {**_LLAMA, "head_dim": 16, "rope_theta": 300.0}),
+    "deepseek-v2": ("deepseek_v2", {**_DEEPSEEK, "q_lora_rank": None, "rope_parameters": _STRETCHED}),
+    "deepseek-v2-groups": ("deepseek_v2", {**_DEEPSEEK, **_GROUPS, "topk_method": "group_limited_greedy"}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {**_DEEPSEEK, **_GROUPS, "num_mtp_layers": 0, "rope_parameters": {**_STRETCHED, "mscale_all_dim": 0.9}},
+    ),
+    "glm4-lite": ("glm4_moe_lite", {**_DEEPSEEK, "q_lora_rank": 24, "n_shared_experts": 1, "rope_parameters": _PLAIN_ROPE}),
     "seed-oss": ("seed_oss", {**_LLAMA, "head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
     "arcee": ("arcee", {**_LLAMA, "rope_theta": 300.0}),
     "apertus": ("apertus", {**_LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **_LLAMA3_ROPE}}),
@@ -278,9 +305,19 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
-    usual, turned = tensor_names(model.config).usual, tensor_names(model.config).turned
-    found = {usual(name): tensor for name, tensor in {**named, **dict(_corrections(model))}.items()}
-    return with_each_expert({name: tensor.T if name.endswith(turned) else tensor for name, tensor in found.items()})
+    return named_in_model(model.config, {**named, **dict(_corrections(model))})
+
+
+def named_in_model(config: PretrainedConfig, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, as layers have them."""
+    names = tensor_names(config)
+    found = {names.usual(name): tensor for name, tensor in named.items()}
+    usual = {name: tensor.T if name.endswith(names.turned) else tensor for name, tensor in found.items()}
+    for end, parts in names.of_heads.items():
+        for name in [name for name in usual if name.endswith(end)]:
+            whole = usual.pop(name)
+            usual |= {name.removesuffix(end) + part: own.of(whole) for part, own in parts.items()}
+    return with_each_expert(usual)
 
 
 def with_each_expert(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ def test_experts_are_chosen_from_the_best_groups(variant: str | None, rule: Rout
     correction = torch.linspace(1, -1, 24) if rule.way == SIGMOID_OF_EACH else None
     found, _ = room()
     with used(variant or VARIANTS[0]):
-        (route if variant else route_twin)(scores, correction, rule, found, None)
+        (route if variant else route_twin)(RouterScores(scores, correction), rule, found, None)
     values = scores if correction is None else scores.sigmoid()
     ranked = values if correction is None else values + correction
     for row in range(TOKENS):

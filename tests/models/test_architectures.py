@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from h2o_flexgen.checkpoints import model_places
-from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config, tensor_names
+from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config
 from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.rotary import Rope
@@ -27,10 +27,10 @@ from tests.helpers.tiny import (
     POSITIONS,
     VOCAB,
     checkpoint_tensors,
+    named_in_model,
     save_tiny,
     tiny_config,
     tiny_hf_model,
-    with_each_expert,
 )
 
 STEPS = 6
@@ -110,9 +110,7 @@ def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
 def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, sep_layer: bool, tmp_path: Path) -> None:
     spec = create_model(tiny_config(kind), "float32", sep_layer).spec
     save_tiny(kind, tmp_path, seed=3)
-    names = tensor_names(tiny_config(kind))
-    found = {names.usual(name): one for name, one in load_file(tmp_path / "model.safetensors").items()}  # tied ones once
-    stored = with_each_expert({name: one.T if name.endswith(names.turned) else one for name, one in found.items()})
+    stored = named_in_model(tiny_config(kind), load_file(tmp_path / "model.safetensors"))  # tied ones once
     assert {name: tensor.shape for name, tensor in spec.tensors.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in hf_tensors(kind).items())
     assert spec.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
@@ -243,6 +241,9 @@ PUBLISHED = {
     "allenai/Olmo-3-1025-7B": 7.30e9,
     "HuggingFaceTB/SmolLM3-3B": 3.08e9,
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.6e9,  # its text part
+    "deepseek-ai/DeepSeek-V2-Lite": 15.7e9,
+    "deepseek-ai/DeepSeek-V3": 671e9,
+    "zai-org/GLM-4.7-Flash": 29.9e9,
     "facebook/opt-125m": 125e6,
     "facebook/opt-350m": 331e6,
     "facebook/opt-1.3b": 1.3e9,
@@ -285,7 +286,12 @@ def test_known_shapes_add_up_to_the_published_number_of_parameters(name: str) ->
     assert config is not None
     spec = create_model(config, "bfloat16", name=name).spec
     assert spec.weight_bytes / 2 == pytest.approx(PUBLISHED[name], rel=0.015)
-    assert spec.width == spec.heads * spec.head_dim or getattr(config, "head_dim", None) == spec.head_dim
+    widths = (
+        spec.width // spec.heads,
+        getattr(config, "head_dim", None),
+        spec.values_in_keys + getattr(config, "qk_rope_head_dim", 0),
+    )
+    assert spec.head_dim in widths
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -81,6 +81,9 @@ def test_values_that_do_not_go_together_are_named(
         ("opt", {"ffn_dim": MISSING}, "ffn_dim is missing"),
         ("qwen2-moe", {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size is -1"),
         ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+        ("deepseek-v3", {"kv_lora_rank": MISSING}, "kv_lora_rank is missing"),
+        ("deepseek-v3", {"q_lora_rank": 0}, "q_lora_rank is 0, which is no whole number"),
+        ("deepseek-v2", {"qk_rope_head_dim": "x"}, "qk_rope_head_dim is 'x'"),
     ],
 )
 def test_values_that_one_architecture_reads_are_named(
@@ -102,8 +105,8 @@ def test_a_rope_is_scaled_by_a_number_above_0(factor: object, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_group": 8}, "kv_lora_rank is 512: keys and values"),
-        ({"model_type": "deepseek_v3", "n_group": 8, "topk_group": 4}, "n_group is 8 and topk_group 4: experts"),
+        ({"model_type": "deepseek_v32", "kv_lora_rank": 512, "n_group": 8}, "kv_lora_rank is 512: keys and values"),
+        ({"model_type": "glm4_moe", "n_group": 8, "topk_group": 4}, "n_group is 8 and topk_group 4: experts"),
         ({"model_type": "glm4_moe", "n_group": "two"}, "n_group is 'two': experts"),
         ({"model_type": "glm4_moe", "n_routed_experts": 2}, "num_experts_per_tok is 3, which is no whole number from 1 to 2"),
         ({"model_type": "gpt_oss", "swiglu_limit": "seven"}, "swiglu_limit is 'seven', which is no number"),

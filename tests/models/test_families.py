@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import MODELS, architecture, create_model, load_config
+from h2o_flexgen.models.latent import LatentAttention
 from h2o_flexgen.models.mixture import MixtureOfExperts
 from h2o_flexgen.models.text_parts import TEXT_PARTS
 from h2o_flexgen.sampling.params import SamplingParams
@@ -110,7 +111,8 @@ def cells_of(model_type: str) -> list[str]:
     has_windows = any(window for name in own for window in create_model(tiny_config(name), "float32").spec.windows)
     gguf = "no" if kind.gguf is None else f"`{kind.gguf.name}`"
     since = "0.1" if model_type in FIRST else "0.2"
-    return ["yes", gguf, said(issubclass(kind, MixtureOfExperts)), said(has_windows), "no", since]
+    traits = issubclass(kind, MixtureOfExperts), has_windows, issubclass(kind, LatentAttention)
+    return ["yes", gguf, *map(said, traits), since]
 
 
 def test_the_table_of_models_is_true() -> None:

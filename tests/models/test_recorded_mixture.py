@@ -18,7 +18,18 @@ from h2o_flexgen.models.mixture import MixtureOfExperts
 from tests.helpers.tiny import tiny_config
 from tests.kernels.variants import VARIANTS, used
 
-KINDS = "olmoe", "mixtral", "gpt-oss", "glm4-moe", "glm4-moe-air", "qwen2-moe", "qwen3-moe", "granite-moe", "minimax"
+KINDS = (
+    "olmoe",
+    "mixtral",
+    "gpt-oss",
+    "glm4-moe",
+    "glm4-moe-air",
+    "qwen2-moe",
+    "qwen3-moe",
+    "granite-moe",
+    "minimax",
+    "deepseek-v3",
+)
 FORMS = (PLAIN, PRODUCT), (PLAIN, INT8_PRODUCT), ("tiles4", PRODUCT), ("tiles4", INT8_PRODUCT), ("tiles8", INT8_PRODUCT)
 
 

@@ -77,6 +77,7 @@ MIXTURES = (
     "gpt-oss",
     "glm4-moe",
     "granite-moe",
+    "deepseek-v3",
 )  # one of each architecture with experts
 SEEDS = [(seed, ("cpu", "pretended")[seed % 2]) for seed in range(14)]
 NOT_IN_ARENAS = ("working space", "disk buffers", "loading", "libraries")
@@ -239,6 +240,7 @@ WIDER = {
     "qwen3": {"intermediate_size": 688, "head_dim": 32},
     "gemma2": {"intermediate_size": 688, "head_dim": 32},
     "mistral-near": {"intermediate_size": 688, "head_dim": 32, "sliding_window": 64},
+    "deepseek-v3": {"intermediate_size": 688, "kv_lora_rank": 128, "first_k_dense_replace": 3, "qk_nope_head_dim": 32},
     "neox-parallel": {"intermediate_size": 1024},
     "neox-sequential": {"intermediate_size": 1024},
 }
@@ -280,7 +282,7 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
 
 
 LONG: dict[Any, Any] = {
-    "kind": ("opt", "llama-gqa", "gemma2", "mistral-near", "gpt-oss-far"),
+    "kind": ("opt", "llama-gqa", "gemma2", "mistral-near", "gpt-oss-far", "deepseek-v3"),
     ("tokens", "at_once"): ((400, 64), (100, 1)),  # of a prompt, and of them in a piece
     "kept": range(len(KEPT)),
     "computed": tuple(product(("float32", "bfloat16"), (*variants()[:1], TORCH))),
@@ -432,8 +434,8 @@ def _passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: i
     occupancy = policy.occupancy(batch, gen_len)
     within = None if step else batch.echoes_within
     now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"), echoes_within=within)
-    coding = Coding(spec.kv_codec, dtype, spec.head_dim)
-    image = torch.zeros(2, rows, spec.kv_heads, now.capacity, coding.width, dtype=coding.kept_dtype)
+    coding = replace(Coding.of(spec), dtype=dtype)
+    image = torch.zeros(coding.sets, rows, spec.kv_heads, now.capacity, coding.width, dtype=coding.kept_dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.score_bytes, dtype=torch.uint8)
     scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
     weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in spec.layers]

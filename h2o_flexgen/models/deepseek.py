@@ -1,0 +1,140 @@
+"""DeepSeek-V2 and V3: latent attention, and mixtures beside an mlp that all tokens pass through. Routers choose groups of
+experts first. The first blocks have a single mlp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from h2o_flexgen.checkpoints.model_files import AGAIN
+from h2o_flexgen.checkpoints.stored_architecture import (
+    BEHIND_ATTENTION,
+    DENSE_BLOCKS,
+    EXPERTS,
+    FIRST_NORM,
+    GATING,
+    LOG_MULTIPLIER,
+    MLP,
+    ROTATED,
+    ROUTER,
+    SIGMOID,
+    SOFTMAX,
+    WEIGHTS_SCALE,
+    GgufArchitecture,
+    GgufModel,
+    Said,
+    shared_expert,
+    weights,
+)
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.kernels.routing import RouterScores
+from h2o_flexgen.models import tensor_ops
+from h2o_flexgen.models.base import Weights
+from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Number, Whole
+from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
+from h2o_flexgen.models.latent import INTO_KEYS, INTO_VALUES, OF_LATENTS, LatentAttention, Latents
+from h2o_flexgen.models.llama import Traits
+from h2o_flexgen.models.mixture import NO_GROUPS, SHARED, ExpertGroups, Mixture, MixtureOfExperts
+from h2o_flexgen.models.rotary import Rope
+
+
+def stretch(said: GgufModel) -> dict[str, float]:
+    """How YaRN makes scores larger: a file has a tenth of it."""
+    if not said.has(LOG_MULTIPLIER):
+        raise ValueError(f"{said.metadata.path} scales positions by YaRN and does not say {said.key(LOG_MULTIPLIER)}; {AGAIN}")
+    share = round(10 * said.number(LOG_MULTIPLIER), 5)  # files have it in float32
+    return {"mscale": share, "mscale_all_dim": share}
+
+
+WIDTHS, RANK = "attention.key_length_mla", "attention.kv_lora_rank"
+KEYS: dict[str, Said] = {
+    "kv_lora_rank": lambda said: said.whole(RANK),
+    "q_lora_rank": lambda said: said.whole("attention.q_lora_rank", 0) or None,
+    "qk_rope_head_dim": lambda said: said.whole(ROTATED),
+    "qk_nope_head_dim": lambda said: said.whole(WIDTHS, said.whole("attention.key_length")) - said.whole(ROTATED),
+    "v_head_dim": lambda said: said.whole("attention.value_length_mla", said.whole("attention.value_length")),
+    "n_routed_experts": lambda said: said.experts,
+    "n_shared_experts": lambda said: said.whole("expert_shared_count", 0) or None,
+    "first_k_dense_replace": lambda said: said.whole(DENSE_BLOCKS, 0),
+    "moe_intermediate_size": lambda said: said.expert_width,
+    "routed_scaling_factor": lambda said: said.number(WEIGHTS_SCALE, 0.0) or 1.0,
+    "n_group": lambda said: said.whole("expert_group_count", 1),
+    "topk_group": lambda said: said.whole("expert_group_used_count", 1),
+    "num_mtp_layers": lambda said: 0,
+}
+LIKE_LLAMA = {**FIRST_NORM, "ffn_norm": BEHIND_ATTENTION}
+IN_GGUF = GgufArchitecture(
+    "deepseek2",
+    {**weights(OF_LATENTS, MLP, EXPERTS, ROUTER, shared_expert(SHARED), LIKE_LLAMA), **CORRECTION_IN_FILES},
+    KEYS,
+    heeds={DENSE_BLOCKS: None, WEIGHTS_SCALE: None, LOG_MULTIPLIER: None, "expert_group_count": None},
+    has_experts=True,
+    is_interleaved=True,
+    rotates_parts=True,
+    more_of_rope=stretch,
+    of_heads=(f"{INTO_KEYS}.weight", f"{INTO_VALUES}.weight"),
+    has_latents=True,
+)
+
+GREEDY, OF_GROUPS = "greedy", "group_limited_greedy"
+BEST_OF_GROUP = 2  # say in V3 what a group ranks by
+GROUPED: Bounds = {
+    "n_group": Whole(MOST_EXPERTS, may_be_zero=True),
+    "topk_group": Whole(MOST_EXPERTS, may_be_zero=True),
+    "n_shared_experts": Whole(MOST_EXPERTS),
+    "first_k_dense_replace": Number(0.0, 1e6),
+}
+
+
+class DeepSeek(LatentAttention, MixtureOfExperts):
+    """What both have in common."""
+
+    bounds: ClassVar[Bounds] = {**LatentAttention.bounds, **GROUPED}
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        scale = Latents.of(config).query_scale(Rope.of(config))
+        return Traits(config.attention_bias, config.attention_bias, query_scale=scale)
+
+    @staticmethod
+    def has_experts(config: Config, block: int) -> bool:
+        return block >= int(config.first_k_dense_replace)
+
+
+class DeepSeekV2(DeepSeek):
+    rotates_neighbours = True
+    gguf = replace(
+        IN_GGUF,
+        keys={**KEYS, "topk_method": lambda said: OF_GROUPS if said.whole("expert_group_count", 1) > 1 else GREEDY},
+        heeds={**IN_GGUF.heeds, GATING: (0, SOFTMAX)},
+        sums_to_one=False,
+        routers=(0, SOFTMAX),
+    )
+
+    @staticmethod
+    def mixture_of(config: Config) -> Mixture:
+        inner, method = config.moe_intermediate_size, config.topk_method
+        if method not in (GREEDY, OF_GROUPS):
+            raise ValueError(f"topk_method is {shown(method)}; {GREEDY} and {OF_GROUPS} are supported; give another model")
+        if getattr(config, "mlp_bias", False):
+            raise ValueError("mlp_bias is True, but matrices of experts have no biases here; give another model")
+        groups = ExpertGroups.of(config, 1) if method == OF_GROUPS else NO_GROUPS
+        sizes = config.n_routed_experts, config.num_experts_per_tok, inner
+        shared, factor = inner * (config.n_shared_experts or 0), float(config.routed_scaling_factor)
+        return Mixture(*sizes, sums_to_one=False, shared=shared, groups=groups, factor=factor)
+
+    def scored(self, hidden: Tensor, x: Tensor, weights: Weights) -> RouterScores:
+        return RouterScores(tensor_ops.wide_linear(x, weights, self._mixture.router))
+
+
+class DeepSeekV3(DeepSeek, CorrectedMixture):
+    gguf: ClassVar[GgufArchitecture | None] = replace(IN_GGUF, heeds={**IN_GGUF.heeds, GATING: (SIGMOID,)}, routers=(SIGMOID,))
+
+    @staticmethod
+    def mixture_of(config: Config) -> Mixture:
+        inner, groups = config.moe_intermediate_size, ExpertGroups.of(config, BEST_OF_GROUP)
+        sizes = config.n_routed_experts, config.num_experts_per_tok, inner
+        shared, factor = inner * (config.n_shared_experts or 0), float(config.routed_scaling_factor)
+        return Mixture(*sizes, bool(config.norm_topk_prob), shared=shared, groups=groups, factor=factor)
