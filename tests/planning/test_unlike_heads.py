@@ -14,17 +14,18 @@ from tests.helpers.contract import FEW_LOOK_BACK, head_budgets
 from tests.helpers.probes import probe_for
 from tests.helpers.tiny import tiny_config
 
-HEADS = ((2, 12), (2, 12), (1, 16))  # number and width, in each layer
+HEADS = ((1, 16), (2, 12), (1, 16))  # number and width, in each layer
+KINDS = ["full_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.fixture
 def spec() -> ModelSpec:
-    return create_model(tiny_config("gemma4"), "float32").spec
+    return create_model(tiny_config("gemma4", layer_types=KINDS), "float32").spec
 
 
 def test_a_model_is_asked_for_the_heads_of_a_layer(spec: ModelSpec) -> None:
     assert [(spec.at(layer).kv_heads, spec.at(layer).head_dim) for layer in spec.kv_layers] == [*HEADS]
-    assert spec.at(spec.kv_layers[0]) is spec and len(spec.of_heads) == 2
+    assert spec.at(spec.kv_layers[1]) is spec and len(spec.of_heads) == 2
     assert spec.kv_bytes_per_token == 4 * sum(2 * number * width for number, width in HEADS)
     queries = [layer.out_width - spec.width for layer in spec.cut_at_attention().layers if layer.has_kv]
     assert queries == [spec.heads * width for _, width in HEADS]
@@ -36,7 +37,7 @@ def test_what_layers_hold_is_counted_by_their_own_heads(spec: ModelSpec, within:
     model = spec.within_windows() if within else spec
     (block,) = Workload((4, 3), 3).blocks(2, 1)
     kv = HeldKV.of(model, Plan(), block)
-    assert [(own.kv_heads, own.head_dim) for own in kv.specs] in ([HEADS[0], HEADS[2]], [HEADS[2], HEADS[0]])
+    assert [(own.kv_heads, own.head_dim) for own in kv.specs] == [*HEADS[:2]]
     for layer, (number, width) in zip(model.kv_layers, HEADS, strict=True):
         (layout,) = (own for own in kv.layouts(layer, 0) if own is not None)
         assert layout.heads == number and kv.image_bytes(layer, 0) == 2 * layout.slots * 2 * number * width * model.itemsize
@@ -48,7 +49,7 @@ def test_prefixes_have_an_image_of_each_layer(spec: ModelSpec) -> None:
     assert [layout.image_bytes(place) for place in range(3)] == images
     assert [layout.image_start(place) for place in range(3)] == [0, images[0], sum(images[:2])]
     assert [layout.notes_bytes(place) for place in range(3)] == [5 * 4 * number for number, _ in HEADS]
-    assert layout.nbytes == sum(images) + 5 * 4 * 5
+    assert layout.nbytes == sum(images) + 5 * 4 * 4
 
 
 def test_what_is_told_of_each_head_is_refused(spec: ModelSpec) -> None:
