@@ -5,5 +5,5 @@
 typedef struct {
     const void *products; /* as the function knows them */
     long count;
-    int told; /* what all have in common: the bits of codes, a kind of plain values, or a stored form */
+    int told; /* what all have in common: the bits of codes, a kind of plain values, or a stored format */
 } asked_products;

@@ -1,4 +1,4 @@
-/* Decodes rows of stored forms to values of a type. */
+/* Decodes rows of stored formats to values of a type. */
 
 #include "stored_values.h"
 #include "team.h"
@@ -20,7 +20,7 @@ static ALWAYS_INLINE void store_ordered(const floats *values, const int32_t *ord
             store_value(row + order[at] * itemsize_of(kind), own[at], kind);
 }
 
-static ALWAYS_INLINE void decode_row(const stored_matrix *m, long output, const int32_t *order, char *out, int form, int kind)
+static ALWAYS_INLINE void decode_row(const stored_matrix *m, long output, const int32_t *order, char *out, int format, int kind)
 {
     const stored_row row = stored_row_of(m, output);
     stored_shares shares;
@@ -28,9 +28,9 @@ static ALWAYS_INLINE void decode_row(const stored_matrix *m, long output, const 
         floats values[PIECE / LANES];
         char last[PIECE * 4], *to = out + first * itemsize_of(kind);
         if (first % STRETCH == 0)
-            read_shares(&row, first, form, &shares);
-        stored_floats_of(&row, first, form, &shares, values);
-        if (form == INT4 && order) {
+            read_shares(&row, first, format, &shares);
+        stored_floats_of(&row, first, format, &shares, values);
+        if (format == INT4 && order) {
             store_ordered(values, order + first, m->inputs, out, kind);
         } else if (m->inputs - first >= PIECE) {
             store_piece(values, to, kind);
@@ -45,12 +45,12 @@ typedef struct {
     stored_matrix matrix;
     const int32_t *order; /* where its columns go, or NULL */
     char *out;            /* (outputs, inputs) */
-    int form, kind;
+    int format, kind;
 } decoding;
 
-static ALWAYS_INLINE void decode_number(const decoding *d, long output, int form, int kind)
+static ALWAYS_INLINE void decode_number(const decoding *d, long output, int format, int kind)
 {
-    decode_row(&d->matrix, output, d->order, d->out + output * d->matrix.inputs * itemsize_of(kind), form, kind);
+    decode_row(&d->matrix, output, d->order, d->out + output * d->matrix.inputs * itemsize_of(kind), format, kind);
 }
 
 #define OF_KIND(FORM, KIND)                                                                                                      \
@@ -63,5 +63,5 @@ void stored_decode(const void *given, int threads)
 #define ACTIONS(FORM) {decode_##FORM##_BF16, decode_##FORM##_FLOAT, decode_##FORM##_HALF},
     static part_action *const actions[][3] = {EACH_FORM(ACTIONS)};
     const decoding *d = given;
-    share_out(given, d->matrix.outputs, threads, actions[d->form][d->kind]);
+    share_out(given, d->matrix.outputs, threads, actions[d->format][d->kind]);
 }

@@ -1,4 +1,4 @@
-/* The product of few rows with a transposed matrix in a stored form, exact: dot products of float32 values, which are made in
+/* The product of few rows with a transposed matrix in a stored format, exact: dot products of float32 values, which are made in
    registers from the bytes as they lie. A few outputs are multiplied at once, so that what is loaded of x serves all of them.
 
    A row and an output have one chain of operations: sixteen sums of every sixteenth product, in the order of the inputs as their
@@ -25,9 +25,9 @@
 /* -- rows -------------------------------------------------------------------------------------------------------------------- */
 
 /* Whether codes lie in pairs: then even inputs are multiplied before odd ones, for each 32 of them. */
-static ALWAYS_INLINE int lies_in_turn(int form)
+static ALWAYS_INLINE int lies_in_turn(int format)
 {
-    return form == FP4 || form == INT4;
+    return format == FP4 || format == INT4;
 }
 
 /* x (rows, inputs) as float32, with zeros behind the last input of a row; `in_pairs`: for codes that lie in pairs. Rows of no run are
@@ -70,9 +70,9 @@ void arrange_dots(const void *given, int threads)
 
 /* -- 32 inputs of an output -------------------------------------------------------------------------------------------------- */
 
-static ALWAYS_INLINE const uint8_t *bytes_of_piece(const stored_row *row, long first, int form)
+static ALWAYS_INLINE const uint8_t *bytes_of_piece(const stored_row *row, long first, int format)
 {
-    return is_block(form) ? block_of_row(row, first, form) : row->codes + first / (form == FP8 ? 1 : 2);
+    return is_block(format) ? block_of_row(row, first, format) : row->codes + first / (format == FP8 ? 1 : 2);
 }
 
 #if LANES == 16
@@ -89,44 +89,44 @@ static ALWAYS_INLINE void look_up(words low, words high, floats table, floats *o
     out[1] = (floats)_mm512_permutexvar_ps((__m512i)high, (__m512)table);
 }
 
-static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int format, const stored_shares *shares, floats *out)
 {
     static const float whole[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static const float of_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     static const float of_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-    const uint8_t *bytes = bytes_of_piece(row, first, form);
-    const unsigned long within = (unsigned long)first % STRETCH, at = within / sharing_inputs(form), piece = within / PIECE;
-    if (form == Q4_0 || form == Q4_1 || form == IQ4_NL || form == MXFP4 || form == FP4 || form == INT4) {
-        const words both = words_of_16(bytes + (form == Q4_0 || form == IQ4_NL ? 2 : form == Q4_1 ? 4 : form == MXFP4));
-        const floats codes = form == MXFP4 || form == FP4 ? LOAD(floats, of_fp4)
-                             : form == IQ4_NL             ? LOAD(floats, of_iq4)
-                             : form == INT4               ? LOAD(floats, whole) - (float)shares->zeros[at]
-                                                          : LOAD(floats, whole) - (float)usual_zero(form);
+    const uint8_t *bytes = bytes_of_piece(row, first, format);
+    const unsigned long within = (unsigned long)first % STRETCH, at = within / sharing_inputs(format), piece = within / PIECE;
+    if (format == Q4_0 || format == Q4_1 || format == IQ4_NL || format == MXFP4 || format == FP4 || format == INT4) {
+        const words both = words_of_16(bytes + (format == Q4_0 || format == IQ4_NL ? 2 : format == Q4_1 ? 4 : format == MXFP4));
+        const floats codes = format == MXFP4 || format == FP4 ? LOAD(floats, of_fp4)
+                             : format == IQ4_NL             ? LOAD(floats, of_iq4)
+                             : format == INT4               ? LOAD(floats, whole) - (float)shares->zeros[at]
+                                                          : LOAD(floats, whole) - (float)usual_zero(format);
         const floats table = codes * shares->scales[at];
-        look_up(both, both >> 4, has_minima(form) ? table + shares->minima[at] : table, out);
-    } else if (form == Q4_K) {
+        look_up(both, both >> 4, has_minima(format) ? table + shares->minima[at] : table, out);
+    } else if (format == Q4_K) {
         const uint8_t *from = bytes + 16 + piece / 2 * 32;
         const words low = words_of_16(from) >> piece % 2 * 4, high = words_of_16(from + 16) >> piece % 2 * 4;
         look_up(low, high, LOAD(floats, whole) * shares->scales[at] + shares->minima[at], out);
-    } else if (form == FP8) {
+    } else if (format == FP8) {
         const floats scale = all(shares->scales[at]) * 256.0f;
         halves_of_fp8(codes_of_fp8(row, first), out);
         out[0] *= scale;
         out[1] *= scale;
     } else {
-        stored_floats_of(row, first, form, shares, out);
+        stored_floats_of(row, first, format, shares, out);
     }
 }
 
 #else
 
-static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int format, const stored_shares *shares, floats *out)
 {
-    if (lies_in_turn(form)) {
+    if (lies_in_turn(format)) {
         const stored_codes codes = nibbles_by_half(row->codes + first / 2);
-        floats_of_codes(form == FP4 ? codes_of_fp4(codes) : codes, first, form, shares, out);
+        floats_of_codes(format == FP4 ? codes_of_fp4(codes) : codes, first, format, shares, out);
     } else {
-        stored_floats_of(row, first, form, shares, out);
+        stored_floats_of(row, first, format, shares, out);
     }
 }
 
@@ -137,12 +137,12 @@ static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int
 typedef floats dot_sums[FEW_ROWS][PARTS];
 
 static ALWAYS_INLINE void add_piece(dot_sums *sums, const stored_row *rows_of_matrix, const stored_shares *shares, long first,
-                                    const float *x, long columns, int outputs, int rows, int form)
+                                    const float *x, long columns, int outputs, int rows, int format)
 {
 #pragma GCC unroll 4
     for (int output = 0; output < outputs; output++) {
         floats values[PIECE / LANES];
-        floats_for_dots(rows_of_matrix + output, first, form, shares + output, values);
+        floats_for_dots(rows_of_matrix + output, first, format, shares + output, values);
 #pragma GCC unroll 6
         for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
@@ -163,17 +163,17 @@ static ALWAYS_INLINE float added_up(const floats *parts)
 }
 
 /* Asks for the same stretch of the outputs that come next: rows are too short for a processor to notice them as streams. */
-static ALWAYS_INLINE void ask_for_next(const stored_row *row, long stretch, int outputs, int form)
+static ALWAYS_INLINE void ask_for_next(const stored_row *row, long stretch, int outputs, int format)
 {
-    const uint8_t *from = bytes_of_piece(row, stretch, form) + outputs * row->matrix->code_row;
-    const long size = is_block(form) ? STRETCH / block_values(form) * stored_block_bytes(form) : STRETCH / (form == FP8 ? 1 : 2);
+    const uint8_t *from = bytes_of_piece(row, stretch, format) + outputs * row->matrix->code_row;
+    const long size = is_block(format) ? STRETCH / block_values(format) * stored_block_bytes(format) : STRETCH / (format == FP8 ? 1 : 2);
 #pragma GCC unroll 8
     for (long at = 0; at < size; at += LINE)
         __builtin_prefetch(from + at);
 }
 
 /* Behind the last output it is repeated: what comes of that is not stored. */
-static ALWAYS_INLINE void multiply(const product_of_stored *p, long first_output, long first_row, int outputs, int rows, int form)
+static ALWAYS_INLINE void multiply(const product_of_stored *p, long first_output, long first_row, int outputs, int rows, int format)
 {
     const stored_matrix *m = &p->matrix;
     const float *x = p->given.x + first_row * p->given.columns;
@@ -186,11 +186,11 @@ static ALWAYS_INLINE void multiply(const product_of_stored *p, long first_output
     for (long stretch = 0; stretch < m->inputs; stretch += STRETCH) {
         const long end = m->inputs - stretch < STRETCH ? m->inputs : stretch + STRETCH;
         for (int output = 0; output < outputs; output++)
-            ask_for_next(rows_of_matrix + output, stretch, outputs, form);
+            ask_for_next(rows_of_matrix + output, stretch, outputs, format);
         for (int output = 0; output < outputs; output++)
-            read_shares(rows_of_matrix + output, stretch, form, shares + output);
+            read_shares(rows_of_matrix + output, stretch, format, shares + output);
         for (long first = stretch; first < end; first += PIECE)
-            add_piece(sums, rows_of_matrix, shares, first, x, p->given.columns, outputs, rows, form);
+            add_piece(sums, rows_of_matrix, shares, first, x, p->given.columns, outputs, rows, format);
     }
     for (int row = 0; row < rows; row++)
         for (int output = 0; output < outputs && first_output + output < m->outputs; output++) {
@@ -227,7 +227,7 @@ typedef struct {
     const product_of_stored *products;
     const long *begins; /* of the parts of each */
     long count;
-    int form;
+    int format;
 } some_dots;
 
 /* A part is as many outputs as are multiplied together at most, for all rows. */
@@ -243,11 +243,11 @@ static void multiply_part(const void *given, long number, int member)
     for (long block = 0; block < blocks; block++) {
         const long first = block * p->given.rows / blocks, count = (block + 1) * p->given.rows / blocks - first;
         for (long output = group * MOST_OUTPUTS; output < (group + 1) * MOST_OUTPUTS && output < outputs; output += outputs_of(count))
-            actions[some->form][count - 1](p, output, first);
+            actions[some->format][count - 1](p, output, first);
     }
 }
 
-/* Some products, with rows each, of matrices in one form. */
+/* Some products, with rows each, of matrices in one format. */
 void stored_dots(const void *given, int threads)
 {
     const asked_products *asked = given;

@@ -1,4 +1,4 @@
-/* The product of rows of int8 and a transposed matrix in a stored form of whole numbers. Inputs that share a scale are a part of a
+/* The product of rows of int8 and a transposed matrix in a stored format of whole numbers. Inputs that share a scale are a part of a
    group of 64; the dot product of a part is a whole number, and so is the sum of its codes of x. Then, part behind part,
    value = value + (dot * scale of the output + sum of codes * minimum of the output), where there are minima, and group behind group
    sum = sum + value * scale of x, every operation rounded by itself. So an outcome has the same bits in every library and in torch,
@@ -33,17 +33,17 @@ typedef struct {
     int bits, parts, minima;
 } block_kind;
 
-static ALWAYS_INLINE int bits_of(int form)
+static ALWAYS_INLINE int bits_of(int format)
 {
-    const int most = largest_code(form);
+    const int most = largest_code(format);
     return most < 16 ? 4 : most < 32 ? 5 : most < 64 ? 6 : 8;
 }
 
 /* INT4 with zeros of its own has minima: a zero times its scale is exact. */
-static ALWAYS_INLINE block_kind kind_of(const stored_matrix *matrix, int form)
+static ALWAYS_INLINE block_kind kind_of(const stored_matrix *matrix, int format)
 {
-    const long together = form == INT4 || form == FP4 ? 1l << matrix->scale_shift : sharing_inputs(form);
-    const block_kind found = {bits_of(form), together < GROUP ? GROUP / (int)together : 1, has_minima(form) || matrix->zeros};
+    const long together = format == INT4 || format == FP4 ? 1l << matrix->scale_shift : sharing_inputs(format);
+    const block_kind found = {bits_of(format), together < GROUP ? GROUP / (int)together : 1, has_minima(format) || matrix->zeros};
     return found;
 }
 
@@ -68,10 +68,10 @@ static ALWAYS_INLINE long next_tiles(const stored_matrix *matrix)
 }
 
 /* Asks for the bytes so far behind: there are more outputs in turn than a processor notices as streams. */
-static ALWAYS_INLINE void fetch_behind(const stored_row *row, long first, int form, long behind)
+static ALWAYS_INLINE void fetch_behind(const stored_row *row, long first, int format, long behind)
 {
-    const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes + first / 2;
-    const long within = block_values(form) == STRETCH ? first % STRETCH / GROUP * LINE : 0;
+    const uint8_t *block = is_block(format) ? block_of_row(row, first, format) : row->codes + first / 2;
+    const long within = block_values(format) == STRETCH ? first % STRETCH / GROUP * LINE : 0;
     __builtin_prefetch(block + within + behind, 0, 2);
 }
 
@@ -86,24 +86,24 @@ static ALWAYS_INLINE words nibbles_of_two(const uint8_t *one, const uint8_t *oth
 #endif
 
 /* The codes of an output that a register holds, from an input on. Of a group that is not whole there are 32 inputs, and zeros. */
-static ALWAYS_INLINE words register_of_codes(const stored_row *row, long first, int form, int whole)
+static ALWAYS_INLINE words register_of_codes(const stored_row *row, long first, int format, int whole)
 {
     const stored_codes nothing = {0};
 #if LANES == 16
-    if (whole && (form == Q4_0 || form == Q4_1)) {
-        const uint8_t *block = block_of_row(row, first, form) + (form == Q4_0 ? 2 : 4);
-        return nibbles_of_two(block, block + stored_block_bytes(form));
+    if (whole && (format == Q4_0 || format == Q4_1)) {
+        const uint8_t *block = block_of_row(row, first, format) + (format == Q4_0 ? 2 : 4);
+        return nibbles_of_two(block, block + stored_block_bytes(format));
     }
-    const stored_codes one = stored_codes_of(row, first, form), other = whole ? stored_codes_of(row, first + PIECE, form) : nothing;
+    const stored_codes one = stored_codes_of(row, first, format), other = whole ? stored_codes_of(row, first + PIECE, format) : nothing;
     return (words)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)one), (__m256i)other, 1);
 #else
-    const stored_codes one = whole || first % GROUP < PIECE ? stored_codes_of(row, first / PIECE * PIECE, form) : nothing;
+    const stored_codes one = whole || first % GROUP < PIECE ? stored_codes_of(row, first / PIECE * PIECE, format) : nothing;
     return LOAD(words, (const char *)&one + first % PIECE);
 #endif
 }
 
 /* The codes of a tile and a group, turned round. */
-static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int form, int whole, uint8_t *out)
+static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int format, int whole, uint8_t *out)
 {
     const long to_next = next_tiles(rows->matrix);
     for (int part = 0; part < PARTS; part++)
@@ -112,13 +112,13 @@ static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int 
 #pragma GCC unroll 16
             for (int at = 0; at < LANES; at++) {
                 if (!dword)
-                    fetch_behind(rows + LANES * part + at, first, form, to_next);
-                square[at] = register_of_codes(rows + LANES * part + at, first + 4 * dword, form, whole);
+                    fetch_behind(rows + LANES * part + at, first, format, to_next);
+                square[at] = register_of_codes(rows + LANES * part + at, first + 4 * dword, format, whole);
             }
             turn(square);
 #pragma GCC unroll 16
             for (int at = 0; at < LANES; at++)
-                for (int plane = 0, planes = planes_of(bits_of(form)); plane < planes; plane++) {
+                for (int plane = 0, planes = planes_of(bits_of(format)); plane < planes; plane++) {
                     const words of_plane = planes == 1 ? square[at] : square[at] >> (4 * plane) & 0x0f0f0f0f;
                     memcpy(out + 4 * (TILE * (X_DWORDS * plane + dword + at) + LANES * part), &of_plane, sizeof of_plane);
                 }
@@ -128,17 +128,17 @@ static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int 
 #define MOST_SHARES 16 /* numbers of a stretch that one output has: 16 scales, or 8 scales and 8 minima */
 
 /* The scales and minima of an output, for each part of a stretch; zeros where the row has ended. */
-static ALWAYS_INLINE void shares_of_row(const stored_row *row, long first, int form, block_kind kind, float *to)
+static ALWAYS_INLINE void shares_of_row(const stored_row *row, long first, int format, block_kind kind, float *to)
 {
     stored_shares shares;
-    const long left = row->matrix->inputs - first, together = GROUP / kind.parts, step = together / sharing_inputs(form);
+    const long left = row->matrix->inputs - first, together = GROUP / kind.parts, step = together / sharing_inputs(format);
     const int parts = GROUPS_OF_STRETCH * kind.parts;
-    read_shares(row, first, form, &shares);
+    read_shares(row, first, format, &shares);
     for (int at = 0; at < parts; at++)
         to[at] = shares.scales[at * step];
     if (kind.minima)
         for (int at = 0; at < parts; at++)
-            to[MOST_SHARES / 2 + at] = form == INT4 ? (float)-shares.zeros[at * step] * to[at] : shares.minima[at * step];
+            to[MOST_SHARES / 2 + at] = format == INT4 ? (float)-shares.zeros[at * step] * to[at] : shares.minima[at * step];
     for (long at = left / together; left < STRETCH && at < parts; at++) {
         to[at] = 0.0f;
         if (kind.minima)
@@ -156,13 +156,13 @@ static ALWAYS_INLINE long place_of_share(block_kind kind, int number)
 }
 
 /* The same of blocks that begin with them in float16: they are widened when those of all outputs lie side by side. */
-static ALWAYS_INLINE void prepare_halves(const stored_row *rows, long first, int form, block_kind kind, uint8_t *out)
+static ALWAYS_INLINE void prepare_halves(const stored_row *rows, long first, int format, block_kind kind, uint8_t *out)
 {
     for (int piece = 0; piece < STRETCH / PIECE; piece++)
         for (int part = 0; part < PARTS; part++) {
             uint32_t both[LANES] = {0};
             for (int at = 0; at < LANES && first + piece * PIECE < rows->matrix->inputs; at++)
-                both[at] = LOAD(uint32_t, block_of_row(rows + LANES * part + at, first + piece * PIECE, form));
+                both[at] = LOAD(uint32_t, block_of_row(rows + LANES * part + at, first + piece * PIECE, format));
             const floats scales = floats_of_low_halves(LOAD(words, both)), minima = floats_of_low_halves(LOAD(words, both) >> 16);
             memcpy(out + place_of_share(kind, piece) + 4 * LANES * part, &scales, sizeof scales);
             if (kind.minima)
@@ -171,15 +171,15 @@ static ALWAYS_INLINE void prepare_halves(const stored_row *rows, long first, int
 }
 
 /* The scales and minima of a tile and a stretch, turned round. */
-static ALWAYS_INLINE void prepare_shares(const stored_row *rows, long first, int form, block_kind kind, uint8_t *out)
+static ALWAYS_INLINE void prepare_shares(const stored_row *rows, long first, int format, block_kind kind, uint8_t *out)
 {
-    if (begins_with_halves(form)) {
-        prepare_halves(rows, first, form, kind, out);
+    if (begins_with_halves(format)) {
+        prepare_halves(rows, first, format, kind, out);
         return;
     }
     float shares[TILE][MOST_SHARES] __attribute__((aligned(LINE))) = {{0}};
     for (int output = 0; output < TILE; output++)
-        shares_of_row(rows + output, first, form, kind, shares[output]);
+        shares_of_row(rows + output, first, format, kind, shares[output]);
     for (int part = 0; part < PARTS; part++)
         for (int number = 0; number < MOST_SHARES; number += LANES) {
             words square[LANES];
@@ -195,30 +195,30 @@ static ALWAYS_INLINE void prepare_shares(const stored_row *rows, long first, int
 }
 
 /* Behind the last output it is repeated. */
-static ALWAYS_INLINE void rows_of_tile(const stored_matrix *matrix, int form, long tile, stored_row *rows)
+static ALWAYS_INLINE void rows_of_tile(const stored_matrix *matrix, int format, long tile, stored_row *rows)
 {
     const long behind = matrix->outputs - tile * TILE, last = behind < TILE ? behind - 1 : TILE - 1;
     for (long at = 0; at < TILE; at++) {
         const long output = tile * TILE + (at < last ? at : last);
-        rows[at] = is_block(form) ? (stored_row){matrix->codes + output * matrix->code_row, NULL, NULL, matrix}
+        rows[at] = is_block(format) ? (stored_row){matrix->codes + output * matrix->code_row, NULL, NULL, matrix}
                                   : stored_row_of(matrix, output);
     }
     __asm__("" : "+m"(*(stored_row(*)[TILE])rows)); /* or compilers run out of registers for their places */
 }
 
 /* Some groups of a tile, from the beginning of a stretch on. */
-static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int form, long tile, long group, long groups, uint8_t *out)
+static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int format, long tile, long group, long groups, uint8_t *out)
 {
-    const block_kind kind = kind_of(matrix, form);
+    const block_kind kind = kind_of(matrix, format);
     stored_row rows[TILE];
-    rows_of_tile(matrix, form, tile, rows);
+    rows_of_tile(matrix, format, tile, rows);
     for (long at = 0; at < groups; at++)
         if ((group + at + 1) * GROUP <= matrix->inputs)
-            prepare_codes(rows, (group + at) * GROUP, form, 1, out + at * bytes_of(kind));
+            prepare_codes(rows, (group + at) * GROUP, format, 1, out + at * bytes_of(kind));
         else
-            prepare_codes(rows, (group + at) * GROUP, form, 0, out + at * bytes_of(kind));
+            prepare_codes(rows, (group + at) * GROUP, format, 0, out + at * bytes_of(kind));
     for (long at = 0; at < groups; at += GROUPS_OF_STRETCH)
-        prepare_shares(rows, (group + at) * GROUP, form, kind, out + at * bytes_of(kind));
+        prepare_shares(rows, (group + at) * GROUP, format, kind, out + at * bytes_of(kind));
 }
 
 typedef void (*prepare_action)(const stored_matrix *matrix, long tile, long group, long groups, uint8_t *out);
@@ -322,25 +322,25 @@ static const action *actions_of(block_kind kind)
         if (kinds[at].kind.parts == kind.parts && kinds[at].kind.minima == kind.minima &&
             (WHOLE_DWORDS || kinds[at].kind.bits == kind.bits))
             return kinds[at].actions;
-    return kinds->actions; /* there is no such form */
+    return kinds->actions; /* there is no such format */
 }
 
 /* -- one row ------------------------------------------------------------------------------------------------------------------ */
 
 /* The dot products of a register of codes, four by four. */
-static ALWAYS_INLINE integers dots_of(words codes, words x, int form)
+static ALWAYS_INLINE integers dots_of(words codes, words x, int format)
 {
 #if WHOLE_DWORDS
     return dots_added((integers){0}, codes, x);
 #else
-    if (largest_code(form) < 128)
+    if (largest_code(format) < 128)
         return pairs_added(pair_dots(codes, x));
     return pairs_added(pair_dots(codes & 0x0f0f0f0f, x)) + (pairs_added(pair_dots(codes >> 4 & 0x0f0f0f0f, x)) << 4);
 #endif
 }
 
 /* The dot products with a group of a tile, of each part. */
-static ALWAYS_INLINE void dots_of_tile(const stored_row *rows, long first, int form, int whole, const int8_t *x, int parts,
+static ALWAYS_INLINE void dots_of_tile(const stored_row *rows, long first, int format, int whole, const int8_t *x, int parts,
                                        integers (*dots)[PARTS])
 {
     const long to_next = next_tiles(rows->matrix);
@@ -354,8 +354,8 @@ static ALWAYS_INLINE void dots_of_tile(const stored_row *rows, long first, int f
             for (int at = 0; at < LANES; at++) {
                 const stored_row *row = rows + LANES * place + at;
                 if (!dword)
-                    fetch_behind(row, first, form, to_next);
-                square[at] = (words)dots_of(register_of_codes(row, first + 4 * dword, form, whole), with, form);
+                    fetch_behind(row, first, format, to_next);
+                square[at] = (words)dots_of(register_of_codes(row, first + 4 * dword, format, whole), with, format);
             }
             sum_quarters(square, sums);
 #pragma GCC unroll 4
@@ -367,7 +367,7 @@ static ALWAYS_INLINE void dots_of_tile(const stored_row *rows, long first, int f
 }
 
 /* Adds a group of a tile to its sums. */
-static ALWAYS_INLINE void add_group(const product *p, const stored_row *rows, const uint8_t *shares, long group, int form,
+static ALWAYS_INLINE void add_group(const product *p, const stored_row *rows, const uint8_t *shares, long group, int format,
                                     block_kind kind, floats *sums)
 {
     const long first = group * GROUP;
@@ -375,15 +375,15 @@ static ALWAYS_INLINE void add_group(const product *p, const stored_row *rows, co
     const int32_t *wholes = p->wholes + group * kind.parts;
     integers dots[4][PARTS];
     if (first + GROUP <= p->matrix.inputs)
-        dots_of_tile(rows, first, form, 1, x, kind.parts, dots);
+        dots_of_tile(rows, first, format, 1, x, kind.parts, dots);
     else
-        dots_of_tile(rows, first, form, 0, x, kind.parts, dots);
+        dots_of_tile(rows, first, format, 0, x, kind.parts, dots);
 #pragma GCC unroll 4
     for (int place = 0; place < PARTS; place++) {
         floats values = {0};
 #pragma GCC unroll 4
         for (int part = 0; part < kind.parts; part++) {
-            const integers dot = dots[part][place] - (kind.minima ? 0 : usual_zero(form) * wholes[part]);
+            const integers dot = dots[part][place] - (kind.minima ? 0 : usual_zero(format) * wholes[part]);
             floats value = rounded(__builtin_convertvector(dot, floats) * share_at(shares, kind, 0, part, place));
             if (kind.minima)
                 value += rounded((float)wholes[part] * share_at(shares, kind, 1, part, place));
@@ -394,18 +394,18 @@ static ALWAYS_INLINE void add_group(const product *p, const stored_row *rows, co
 }
 
 /* The sums of a tile with the only row. */
-static ALWAYS_INLINE void multiply_tile(const product *p, int form, long tile, floats *sums)
+static ALWAYS_INLINE void multiply_tile(const product *p, int format, long tile, floats *sums)
 {
-    const block_kind kind = kind_of(&p->matrix, form);
+    const block_kind kind = kind_of(&p->matrix, format);
     uint8_t shares[GROUPS_OF_STRETCH * MOST_BYTES] __attribute__((aligned(LINE)));
     stored_row rows[TILE];
-    rows_of_tile(&p->matrix, form, tile, rows);
+    rows_of_tile(&p->matrix, format, tile, rows);
     memset(sums, 0, PARTS * sizeof *sums);
     for (long group = 0; group < p->of.groups; group++) {
         const long within = group % GROUPS_OF_STRETCH;
         if (!within)
-            prepare_shares(rows, group * GROUP, form, kind, shares);
-        add_group(p, rows, shares + within * bytes_of(kind), group, form, kind, sums);
+            prepare_shares(rows, group * GROUP, format, kind, shares);
+        add_group(p, rows, shares + within * bytes_of(kind), group, format, kind, sums);
     }
 }
 
@@ -424,33 +424,33 @@ static const tile_action tile_actions[] = {EACH_FORM(MULTIPLIES_TILE)};
 
 /* -- the order of the work ---------------------------------------------------------------------------------------------------- */
 
-static ALWAYS_INLINE void multiply_tiles(const product *p, int form, const action *actions, long first_tile, long first_row)
+static ALWAYS_INLINE void multiply_tiles(const product *p, int format, const action *actions, long first_tile, long first_row)
 {
     const long left = p->of.rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
     const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, turns = (p->of.groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
     floats sums[ROWS_AT_ONCE][REGISTERS];
     uint8_t room[TILES * GROUPS_AT_ONCE * MOST_BYTES] __attribute__((aligned(LINE)));
-    const long size = bytes_of(kind_of(&p->matrix, form));
+    const long size = bytes_of(kind_of(&p->matrix, format));
     memset(sums, 0, rows * sizeof *sums);
     for (long turn = 0; turn < turns; turn++) {
         const long group = turn * GROUPS_AT_ONCE, behind = p->of.groups - group;
         const long groups = behind < GROUPS_AT_ONCE ? behind : GROUPS_AT_ONCE;
         for (int tile = 0; tile < TILES; tile++)
-            prepare_actions[form](&p->matrix, first_tile + tile, group, groups, room + tile * GROUPS_AT_ONCE * size);
+            prepare_actions[format](&p->matrix, first_tile + tile, group, groups, room + tile * GROUPS_AT_ONCE * size);
         for (long part = 0, row = 0; part < parts; part++) {
             const long count = (rows - row + parts - part - 1) / (parts - part); /* about the same in each part */
-            actions[count - 1](p, room, group, groups, first_row + row, usual_zero(form), sums + row);
+            actions[count - 1](p, room, group, groups, first_row + row, usual_zero(format), sums + row);
             row += count;
         }
     }
     finish(&p->of, first_row, rows, first_tile, sums);
 }
 
-static ALWAYS_INLINE void multiply_one_row(const product *p, int form, long first_tile)
+static ALWAYS_INLINE void multiply_one_row(const product *p, int format, long first_tile)
 {
     floats sums[1][REGISTERS];
     for (int tile = 0; tile < TILES; tile++)
-        tile_actions[form](p, first_tile + tile, *sums + tile * PARTS);
+        tile_actions[format](p, first_tile + tile, *sums + tile * PARTS);
     finish(&p->of, 0, 1, first_tile, sums);
 }
 
@@ -459,7 +459,7 @@ typedef struct {
     const action *actions;
     const long *begins; /* of the parts of each */
     long count;
-    int form;
+    int format;
 } some_products;
 
 /* A part is the next tiles of a product, for all rows. */
@@ -470,14 +470,14 @@ static void multiply_part(const void *given, long number, int member)
     const product *p = some->products + at;
     const long first = (number - some->begins[at]) * TILES;
     if (p->of.rows == 1) {
-        multiply_one_row(p, some->form, first);
+        multiply_one_row(p, some->format, first);
         return;
     }
     for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-        multiply_tiles(p, some->form, some->actions, first, row);
+        multiply_tiles(p, some->format, some->actions, first, row);
 }
 
-/* Some products with matrices of one form. */
+/* Some products with matrices of one format. */
 void stored_int8_product(const void *given, int threads)
 {
     const asked_products *asked = given;

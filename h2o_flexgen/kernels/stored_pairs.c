@@ -1,4 +1,4 @@
-/* The product of rows in bfloat16 with a transposed matrix in a stored form. Its values are rounded to bfloat16 as decoding does,
+/* The product of rows in bfloat16 with a transposed matrix in a stored format. Its values are rounded to bfloat16 as decoding does,
    by instructions that multiply and add pairs of inputs: for processors that have them. */
 
 #ifdef __AVX512BF16__
@@ -12,10 +12,10 @@ static ALWAYS_INLINE void store_rounded(floats first, floats second, long input,
 }
 
 /* A panel has a span of pairs: twice as many inputs. */
-static ALWAYS_INLINE void fill_pairs(const product *p, long output, long input, long inputs, panel_values *to, int form)
+static ALWAYS_INLINE void fill_pairs(const product *p, long output, long input, long inputs, panel_values *to, int format)
 {
     for (long at = 0; at < inputs; at += SPAN)
-        fill_from_stored(p, output, input + at, inputs - at < SPAN ? inputs - at : SPAN, to->values[at / 2], form, store_rounded);
+        fill_from_stored(p, output, input + at, inputs - at < SPAN ? inputs - at : SPAN, to->values[at / 2], format, store_rounded);
 }
 
 #define FILL(FORM)                                                                                                               \
@@ -34,7 +34,7 @@ static void multiply_part(const void *given, long number, int member)
     multiply_panels(some, number, fills[some->told], add_pair_panel);
 }
 
-/* Some products, with rows each, of matrices in one form. */
+/* Some products, with rows each, of matrices in one format. */
 void stored_pairs(const void *given, int threads)
 {
     share_products(products_of(given, sizeof(product_of_stored), PAIR_PANELS, threads), works_of, multiply_part);

@@ -1,4 +1,4 @@
-/* The product of rows with a transposed matrix in a stored form, exact: panels of it are written as float32, once for all rows. */
+/* The product of rows with a transposed matrix in a stored format, exact: panels of it are written as float32, once for all rows. */
 
 #include "plain_sums.h"
 #include "stored_panels.h"
@@ -25,7 +25,7 @@ static void multiply_part(const void *given, long number, int member)
     multiply_panels(some, number, fills[some->told], add_plain_panel);
 }
 
-/* Some products, with rows each, of matrices in one form. */
+/* Some products, with rows each, of matrices in one format. */
 void stored_product(const void *given, int threads)
 {
     share_products(products_of(given, sizeof(product_of_stored), GROUP_PANELS, threads), works_of, multiply_part);

@@ -1,4 +1,4 @@
-/* What the products of rows with matrices in stored forms are told. */
+/* What the products of rows with matrices in stored formats are told. */
 
 #pragma once
 

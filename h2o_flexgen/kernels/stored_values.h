@@ -1,9 +1,9 @@
-/* Matrices in the forms in which checkpoints store them: where codes, scales and zeros of a row lie, and 32 of its inputs as codes or
-   as float32. Every form of whole numbers is seen in one way: a value is (code - zero) * scale + minimum, where codes are unsigned
+/* Matrices in the formats in which checkpoints store them: where codes, scales and zeros of a row lie, and 32 of its inputs as codes or
+   as float32. Every format of whole numbers is seen in one way: a value is (code - zero) * scale + minimum, where codes are unsigned
    bytes in the order of the inputs, and 16 or 32 inputs share the rest. Products of a code and a scale are exact in float32, so it
    does not matter whether a compiler fuses them with a sum. A minimum of -0 changes nothing, not even the sign of a zero.
 
-   `form` is a constant wherever it is an argument: what a form does not need is not compiled. */
+   `format` is a constant wherever it is an argument: what a format does not need is not compiled. */
 
 #pragma once
 
@@ -12,10 +12,10 @@
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors wider than registers are never handed to a function that is called */
 
 #define PIECE 32    /* inputs that are read at once */
-#define STRETCH 256 /* inputs with scales that are read at once: a block of the forms with the longest ones */
+#define STRETCH 256 /* inputs with scales that are read at once: a block of the formats with the longest ones */
 
 /* Blocks are those of GGUF, the others lie in sections. Python reads their numbers here. */
-enum form { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4, IQ4_NL };
+enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4, IQ4_NL };
 #define EACH_FORM(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4) DO(FP8) DO(FP4) DO(INT4) DO(IQ4_NL)
 
 enum { E8M0 = HALF + 1 }; /* a scale that is a power of two: its exponent, which 127 is added to, as a byte */
@@ -43,21 +43,21 @@ typedef struct {
 
 typedef uint8_t stored_codes __attribute__((vector_size(PIECE)));
 
-/* -- what forms are --------------------------------------------------------------------------------------------------------- */
+/* -- what formats are --------------------------------------------------------------------------------------------------------- */
 
-static ALWAYS_INLINE int is_block(int form)
+static ALWAYS_INLINE int is_block(int format)
 {
-    return form <= MXFP4 || form == IQ4_NL;
+    return format <= MXFP4 || format == IQ4_NL;
 }
 
-static ALWAYS_INLINE long block_values(int form)
+static ALWAYS_INLINE long block_values(int format)
 {
-    return form == Q4_K || form == Q5_K || form == Q6_K ? 256 : 32;
+    return format == Q4_K || format == Q5_K || format == Q6_K ? 256 : 32;
 }
 
-static ALWAYS_INLINE long stored_block_bytes(int form)
+static ALWAYS_INLINE long stored_block_bytes(int format)
 {
-    switch (form) {
+    switch (format) {
     case Q4_0:
     case IQ4_NL: return 18;
     case Q4_1: return 20;
@@ -71,26 +71,26 @@ static ALWAYS_INLINE long stored_block_bytes(int form)
     }
 }
 
-static ALWAYS_INLINE int sharing_inputs(int form) /* of a piece: 16 of them or all 32 share a scale */
+static ALWAYS_INLINE int sharing_inputs(int format) /* of a piece: 16 of them or all 32 share a scale */
 {
-    return form == Q6_K ? 16 : 32;
+    return format == Q6_K ? 16 : 32;
 }
 
-static ALWAYS_INLINE int has_minima(int form)
+static ALWAYS_INLINE int has_minima(int format)
 {
-    return form == Q4_1 || form == Q5_1 || form == Q4_K || form == Q5_K;
+    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K;
 }
 
 /* Blocks that begin with a scale in float16, behind which their minimum stands if there is one. */
-static ALWAYS_INLINE int begins_with_halves(int form)
+static ALWAYS_INLINE int begins_with_halves(int format)
 {
-    return form == Q4_0 || form == Q4_1 || form == Q5_0 || form == Q5_1 || form == Q8_0 || form == IQ4_NL;
+    return format == Q4_0 || format == Q4_1 || format == Q5_0 || format == Q5_1 || format == Q8_0 || format == IQ4_NL;
 }
 
-/* The zero that all codes of a form have, but for those of INT4 with zeros of their own. */
-static ALWAYS_INLINE int usual_zero(int form)
+/* The zero that all codes of a format have, but for those of INT4 with zeros of their own. */
+static ALWAYS_INLINE int usual_zero(int format)
 {
-    switch (form) {
+    switch (format) {
     case Q4_0:
     case INT4: return 8;
     case Q5_0: return 16;
@@ -103,9 +103,9 @@ static ALWAYS_INLINE int usual_zero(int form)
     }
 }
 
-static ALWAYS_INLINE int largest_code(int form) /* of forms of whole numbers */
+static ALWAYS_INLINE int largest_code(int format) /* of formats of whole numbers */
 {
-    switch (form) {
+    switch (format) {
     case Q8_0: return 255;
     case IQ4_NL: return 241; /* the value, and 128 */
     case Q6_K: return 63;
@@ -219,9 +219,9 @@ static ALWAYS_INLINE stored_codes codes_of_iq4(stored_codes from) /* values that
     return looked_up(from, table);
 }
 
-static ALWAYS_INLINE const uint8_t *block_of_row(const stored_row *row, long first, int form)
+static ALWAYS_INLINE const uint8_t *block_of_row(const stored_row *row, long first, int format)
 {
-    return row->codes + first / block_values(form) * stored_block_bytes(form);
+    return row->codes + first / block_values(format) * stored_block_bytes(format);
 }
 
 /* The bytes of FP8, and zeros behind the last input of a row. */
@@ -236,11 +236,11 @@ static ALWAYS_INLINE stored_codes codes_of_fp8(const stored_row *row, long first
 }
 
 /* The codes of 32 inputs from `first` on, a multiple of 32. */
-static ALWAYS_INLINE stored_codes stored_codes_of(const stored_row *row, long first, int form)
+static ALWAYS_INLINE stored_codes stored_codes_of(const stored_row *row, long first, int format)
 {
-    const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes + first / 2;
+    const uint8_t *block = is_block(format) ? block_of_row(row, first, format) : row->codes + first / 2;
     const unsigned piece = (unsigned long)first / PIECE % 8;
-    switch (form) {
+    switch (format) {
     case Q4_0: return nibbles_by_half(block + 2);
     case Q4_1: return nibbles_by_half(block + 4);
     case Q5_0: return nibbles_by_half(block + 6) | fifth_bits(block + 2);
@@ -299,10 +299,10 @@ static ALWAYS_INLINE void read_six_bits(const uint8_t *from, uint8_t *scales, ui
     memcpy(minima, upper, sizeof upper);
 }
 
-static ALWAYS_INLINE void read_shares_of_256(const uint8_t *block, int form, stored_shares *to)
+static ALWAYS_INLINE void read_shares_of_256(const uint8_t *block, int format, stored_shares *to)
 {
-    const float scale = load_half(block + (form == Q6_K ? 208 : 0));
-    if (form == Q6_K) {
+    const float scale = load_half(block + (format == Q6_K ? 208 : 0));
+    if (format == Q6_K) {
 #pragma omp simd
         for (int at = 0; at < 16; at++)
             to->scales[at] = scale * (float)(int8_t)block[192 + at];
@@ -318,17 +318,17 @@ static ALWAYS_INLINE void read_shares_of_256(const uint8_t *block, int form, sto
     }
 }
 
-/* What the 32 inputs from `first` on share, of forms with one scale for them. */
-static ALWAYS_INLINE void read_share(const stored_row *row, long first, int form, float *scale, float *minimum, int32_t *zero)
+/* What the 32 inputs from `first` on share, of formats with one scale for them. */
+static ALWAYS_INLINE void read_share(const stored_row *row, long first, int format, float *scale, float *minimum, int32_t *zero)
 {
-    const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes;
-    const long number = is_block(form) ? 0 : first >> row->matrix->scale_shift;
-    *zero = form == INT4 && row->zeros ? row->zeros[number] : usual_zero(form);
-    *minimum = has_minima(form) ? load_half(block + 2) : -0.0f;
-    if (form == MXFP4 || form == FP4)
-        *scale = half_of_e8m0(form == MXFP4 ? block[0] : row->scales[number]);
+    const uint8_t *block = is_block(format) ? block_of_row(row, first, format) : row->codes;
+    const long number = is_block(format) ? 0 : first >> row->matrix->scale_shift;
+    *zero = format == INT4 && row->zeros ? row->zeros[number] : usual_zero(format);
+    *minimum = has_minima(format) ? load_half(block + 2) : -0.0f;
+    if (format == MXFP4 || format == FP4)
+        *scale = half_of_e8m0(format == MXFP4 ? block[0] : row->scales[number]);
     else
-        *scale = is_block(form) ? load_half(block) : load_scale(row->scales, number, row->matrix->scale_kind);
+        *scale = is_block(format) ? load_half(block) : load_scale(row->scales, number, row->matrix->scale_kind);
 }
 
 /* Eight values of float16, so many bytes apart. */
@@ -347,37 +347,37 @@ static ALWAYS_INLINE void read_eight_halves(const uint8_t *from, long step, floa
 }
 
 /* What a whole stretch shares, of blocks of 32 inputs with a scale in float16. */
-static ALWAYS_INLINE void read_shares_of_blocks(const uint8_t *blocks, int form, stored_shares *to)
+static ALWAYS_INLINE void read_shares_of_blocks(const uint8_t *blocks, int format, stored_shares *to)
 {
-    read_eight_halves(blocks, stored_block_bytes(form), to->scales);
-    if (has_minima(form))
-        read_eight_halves(blocks + 2, stored_block_bytes(form), to->minima);
+    read_eight_halves(blocks, stored_block_bytes(format), to->scales);
+    if (has_minima(format))
+        read_eight_halves(blocks + 2, stored_block_bytes(format), to->minima);
     for (int at = 0; at < STRETCH / PIECE; at++) {
-        if (!has_minima(form))
+        if (!has_minima(format))
             to->minima[at] = -0.0f;
-        to->zeros[at] = usual_zero(form);
+        to->zeros[at] = usual_zero(format);
     }
 }
 
 /* What the inputs from `first` on share, a multiple of 256: those of a stretch, or all that are left. */
-static ALWAYS_INLINE void read_shares(const stored_row *row, long first, int form, stored_shares *to)
+static ALWAYS_INLINE void read_shares(const stored_row *row, long first, int format, stored_shares *to)
 {
     const long left = row->matrix->inputs - first, pieces = ((left < STRETCH ? left : STRETCH) + PIECE - 1) / PIECE;
-    if (block_values(form) == STRETCH) {
-        for (int at = 0; at < STRETCH / sharing_inputs(form); at++) {
+    if (block_values(format) == STRETCH) {
+        for (int at = 0; at < STRETCH / sharing_inputs(format); at++) {
             to->minima[at] = -0.0f;
-            to->zeros[at] = usual_zero(form);
+            to->zeros[at] = usual_zero(format);
         }
-        read_shares_of_256(block_of_row(row, first, form), form, to);
-    } else if (is_block(form) && form != MXFP4 && left >= STRETCH) {
-        read_shares_of_blocks(block_of_row(row, first, form), form, to);
+        read_shares_of_256(block_of_row(row, first, format), format, to);
+    } else if (is_block(format) && format != MXFP4 && left >= STRETCH) {
+        read_shares_of_blocks(block_of_row(row, first, format), format, to);
     } else {
-        const long same = is_block(form) ? 0 : (1l << row->matrix->scale_shift) / PIECE - 1; /* pieces behind one that has a scale */
+        const long same = is_block(format) ? 0 : (1l << row->matrix->scale_shift) / PIECE - 1; /* pieces behind one that has a scale */
         for (long at = 0; at < pieces; at++)
             if (at & same)
                 to->scales[at] = to->scales[at - 1], to->minima[at] = to->minima[at - 1], to->zeros[at] = to->zeros[at - 1];
             else
-                read_share(row, first + at * PIECE, form, to->scales + at, to->minima + at, to->zeros + at);
+                read_share(row, first + at * PIECE, format, to->scales + at, to->minima + at, to->zeros + at);
     }
 }
 
@@ -434,14 +434,14 @@ static ALWAYS_INLINE integers integers_of_bytes(bytes16 from, int part, int are_
 
 /* The values of the codes of 32 inputs from `first` on, a multiple of 32, when the shares of their stretch are known. A code and a
    zero that all codes have are subtracted as bytes, which hold their difference. */
-static ALWAYS_INLINE void floats_of_codes(stored_codes codes, long first, int form, const stored_shares *shares, floats *out)
+static ALWAYS_INLINE void floats_of_codes(stored_codes codes, long first, int format, const stored_shares *shares, floats *out)
 {
-    const int are_signed = form != INT4 && form != FP8;
-    const stored_codes from_zero = are_signed ? codes - (uint8_t)usual_zero(form) : codes;
+    const int are_signed = format != INT4 && format != FP8;
+    const stored_codes from_zero = are_signed ? codes - (uint8_t)usual_zero(format) : codes;
     bytes16 half[2];
     memcpy(half, &from_zero, sizeof half);
 #ifdef __AVX2__
-    if (form == FP8) {
+    if (format == FP8) {
         halves_of_fp8(codes, out);
         for (int at = 0; at < PIECE / LANES; at++)
             out[at] = out[at] * 256.0f * shares->scales[first % STRETCH / PIECE];
@@ -450,19 +450,19 @@ static ALWAYS_INLINE void floats_of_codes(stored_codes codes, long first, int fo
 #endif
 #pragma GCC unroll 2
     for (int next = 0; next < 2; next++) {
-        const unsigned long at = ((unsigned long)first % STRETCH + 16 * next) / sharing_inputs(form);
+        const unsigned long at = ((unsigned long)first % STRETCH + 16 * next) / sharing_inputs(format);
 #pragma GCC unroll 4
         for (int part = 0; part < 16 / LANES; part++) {
-            const integers from = integers_of_bytes(half[next], part, are_signed) - (form == INT4 ? shares->zeros[at] : 0);
+            const integers from = integers_of_bytes(half[next], part, are_signed) - (format == INT4 ? shares->zeros[at] : 0);
             floats *to = out + (16 / LANES) * next + part;
-            *to = (form == FP8 ? floats_of_fp8((words)from) : __builtin_convertvector(from, floats)) * shares->scales[at];
-            if (has_minima(form))
+            *to = (format == FP8 ? floats_of_fp8((words)from) : __builtin_convertvector(from, floats)) * shares->scales[at];
+            if (has_minima(format))
                 *to += shares->minima[at];
         }
     }
 }
 
-static ALWAYS_INLINE void stored_floats_of(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+static ALWAYS_INLINE void stored_floats_of(const stored_row *row, long first, int format, const stored_shares *shares, floats *out)
 {
-    floats_of_codes(stored_codes_of(row, first, form), first, form, shares, out);
+    floats_of_codes(stored_codes_of(row, first, format), first, format, shares, out);
 }

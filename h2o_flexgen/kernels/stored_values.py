@@ -259,7 +259,7 @@ def _shape(format: Stored, outputs: int, inputs: int) -> tuple[int, int | None, 
 def _names_in_c() -> Sequence[str]:
     """The formats as C numbers them."""
     header = Path(__file__).with_name("stored_values.h").read_text(encoding="ascii")
-    found = re.search(r"enum form \{([\w, ]+)\}", header)
+    found = re.search(r"enum format \{([\w, ]+)\}", header)
     assert found is not None
     return found[1].replace(" ", "").split(",")
 
@@ -322,5 +322,5 @@ class _Decoding(ctypes.Structure):
     _fields_ = (
         ("matrix", MatrixInC),
         *((name, ctypes.c_void_p) for name in ("order", "out")),
-        *((name, ctypes.c_int) for name in ("form", "kind")),
+        *((name, ctypes.c_int) for name in ("format", "kind")),
     )
