@@ -5,6 +5,7 @@ The kernels are optional: where they cannot be compiled, the package does their 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from copy import copy
@@ -20,7 +21,9 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]
     VNNI = [*AVX512, "-mavx512vnni"]
     PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": VNNI}
-    PROCESSORS |= {"avx512bf16": [*VNNI, "-mavx512bf16"]}
+    BF16 = [*VNNI, "-mavx512bf16"]
+    PROCESSORS |= {"avx512bf16": BF16, "avx512amx": [*BF16, "-mamx-tile", "-mamx-bf16"]}
+INTEL, REQUEST_FOR_TILES = "GenuineIntel", (158, 0x1023, 18)  # arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
 BUILD = "H2O_FLEXGEN_BUILD"  # names of some of them, or "all"
 OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # a level in CFLAGS wins
 
@@ -43,8 +46,20 @@ def for_this_processor():
     except OSError:
         return [*PROCESSORS]
     has = {word.replace("_", "") for line in lines if line.startswith("flags") for word in line.split()}
-    fitting = [name for name, flags in PROCESSORS.items() if has.issuperset(flag.removeprefix("-m") for flag in flags)]
+    if not tiles_are_given():
+        has.discard("amxtile")
+    if any(line.startswith("vendor_id") and INTEL in line for line in lines) and "amxtile" not in has:
+        has.discard("avx512bf16")  # products of pairs have half the rate of float32 there
+    fitting = [name for name, flags in PROCESSORS.items() if has.issuperset(flag[2:].replace("-", "") for flag in flags)]
     return [fitting[0], *fitting[-1:]]  # PROCESSORS has the best ones last
+
+
+def tiles_are_given():
+    """Whether the system lets a process use tiles of registers (AMX), which a processor may have in vain."""
+    try:
+        return ctypes.CDLL(None).syscall(*REQUEST_FOR_TILES) == 0
+    except (AttributeError, OSError, TypeError):
+        return False
 
 
 REQUESTED = requested()

@@ -39,6 +39,32 @@ LOOP(fma_512, "avx512f", __m512i, 16, HALVES, 16 * 2, ADD("vfmadd231ps", sums[su
 /* bf16 */
 LOOP(dpbf16_512, "avx512f,avx512bf16", __m512i, 16, HALVES, 32 * 2, ADD("vdpbf16ps", sums[sum], x, x);)
 
+/* bf16 in tiles of 16 rows. Compilers that do not know them compile the rest. */
+#if __GNUC__ >= 11
+__attribute__((target("amx-tile,amx-bf16"))) long tiles_of_bf16(long rounds)
+{
+    const struct {
+        unsigned char palette, start, none[14];
+        unsigned short bytes[16];
+        unsigned char lines[16];
+    } sizes = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    long long halves[16 * 8], sums[16 * 8];
+    for (int at = 0; at < 16 * 8; at++)
+        halves[at] = HALVES;
+    if (!rounds)
+        return 4 * 16 * 16 * 32 * 2;
+    _tile_loadconfig(&sizes);
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    _tile_loadd(4, halves, 64); _tile_loadd(5, halves, 64); _tile_loadd(6, halves, 64); _tile_loadd(7, halves, 64);
+    for (long round = 0; round < rounds; round++) {
+        _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_release();
+    return sums[0];
+}
+#endif
+
 /* Integers: of 16 bits where a processor has no better, of 8 bits elsewhere. */
 LOOP(madd_128, "sse2", __m128i, 8, CODES, 8 * 2, {
     passing = x;

@@ -42,6 +42,7 @@ LOOPS: Mapping[str, Loops] = {
     "avx512": Loops("fma_512", "maddubs_512", "dpbf16_512", "maddubs_512_of_4_bits"),
     "avx512vnni": Loops("fma_512", "dpbusd_512", "dpbf16_512"),
     "avx512bf16": Loops("fma_512", "dpbusd_512", "dpbf16_512"),
+    "avx512amx": Loops("fma_512", "dpbusd_512", "tiles_of_bf16"),
 }
 WITHOUT_LIBRARY = {"AVX512": "avx512", "AVX2": "avx2"}  # by what torch has found
 

@@ -42,8 +42,9 @@ CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
 AMPERE = "bfloat16"  # Triton uses the tensor cores of GPUs with instructions for this type
 TRITON = "triton"  # kernels for GPUs, which it compiles when they first run
-BASELINE, PAIRS = "baseline", "avx512bf16"  # PAIRS: instructions for pairs of bfloat16
-WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
+BASELINE, PAIRS, AMX = "baseline", "avx512bf16", "avx512amx"  # instructions for pairs of bfloat16, and for tiles of them
+VNNI, OF_PAIRS = "avx512vnni", (AMX, PAIRS)
+WIDE = (*OF_PAIRS, VNNI, "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
@@ -161,8 +162,8 @@ def _of_tiles(format: str) -> Iterator[Kernel]:
         yield Kernel(op, format, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, format, function, CUDA, (TRITON,), DTYPES)
         yield Kernel(op, format, f"{function}_twin")
-    yield Kernel(PRODUCT, format, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
-    yield Kernel(PRODUCT, format, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {format}")
+    yield Kernel(PRODUCT, format, "tile_product", CPU, OF_PAIRS, ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
+    yield Kernel(PRODUCT, format, "pair_product", CPU, OF_PAIRS, ("bfloat16",), priced_as=f"pairs {format}")
     yield Kernel(PRODUCT, format, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     few = Kernel(PRODUCT, format, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
     yield few
@@ -191,8 +192,8 @@ def _of_stored(format: str) -> Iterator[Kernel]:
     yield Kernel(DECODE, format, "stored_decode", CUDA, (TRITON,), DTYPES)
     yield Kernel(DECODE, format, "stored_decode_twin")
     few = Kernel(PRODUCT, format, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
-    yield replace(few, libraries=(PAIRS,), dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
-    yield Kernel(PRODUCT, format, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {measured_as(format)}")
+    yield replace(few, libraries=OF_PAIRS, dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
+    yield Kernel(PRODUCT, format, "stored_pairs", CPU, OF_PAIRS, ("bfloat16",), priced_as=f"pairs {measured_as(format)}")
     yield few
     yield Kernel(PRODUCT, format, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, format, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
@@ -200,7 +201,7 @@ def _of_stored(format: str) -> Iterator[Kernel]:
 
 
 def _of_plain_products() -> Iterator[Kernel]:
-    yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
+    yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, OF_PAIRS, ("bfloat16",), most_rows=ROWS_OF_PAIRS)
     yield Kernel(PRODUCT, PLAIN, "plain_dots", CPU, FUSED, DTYPES, most_rows=ROWS_OF_PLAIN_DOTS, within=FLOAT32)
     for dtype in HALVES:
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), instructions=dtype)
@@ -210,7 +211,7 @@ def _of_plain_products() -> Iterator[Kernel]:
     yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "plain_product")
-    yield Kernel(STEADY_PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",))
+    yield Kernel(STEADY_PRODUCT, PLAIN, "pair_product", CPU, OF_PAIRS, ("bfloat16",))
     yield Kernel(STEADY_PRODUCT, PLAIN, "wide_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(STEADY_PRODUCT, PLAIN, "plain_product")
 

@@ -20,8 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.environment import processor_facts
 from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
-from h2o_flexgen.formats.kernel_table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRITON, WIDE, Processor
+from h2o_flexgen.formats.kernel_table import BASELINE, CPU, CUDA, LIBRARIES, PAIRS, TORCH, TRITON, VNNI, WIDE, Processor
 from h2o_flexgen.kernels.raw_memory import address_of
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns all kernels off; the name of a library in C selects that one
@@ -30,6 +31,7 @@ FP16, BF16, X86 = "float16", "bfloat16", ("x86_64", "amd64")
 WITH_BF16 = (8, 0)  # compute capability of the first GPUs with instructions for bfloat16
 NO_KIND = -1  # for bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
+SLOW_PAIRS = "GenuineIntel"  # its products of pairs have half the rate of float32: that library comes behind the one without
 
 
 def native_library() -> ctypes.CDLL:
@@ -125,7 +127,12 @@ def _usable() -> dict[str, ctypes.CDLL]:
 
 
 def _fitting() -> Sequence[str]:
-    return RUNS.get(torch.backends.cpu.get_cpu_capability(), [BASELINE])
+    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), [BASELINE])
+    if PAIRS in fitting and SLOW_PAIRS in processor_facts("vendor_id"):
+        others = [name for name in fitting if name != PAIRS]
+        others.insert(others.index(VNNI) + 1, PAIRS)
+        return others
+    return fitting
 
 
 def _load(variant: str) -> ctypes.CDLL | None:

@@ -50,9 +50,9 @@ static void fill_plain(const product *p, long output, long pair, long pairs, pan
 
 /* -- the product ------------------------------------------------------------------------------------------------------------- */
 
-static void multiply_plain(const void *some, long number, int member) { multiply_panels(some, number, fill_plain, add_pair_panel); }
-static void multiply_4(const void *some, long number, int member) { multiply_panels(some, number, fill_4, add_pair_panel); }
-static void multiply_8(const void *some, long number, int member) { multiply_panels(some, number, fill_8, add_pair_panel); }
+static void multiply_plain(const void *some, long number, int member) { multiply_pairs(some, number, fill_plain); }
+static void multiply_4(const void *some, long number, int member) { multiply_pairs(some, number, fill_4); }
+static void multiply_8(const void *some, long number, int member) { multiply_pairs(some, number, fill_8); }
 
 /* Some products, with rows each, of codes of 4 or 8 bits in tiles, or of plain values (0). */
 void pair_product(const void *given, int threads)

@@ -1,10 +1,17 @@
-/* Pairs of bfloat16 in panels, and their sums, for processors with instructions that multiply and add pairs. */
+/* Pairs of bfloat16 in panels, and their sums, for processors with instructions that multiply and add pairs: of registers, or of
+   tiles of registers (AMX), which multiply as fast as a panel is made for a hundred rows. */
 
 #pragma once
 
+#include "pair_tiles.h"
+
 #include "panels.h"
 
+#ifdef __AMX_BF16__
+#define PAIR_PANELS GROUP_PANELS
+#else
 #define PAIR_PANELS 4 /* of outputs together: fewer write too little of a row at once, and the sums of more fill the cache */
+#endif
 
 /* The places of one input's and the next one's values behind each other, so that they alternate. */
 static ALWAYS_INLINE __m512i alternating(void)
@@ -23,6 +30,50 @@ static ALWAYS_INLINE void store_pair(floats first, floats second, __m512i order,
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
 }
+
+#ifdef __AMX_BF16__
+
+static ALWAYS_INLINE void add_to_tiles(const float *x, long pairs, const panel_values *panel, floats (*total)[2], long rows, int are_two)
+{
+    const long above = rows_above(rows), line = sizeof *total;
+    _tile_loadd(ABOVE_LEFT, total[0], line);
+    _tile_loadd(ABOVE_RIGHT, total[0] + 1, line);
+    if (are_two) {
+        _tile_loadd(BELOW_LEFT, total[above], line);
+        _tile_loadd(BELOW_RIGHT, total[above] + 1, line);
+    }
+    for (long at = 0; at < pairs; at += STEP, x += STEP * rows) {
+        _tile_loadd(LEFT, panel->values[at], sizeof *panel->values);
+        _tile_loadd(RIGHT, panel->values[at] + LANES, sizeof *panel->values);
+        _tile_loadd(ABOVE, x, STEP * sizeof *x);
+        _tile_dpbf16ps(ABOVE_LEFT, ABOVE, LEFT);
+        _tile_dpbf16ps(ABOVE_RIGHT, ABOVE, RIGHT);
+        if (are_two) {
+            _tile_loadd(BELOW, x + STEP * above, STEP * sizeof *x);
+            _tile_dpbf16ps(BELOW_LEFT, BELOW, LEFT);
+            _tile_dpbf16ps(BELOW_RIGHT, BELOW, RIGHT);
+        }
+    }
+    _tile_stored(ABOVE_LEFT, total[0], line);
+    _tile_stored(ABOVE_RIGHT, total[0] + 1, line);
+    if (are_two) {
+        _tile_stored(BELOW_LEFT, total[above], line);
+        _tile_stored(BELOW_RIGHT, total[above] + 1, line);
+    }
+}
+
+static void add_pair_panel(const product *p, long block, long pair, long pairs, const panel_values *panel, floats (*total)[2])
+{
+    const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows);
+    const float *x = span_of_x(p, block, pair, pairs);
+    use_tiles_of(rows);
+    if (rows > 1)
+        add_to_tiles(x, pairs, panel, total, rows, 1);
+    else
+        add_to_tiles(x, pairs, panel, total, rows, 0);
+}
+
+#else
 
 static ALWAYS_INLINE void add_pairs(const float *x, long pairs, const panel_values *panel, floats (*total)[2], int rows)
 {
@@ -64,4 +115,13 @@ static void add_pair_panel(const product *p, long block, long pair, long pairs, 
 #undef OF
     const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows);
     actions[rows - 1](block_of_x(p, block) + pair * rows, pairs, panel, total);
+}
+
+#endif
+
+/* The caller is a function for one kind of panels, which the compiler then knows. */
+static ALWAYS_INLINE void multiply_pairs(const some_products *some, long number, fill_panel fill)
+{
+    multiply_panels(some, number, fill, add_pair_panel);
+    leave_tiles();
 }

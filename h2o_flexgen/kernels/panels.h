@@ -14,16 +14,19 @@
 #include "vectors.h"
 
 #define PANEL (2 * LANES) /* outputs */
-#if LANES == 16
+#ifdef MOST_ROWS
+#elif LANES == 16
 #define MOST_ROWS 12 /* of a block: as many as registers hold sums of */
 #elif LANES == 8
 #define MOST_ROWS 6
 #else
 #define MOST_ROWS 4
 #endif
-#define SPAN 128          /* inputs of a panel */
-#define GROUP_PANELS 8    /* most panels of outputs that meet a part of x one after the other */
-#define GROUP_BLOCKS 16   /* blocks of rows that meet a panel */
+#define SPAN 128 /* inputs of a panel */
+#ifndef GROUP_PANELS
+#define GROUP_PANELS 8  /* most panels of outputs that meet a part of x one after the other */
+#define GROUP_BLOCKS 16 /* blocks of rows that meet a panel */
+#endif
 
 #if MOST_ROWS == 12
 #define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
@@ -59,6 +62,12 @@ static ALWAYS_INLINE long first_row(long block, long rows)
 static ALWAYS_INLINE const float *block_of_x(const product *p, long block)
 {
     return p->x + first_row(block, p->rows) * p->columns;
+}
+
+/* Where the spans of all blocks lie side by side: a cache would find the blocks of long rows in one place. */
+static ALWAYS_INLINE const float *span_of_x(const product *p, long block, long input, long inputs)
+{
+    return p->x + input * p->rows + first_row(block, p->rows) * inputs;
 }
 
 /* Behind the values of all rows lie their sums over each group of inputs. */

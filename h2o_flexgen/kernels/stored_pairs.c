@@ -31,7 +31,7 @@ static void multiply_part(const void *given, long number, int member)
     static fill_panel *const fills[] = {EACH_FORM(NAMED)};
 #undef NAMED
     const some_products *some = given;
-    multiply_panels(some, number, fills[some->told], add_pair_panel);
+    multiply_pairs(some, number, fills[some->told]);
 }
 
 /* Some products, with rows each, of matrices in one format. */

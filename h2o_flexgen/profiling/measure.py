@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
-from h2o_flexgen.core.environment import cores, existing_folder
+from h2o_flexgen.core.environment import cores, existing_folder, processor_facts
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.int4 import Int4
@@ -324,13 +324,7 @@ def describe_machine(device: Device) -> dict[str, object]:
     return words if name_of is None else {**words, "device": name_of(device.torch_device)}
 
 
-def cpu_name(lines: Iterable[str] | None = None) -> str:
-    """The name in /proc/cpuinfo, if that exists."""
-    info = Path("/proc/cpuinfo")
-    if lines is None:
-        lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else ()
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Hardware") and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine()
+def cpu_name() -> str:
+    """As the system calls it, if it does."""
+    named = (name for fact in ("model name", "Hardware") for name in processor_facts(fact) if name)
+    return next(named, platform.processor() or platform.machine())

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from h2o_flexgen.formats.kernel_table import CPU, TORCH
+from h2o_flexgen.formats.kernel_table import AMX, CPU, LIBRARIES, PAIRS, TORCH, VNNI
 from h2o_flexgen.kernels import native as kernels
 from tests.kernels.variants import VARIANTS, used
 
@@ -37,6 +38,15 @@ def test_a_library_that_suits_the_processor_and_was_not_built_is_known(monkeypat
     assert kernels.unbuilt() == best
     monkeypatch.setattr(kernels, "_usable", dict)
     assert kernels.unbuilt() is None
+
+
+def test_where_products_of_pairs_are_slow_the_library_with_them_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(kernels, "processor_facts", lambda name: ["AuthenticAMD"])
+    assert list(kernels._fitting()) == list(LIBRARIES)
+    monkeypatch.setattr(kernels, "processor_facts", lambda name: ["GenuineIntel"])
+    found = list(kernels._fitting())
+    assert found[:3] == [AMX, VNNI, PAIRS] and sorted(found) == sorted(LIBRARIES)
 
 
 def test_one_that_is_not_there_is_refused_with_those_that_are() -> None:

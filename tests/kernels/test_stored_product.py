@@ -11,20 +11,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.kernel_table import FUSED, PAIRS
+from h2o_flexgen.formats.kernel_table import FUSED
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.stored_product import stored_dots, stored_pairs, stored_pairs_twin, stored_product, stored_product_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
-from tests.kernels.variants import VARIANTS, used
+from tests.kernels.variants import VARIANTS, WITH_PAIRS, used
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding
 SHAPES = [(1, 32), (3, 100), (97, 300), (33, 1024)]  # outputs, and inputs that are filled up to those of a form
 ROWS = (*range(1, 9), 13, 40)
 PRODUCTS = [stored_dots, stored_product]
-NO_PAIRS = pytest.param(PAIRS, marks=pytest.mark.skip("this processor has no instructions for pairs of bfloat16"))
-WITH_PAIRS = [variant for variant in VARIANTS if variant == PAIRS] or [NO_PAIRS]
 Product = Callable[[Stored, Factor, Tensor, int, Tensor | None], Tensor]
 forms = all_of({"format": SOME})
 products = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.__name__)

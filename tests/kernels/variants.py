@@ -8,11 +8,14 @@ from typing import NoReturn
 
 import pytest
 
+from h2o_flexgen.formats.kernel_table import OF_PAIRS, PAIRS
 from h2o_flexgen.kernels import native as kernels
 from h2o_flexgen.kernels.functions import FUNCTIONS
 
 NONE = pytest.param("none", marks=pytest.mark.skip("no library of kernels was built here"))
 VARIANTS = kernels.variants() or [NONE]
+NO_PAIRS = pytest.param(PAIRS, marks=pytest.mark.skip("this processor has no instructions for pairs of bfloat16"))
+WITH_PAIRS = [variant for variant in VARIANTS if variant in OF_PAIRS] or [NO_PAIRS]
 
 
 @contextmanager
