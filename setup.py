@@ -46,12 +46,13 @@ def for_this_processor():
     except OSError:
         return [*PROCESSORS]
     has = {word.replace("_", "") for line in lines if line.startswith("flags") for word in line.split()}
-    if not tiles_are_given():
+    if "amxtile" in has and not tiles_are_given():
         has.discard("amxtile")
-    if any(line.startswith("vendor_id") and INTEL in line for line in lines) and "amxtile" not in has:
-        has.discard("avx512bf16")  # products of pairs have half the rate of float32 there
     fitting = [name for name, flags in PROCESSORS.items() if has.issuperset(flag[2:].replace("-", "") for flag in flags)]
-    return [fitting[0], *fitting[-1:]]  # PROCESSORS has the best ones last
+    if any(line.startswith("vendor_id") and INTEL in line for line in lines):
+        fitting = [name for name in fitting if name != "avx512bf16"]  # pairs have half the rate of float32 there
+    best = fitting[-2:] if "avx512amx" in fitting else fitting[-1:]  # older compilers know no tiles, and a system may refuse them
+    return list(dict.fromkeys([fitting[0], *best]))  # PROCESSORS has the best ones last
 
 
 def tiles_are_given():

@@ -40,7 +40,7 @@ LOOP(fma_512, "avx512f", __m512i, 16, HALVES, 16 * 2, ADD("vfmadd231ps", sums[su
 LOOP(dpbf16_512, "avx512f,avx512bf16", __m512i, 16, HALVES, 32 * 2, ADD("vdpbf16ps", sums[sum], x, x);)
 
 /* bf16 in tiles of 16 rows. Compilers that do not know them compile the rest. */
-#if __GNUC__ >= 11
+#if __GNUC__ >= 11 || __clang_major__ >= 12
 __attribute__((target("amx-tile,amx-bf16"))) long tiles_of_bf16(long rounds)
 {
     const struct {
@@ -53,7 +53,7 @@ __attribute__((target("amx-tile,amx-bf16"))) long tiles_of_bf16(long rounds)
         halves[at] = HALVES;
     if (!rounds)
         return 4 * 16 * 16 * 32 * 2;
-    _tile_loadconfig(&sizes);
+    __asm__ volatile("ldtilecfg %0" : : "m"(sizes), "m"(halves));
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     _tile_loadd(4, halves, 64); _tile_loadd(5, halves, 64); _tile_loadd(6, halves, 64); _tile_loadd(7, halves, 64);
     for (long round = 0; round < rounds; round++) {

@@ -35,14 +35,15 @@ class Loops:
     integer_of_4_bits: str | None = None  # where codes of 4 bits may be summed in fewer instructions
 
 
+PAIRS, TILES = "dpbf16_512", "tiles_of_bf16"  # older compilers know no tiles
 LOOPS: Mapping[str, Loops] = {
     "baseline": Loops("multiply_add_128", "madd_128"),
     "avx2": Loops("fma_256", "maddubs_256", integer_of_4_bits="maddubs_256_of_4_bits"),
     "avxvnni": Loops("fma_256", "dpbusd_256"),
-    "avx512": Loops("fma_512", "maddubs_512", "dpbf16_512", "maddubs_512_of_4_bits"),
-    "avx512vnni": Loops("fma_512", "dpbusd_512", "dpbf16_512"),
-    "avx512bf16": Loops("fma_512", "dpbusd_512", "dpbf16_512"),
-    "avx512amx": Loops("fma_512", "dpbusd_512", "tiles_of_bf16"),
+    "avx512": Loops("fma_512", "maddubs_512", PAIRS, "maddubs_512_of_4_bits"),
+    "avx512vnni": Loops("fma_512", "dpbusd_512", PAIRS),
+    "avx512bf16": Loops("fma_512", "dpbusd_512", PAIRS),
+    "avx512amx": Loops("fma_512", "dpbusd_512", TILES),
 }
 WITHOUT_LIBRARY = {"AVX512": "avx512", "AVX2": "avx2"}  # by what torch has found
 
@@ -67,12 +68,12 @@ class Peaks:
             library = _compiled(Path(folder))
         if library is None:
             return None
-        here = processor(CPU)
+        here, is_new = processor(CPU), hasattr(library, TILES)
         loops = LOOPS[here.build if here.build != TORCH else WITHOUT_LIBRARY.get(get_cpu_capability(), "baseline")]
         of_each = {
             "fp32": loops.fp32,
             "integer": loops.integer,
-            "bf16": loops.bf16 if BF16 in here.instructions else None,
+            "bf16": None if BF16 not in here.instructions else loops.bf16 if is_new or loops.bf16 != TILES else PAIRS,
             "integer_of_4_bits": loops.integer_of_4_bits,
         }
         count = threads or torch.get_num_threads()

@@ -36,6 +36,7 @@ static ALWAYS_INLINE void store_pair(floats first, floats second, __m512i order,
 static ALWAYS_INLINE void add_to_tiles(const float *x, long pairs, const panel_values *panel, floats (*total)[2], long rows, int are_two)
 {
     const long above = rows_above(rows), line = sizeof *total;
+    __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
     _tile_loadd(ABOVE_LEFT, total[0], line);
     _tile_loadd(ABOVE_RIGHT, total[0] + 1, line);
     if (are_two) {

@@ -28,7 +28,8 @@
 #define GROUP_BLOCKS 16 /* blocks of rows that meet a panel */
 #endif
 
-#if MOST_ROWS == 12
+#if MOST_ROWS == 32 /* of tiles: there are no functions by the number of rows */
+#elif MOST_ROWS == 12
 #define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
 #elif MOST_ROWS == 6
 #define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
@@ -210,7 +211,7 @@ static ALWAYS_INLINE long groups_of_blocks(const product *p)
 /* How many parts a product has. */
 typedef long count_parts(const product *p, long threads, long at_most);
 
-static long works_of(const product *p, long threads, long at_most)
+static inline long works_of(const product *p, long threads, long at_most)
 {
     return parts_of(parts_of(p->outputs, PANEL), panels_together(p, threads, at_most)) * groups_of_blocks(p);
 }
