@@ -51,7 +51,9 @@ def for_this_processor():
     fitting = [name for name, flags in PROCESSORS.items() if has.issuperset(flag[2:].replace("-", "") for flag in flags)]
     if any(line.startswith("vendor_id") and INTEL in line for line in lines):
         fitting = [name for name in fitting if name != "avx512bf16"]  # pairs have half the rate of float32 there
-    best = fitting[-2:] if "avx512amx" in fitting else fitting[-1:]  # older compilers know no tiles, and a system may refuse them
+    best = (
+        fitting[-2:] if "avx512amx" in fitting else fitting[-1:]
+    )  # older compilers know no tiles, and a system may refuse them
     return list(dict.fromkeys([fitting[0], *best]))  # PROCESSORS has the best ones last
 
 
