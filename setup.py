@@ -40,7 +40,7 @@ def requested():
 
 
 def for_this_processor():
-    """The baseline and the best library that this processor runs; all where the system does not say what the processor has."""
+    """The baseline and the best library that this processor runs, and the next one where that needs AMX; all where the system does not say what the processor has."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -51,10 +51,8 @@ def for_this_processor():
     fitting = [name for name, flags in PROCESSORS.items() if has.issuperset(flag[2:].replace("-", "") for flag in flags)]
     if any(line.startswith("vendor_id") and INTEL in line for line in lines):
         fitting = [name for name in fitting if name != "avx512bf16"]  # pairs have half the rate of float32 there
-    best = (
-        fitting[-2:] if "avx512amx" in fitting else fitting[-1:]
-    )  # older compilers know no tiles, and a system may refuse them
-    return list(dict.fromkeys([fitting[0], *best]))  # PROCESSORS has the best ones last
+    least = -2 if "avx512amx" in fitting else -1  # older compilers know no tiles, and a system may refuse them
+    return list(dict.fromkeys([fitting[0], *fitting[least:]]))  # PROCESSORS has the best ones last
 
 
 def tiles_are_given():

@@ -35,13 +35,6 @@ def folder_of_sockets() -> Path:
     return Path(folder if len(folder) <= LONGEST_FOR_SOCKETS else "/tmp")
 
 
-def processor_facts(name: str) -> list[str]:
-    """What the system says of each core under this name; nothing where it says nothing at all."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    return [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name]
-
-
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

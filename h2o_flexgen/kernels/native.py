@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.environment import processor_facts
 from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
 from h2o_flexgen.formats.kernel_table import BASELINE, CPU, CUDA, LIBRARIES, PAIRS, TORCH, TRITON, VNNI, WIDE, Processor
 from h2o_flexgen.kernels.raw_memory import address_of
@@ -133,6 +132,13 @@ def _fitting() -> Sequence[str]:
         others.insert(others.index(VNNI) + 1, PAIRS)
         return others
     return fitting
+
+
+def processor_facts(name: str) -> list[str]:
+    """What the system says of each core under this name; nothing where it says nothing at all."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    return [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name]
 
 
 def _load(variant: str) -> ctypes.CDLL | None:

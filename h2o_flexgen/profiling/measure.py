@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
-from h2o_flexgen.core.environment import cores, existing_folder, processor_facts
+from h2o_flexgen.core.environment import cores, existing_folder
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.int4 import Int4
 from h2o_flexgen.formats.kernel_table import PRODUCT, choose
 from h2o_flexgen.formats.table import FORMATS, PLAIN, STORED
-from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.native import processor, processor_facts
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, FilePiece, OffloadFolder
