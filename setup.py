@@ -40,7 +40,10 @@ def requested():
 
 
 def for_this_processor():
-    """The baseline and the best library that this processor runs, and the next one where that needs AMX; all where the system does not say what the processor has."""
+    """The baseline and the best library that this processor runs, beside the next one where the best needs AMX.
+
+    All libraries where the system does not say what the processor has.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
