@@ -19,9 +19,16 @@ def missing_package(*modules: str, how: str = "") -> str | None:
 
 
 def missing_gpu(request: Request) -> str | None:
-    if request.device == "cuda" and find_library("cuda") is None:
+    if request.device == "cuda" and find_library("cuda") is None and not _torch_finds_a_gpu():
         return "there is no CUDA driver here: ask for the device cpu"
     return None
+
+
+def _torch_finds_a_gpu() -> bool:
+    """Some machines have the driver where only its own loader looks. This imports torch, which is not done without need."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def versions_of(packages: Iterable[str]) -> Mapping[str, str]:

@@ -29,7 +29,10 @@ from h2o_flexgen.text.given_prompts import made_up_prompts
 MOST_ROWS = 4096
 ROWS_AT_ONCE = 256  # of a batch, where the options do not say
 TILE = 32  # rows: products of 266 ran at 0.89 of the rate of 256
-WARM_LAYERS = 3  # of each kind one
+WARM_LAYERS, WARM_ROWS = (
+    3,
+    16,
+)  # of each kind of layer one; Triton compiles anew only where 16 divide one number and not another
 KEPT_FREE = 0.02  # of the cap, for what the kernel counts for the process besides its memory: page tables, files
 
 
@@ -58,7 +61,7 @@ class System:
             llm.generate(_prompts(llm, 1, request.prompt_len), _all(request.gen_len), stop_at=lambda _: True)  # only loads
             loaded = time.perf_counter() - begun
             if llm.device.accelerator:  # what a GPU's kernels are compiled for once is not what a run costs
-                warm = _prompts(llm, request.rows, request.prompt_len)
+                warm = _prompts(llm, llm.plan.gpu_batch_size % WARM_ROWS or WARM_ROWS, request.prompt_len)
                 llm.generate(warm, _all(request.gen_len), stop_at=lambda task: task.layer > WARM_LAYERS, may_shrink=False)
             ready()
             prompts = steps = _Run.of(llm, request, request.prompt_len, request.gen_len)

@@ -40,7 +40,7 @@ from benchmarks.comparison.comparison import say as say
 from benchmarks.comparison.gpu_suites import ALL_SUITES
 from benchmarks.comparison.picture import draw, lines_of
 from benchmarks.comparison.report import Report
-from benchmarks.comparison.suites import Contender, Load, Suite, by_rows
+from benchmarks.comparison.suites import Contender, Load, by_rows
 from benchmarks.comparison.time_left import Deadline
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
@@ -54,22 +54,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
     command = " ".join(["python benchmarks/compare.py", *(sys.argv[1:] if argv is None else argv)])
-    shared, documents = Shared(Deadline(args.seconds)), []
-    for load, model, cap in product(args.loads, args.models, args.caps):
+    shared, reports = Shared(Deadline(args.seconds)), dict[str, Report]()
+    for part, load, model, cap in product(parts(args), args.loads, args.models, args.caps):
         if shared.deadline.left <= 0:
-            say(f"{model}, {load} tokens: not begun, the call is over; the same command goes on")
+            say(f"{model}, {load} tokens: {', '.join(one.name for one in part)}: not begun, the same command goes on")
             continue
         try:
-            report = Comparison(args, model, cap, load, shared).run(partial(written, args, command))
+            report = Comparison(args, model, cap, load, shared, part).run(partial(written, args, command))
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
-        documents.append(report.document(command, commit()))
+        reports[report.name] = report
         print("\n" + report.table() + "\n")
         if args.picture:
             draw(report.title, lines_of(report), Path(args.picture) / f"compare-{report.name}.png")
-    print(json.dumps(documents))
+    print(json.dumps([report.document(command, commit()) for report in reports.values()]))
     return 0
+
+
+def parts(args: argparse.Namespace) -> list[list[Contender]]:
+    """Where time is short, the first systems of a suite are run for all models and loads before the others are."""
+    first = ALL_SUITES[args.suite].first
+    if args.seconds is None or first is None:
+        return [args.contenders]
+    early = [one for one in args.contenders if one in args.known[:first]]
+    return [part for part in (early, [one for one in args.contenders if one not in early]) if part]
 
 
 def written(args: argparse.Namespace, command: str, report: Report) -> None:
@@ -92,7 +101,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.resume = args.resume or args.seconds is not None
     try:
         refuse_wrong(args)
-        args.contenders = chosen(args, suite)
+        args.known = by_rows() if args.rows and not suite.rows else suite.contenders()
+        args.contenders = chosen(args)
     except ValueError as error:
         parser.error(str(error))
     args.of_system = {
@@ -142,14 +152,13 @@ def refuse_wrong(args: argparse.Namespace) -> None:
         raise ValueError(f"suite {args.suite} needs a CUDA device, and torch finds none; --device cpu tries it without one")
 
 
-def chosen(args: argparse.Namespace, suite: Suite) -> list[Contender]:
+def chosen(args: argparse.Namespace) -> list[Contender]:
     """Those of the suite, or of a table by rows, that are asked for."""
-    known = by_rows() if args.rows and not suite.rows else suite.contenders()
-    names = [one.name for one in known]
+    names = [one.name for one in args.known]
     for name in (*(args.systems or ()), *args.again):
         if name not in names:
             raise ValueError(f"unknown system {name!r}; known: {', '.join(map(repr, names))}")
-    return [one for one in known if not args.systems or one.name in (names[0], *args.systems)]
+    return [one for one in args.known if not args.systems or one.name in (names[0], *args.systems)]
 
 
 def argument_of(read: Callable[[str], T]) -> Callable[[str], T]:

@@ -37,6 +37,7 @@ from h2o_flexgen.formats.table import PLAIN
 ROOT = Path(__file__).resolve().parents[2]
 TRIES = 3  # with fewer and fewer rows, where it is counted and not searched how many fit
 NO_ROW = "not even one row fits, says its planner"
+NOT_BEGUN = "not begun yet"
 NOT_EXPECTED = "not even one row is expected to fit"
 Note = Callable[[Report], None]
 
@@ -51,8 +52,19 @@ class Shared:
 
 
 class Comparison:
-    def __init__(self, args: argparse.Namespace, model: str, cap: int | None, load: Load, shared: Shared) -> None:
+    """`part`: the systems that are run now, of those that are asked for; of others what is kept is reported."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: str,
+        cap: int | None,
+        load: Load,
+        shared: Shared,
+        part: Sequence[Contender] | None = None,
+    ) -> None:
         self.args, self.model, self.cap, self.load, self.shared = args, model, cap, load, shared
+        self.part = args.contenders if part is None else part
         self.folder = Path(args.folder).expanduser().absolute()
         self.steps = None if args.whole else args.steps
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -83,7 +95,7 @@ class Comparison:
         self.skipped = {one.name: reason for one, reason in missing.items() if reason is not None}
         for name, reason in self.skipped.items():
             say(f"  {name}: skipped, {reason}")
-        present = [one for one, reason in missing.items() if reason is None]
+        present = [one for one, reason in missing.items() if reason is None and one in self.part]
         (self.with_given_rows if self.args.rows else self.with_best_rows)(present)
         if self.args.seconds is None:
             self.after = self.after.at_best(self.calibrated())
@@ -105,10 +117,11 @@ class Comparison:
         self.note(self.report())
 
     def report(self) -> Report:
-        machine = self.before.at_best(self.after)
-        nothing = {
-            one.name: next(iter(found.failures.values()), NO_ROW) for one, found in self.searches.items() if not found.runs
+        machine, found = self.before.at_best(self.after), self.found
+        without_row = {
+            one.name: next(iter(search.failures.values()), NO_ROW) for one, search in found.items() if not search.runs
         }
+        left = {one.name: NOT_BEGUN for one in self.args.contenders if one not in found and one.name not in self.skipped}
         return self.kind_of_report(
             suite=self.args.suite,
             model=self.model,
@@ -121,9 +134,9 @@ class Comparison:
             day=date.today().isoformat(),
             reference=self.args.contenders[0].name,
             entries=tuple(self.entries(machine)),
-            skipped={**self.skipped, **{name: why for name, why in nothing.items() if name not in self.not_run}},
-            not_run=dict(self.not_run),
-            failures={one.name: dict(found.failures) for one, found in self.searches.items() if found.failures},
+            skipped={**self.skipped, **{name: why for name, why in without_row.items() if name not in self.not_run}},
+            not_run={**left, **self.not_run},
+            failures={one.name: dict(search.failures) for one, search in found.items() if search.failures},
             device_bytes=self.args.device_bytes,
         )
 
@@ -135,10 +148,24 @@ class Comparison:
 
     def entries(self, machine: Calibration) -> Iterator[Entry]:
         for rows in self.args.rows or (None,):
-            for contender, search in self.searches.items():
+            for contender, search in self.found.items():
                 which = search.best if rows is None else rows
                 if which in search.runs:
                     yield self.entry(contender, search, which, machine)
+
+    @property
+    def found(self) -> dict[Contender, Search[Point]]:
+        """What is known of each system, in the order of the suite: of this call, or kept."""
+        known = {one: self.searches[one] if one in self.searches else self.kept_search(one) for one in self.args.known}
+        return {one: search for one, search in known.items() if search is not None}
+
+    def kept_search(self, contender: Contender) -> Search[Point] | None:
+        runs, failures = (of.get(contender.name, {}) for of in (self.kept.runs, self.kept.failures))
+        if not runs and not failures:
+            return None
+        search = self.search(contender)
+        search.runs, search.failures = dict(runs), dict(failures)
+        return search
 
     def missing(self, contender: Contender) -> str | None:
         """Why a system is not there, in a line; what it needs beside the checkpoint is made now."""
@@ -250,7 +277,9 @@ class Comparison:
         asked = [self.args.device, self.args.dtype, str(self.checkpoint)]
         command = [sys.executable, "-m", "benchmarks.comparison.calibration", *asked]
         environment = {**os.environ, **self.environment}
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise ValueError(f"the machine could not be measured, exit status {done.returncode}; the lines above say why")
         calibration = Calibration(**json.loads(done.stdout.splitlines()[-1]))
         say(f"  the machine: {calibration}")
         self.shared.calibrations[self.args.device] = calibration
@@ -289,7 +318,8 @@ class Comparison:
             return 0.0
         known = self.shared.walls.get((self.model, contender.name))
         steps = self.load.gen_len - 1 if self.steps is None else contender.steps or self.steps
-        return known if known is not None else expected_seconds(self.spec(self.args.dtype).weight_bytes, steps)
+        weights = self.spec(self.args.dtype).weight_bytes
+        return known if known is not None else expected_seconds(weights, steps, is_slow=contender.steps is not None)
 
     def remember(self, name: str, seconds: float) -> None:
         key = self.model, name

@@ -30,6 +30,7 @@ OPT_6, OPT_30, GPT_OSS = "facebook/opt-6.7b", "facebook/opt-30b", "openai/gpt-os
 BARRIER = {"schedule": "flexgen_barrier"}
 LONG_PROMPTS, LONG_ANSWERS, OF_EXPERTS = Load(512, 32), Load(64, 256), Load(64, 64)
 HOST_BYTES = 128 * GB  # for which the plans are made
+FIRST = 5  # 4 bits and h2o, Accelerate, DeepSpeed, FlexGen, and what computes as these do
 FEW_STEPS = 2  # of systems whose steps are alike, and may take ten seconds
 KV_ON_GPU = {"percent": (0, 100, 100, 0, 100, 0)}
 ALL_ON_GPU = {"percent": (100, 0, 100, 0, 100, 0), "overlap": False}  # as its authors ran OPT-6.7B
@@ -140,6 +141,7 @@ def _suite(device_bytes: int) -> Suite:
         loads=(LONG_PROMPTS, LONG_ANSWERS),
         made_up=True,
         dtype="float16",
+        first=FIRST,
     )
 
 

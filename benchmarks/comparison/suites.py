@@ -160,6 +160,7 @@ class Suite:
     rows: tuple[int, ...] = ()  # all systems are run with these; none: each with its best number
     made_up: bool = False  # no file of weights is written: every system makes them up in memory
     dtype: str = "bfloat16"
+    first: int | None = None  # so many systems are run for all models and loads, before the others are; None: all
 
 
 SUITES: Mapping[str, Suite] = {

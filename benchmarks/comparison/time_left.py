@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 START_SECONDS = 20.0  # of a process, until it has imported what it needs and opened a GPU
-MADE_PER_S, MOVED_PER_S = 1.5e9, 5e9  # bytes of weights that a slow system makes, and moves to a GPU: guesses on the safe side
+MADE_PER_S = 1.5e9  # bytes of weights; this and the next are guesses on the safe side
+MOVED_PER_S, MOVED_SLOWLY_PER_S = 20e9, 4e9  # to a GPU, page-locked or not
 PASSES_BESIDE = 4  # one to warm up, the prompts, a step that is not timed, and the last one
 
 
@@ -35,6 +36,7 @@ class Deadline:
         return self.seconds is not None and left < self.seconds / 2
 
 
-def expected_seconds(weight_bytes: float, steps: int) -> float:
-    """Of a run of a system of which nothing is known, with weights of so many bytes."""
-    return START_SECONDS + weight_bytes / MADE_PER_S + (steps + PASSES_BESIDE) * weight_bytes / MOVED_PER_S
+def expected_seconds(weight_bytes: float, steps: int, is_slow: bool) -> float:
+    """Of a run of a system that has not been run yet, with weights of so many bytes."""
+    rate = MOVED_SLOWLY_PER_S if is_slow else MOVED_PER_S
+    return START_SECONDS + weight_bytes / MADE_PER_S + (steps + PASSES_BESIDE) * weight_bytes / rate

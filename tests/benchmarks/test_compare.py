@@ -462,7 +462,7 @@ class FakeLauncher:
 
 def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = command.parse(["--loads", "16+32", "--steps", "4", "--repeats", "3", "--folder", str(tmp_path)])
-    args.contenders = [Contender(name, name) for name in SYSTEMS]
+    args.known = args.contenders = [Contender(name, name) for name in SYSTEMS]
     monkeypatch.setattr(comparison, "system_named", SYSTEMS.__getitem__)
     monkeypatch.setattr(comparison, "checkpoint_of", lambda *_: tmp_path)
     monkeypatch.setattr(Comparison, "calibrated", lambda _: MACHINE)
@@ -482,7 +482,7 @@ def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, mon
 
 def by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[ReportByRows, FakeLauncher]:
     args = command.parse(["--loads", "16+32", "--steps", "4", "--rows", "2", "3", "--folder", str(tmp_path), *arguments])
-    args.contenders = [Contender(name, name) for name in ("ours", "peer", "fails again", "absent", "fits nothing")]
+    args.known = args.contenders = [Contender(name, name) for name in ("ours", "peer", "fails again", "absent", "fits nothing")]
     monkeypatch.setattr(comparison, "system_named", SYSTEMS.__getitem__)
     monkeypatch.setattr(comparison, "checkpoint_of", lambda *_: tmp_path)
     monkeypatch.setattr(Comparison, "calibrated", lambda _: MACHINE)
