@@ -8,6 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shlex
+import subprocess
+import sysconfig
 from copy import copy
 from pathlib import Path
 
@@ -40,22 +43,18 @@ def requested():
 
 
 def for_this_processor():
-    """The baseline and the best library that this processor runs, beside the next one where the best needs AMX.
-
-    All libraries where the system does not say what the processor has.
-    """
+    """The baseline and the best library that this processor runs; all where the system does not say what the processor has."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return [*PROCESSORS]
     has = {word.replace("_", "") for line in lines if line.startswith("flags") for word in line.split()}
-    if "amxtile" in has and not tiles_are_given():
+    if "amxtile" in has and not (tiles_are_given() and compiles(PROCESSORS["avx512amx"])):
         has.discard("amxtile")
     fitting = [name for name, flags in PROCESSORS.items() if has.issuperset(flag[2:].replace("-", "") for flag in flags)]
     if any(line.startswith("vendor_id") and INTEL in line for line in lines):
         fitting = [name for name in fitting if name != "avx512bf16"]  # pairs have half the rate of float32 there
-    least = -2 if "avx512amx" in fitting else -1  # older compilers know no tiles, and a system may refuse them
-    return list(dict.fromkeys([fitting[0], *fitting[least:]]))  # PROCESSORS has the best ones last
+    return [fitting[0], *fitting[1:][-1:]]  # PROCESSORS has the best ones last
 
 
 def tiles_are_given():
@@ -67,6 +66,16 @@ def tiles_are_given():
 
 
 REQUESTED = requested()
+
+
+def compiles(flags):
+    """Whether the compiler knows these flags: older ones do not know the newest processors."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    command = [*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 class BuildBeside(build_ext):
