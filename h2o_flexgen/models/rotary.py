@@ -108,6 +108,10 @@ class Rope:
             raise ValueError(f"partial_rotary_factor is {self.share:g}, by which no value is rotated; download the model again")
         if width % 2 and self.share == 1.0:
             raise ValueError(f"heads have {width} values, which are not rotated in pairs; download the model again")
+        if width == 1:
+            raise ValueError(
+                f"partial_rotary_factor is {self.share:g}, by which a single value is rotated; download the model again"
+            )
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
         stretch = STRETCHES[self.kind](self.scaling) if self.kind in STRETCHES else 1.0
         return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, **self.scaling}), stretch)

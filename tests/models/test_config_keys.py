@@ -344,6 +344,7 @@ def test_every_key_of_the_class_in_transformers_is_varied(model_type: str) -> No
         ("gpt_oss", ("sliding_window", None), "sliding_window is None, but layers have one"),
         ("llama", ("head_dim", 3), "heads have 3 values, which are not rotated in pairs"),
         ("glm4_moe", ("partial_rotary_factor", 0.0), "partial_rotary_factor is 0, by which no value is rotated"),
+        ("phi", ("partial_rotary_factor", 0.13), "partial_rotary_factor is 0.13, by which a single value is rotated"),
         ("qwen3", ("rope_parameters", {**YARN, "rope_theta": 1.0}), "rope_theta is 1, by which all values rotate alike"),
         ("gpt_neox", ("head_dim", 16), "head_dim is 16, but heads of gpt_neox have"),
         ("stablelm", ("head_dim", 16), "head_dim is 16, but heads of stablelm have"),
