@@ -402,8 +402,7 @@ class LLM:
         asked = [written.asked(chat, one, use, settings) for chat, one in zip(chats, params)]
 
         def read(completion: Completion) -> Completion:
-            index = completion.index
-            return with_message(completion, written.reading(completion.prompt, params[index], use), str(index))
+            return with_message(completion, written.reading(completion.prompt, params[completion.index], use))
 
         given = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt, _ in asked]
         own = [one for _, one in asked]

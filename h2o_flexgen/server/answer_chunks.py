@@ -90,8 +90,13 @@ def delta_of(part: AnswerPart) -> Said:
     return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
 
+def as_json(said: Said) -> bytes:
+    """What is said, as JSON. A model may write half a pair of characters, which UTF-8 has only as an escape."""
+    return json.dumps(said, ensure_ascii=False).encode("utf-8", errors="backslashreplace")
+
+
 def as_event(said: Said) -> bytes:
-    return b"data: " + json.dumps(said, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n\n"
+    return b"data: " + as_json(said) + b"\n\n"
 
 
 class AnswerWriter(Protocol):

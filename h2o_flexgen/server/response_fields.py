@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,9 +25,10 @@ from h2o_flexgen.server.body_fields import (
 from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.response_items import read_items
 from h2o_flexgen.text.template_settings import EFFORT, SETTINGS
-from h2o_flexgen.text.tools import ALLOWED, CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, tool_use
+from h2o_flexgen.text.tools import ALLOWED, CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, read_tools, tool_use
 
 INPUT, INSTRUCTIONS, MOST, TEXT, REASONING = "input", "instructions", "max_output_tokens", "text", "reasoning"
+VERBOSITY = "verbosity"
 _KEPT = "nothing is kept between requests; give all items as input"
 _OF_CHATS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 _SAMPLED = frozenset(SAMPLING) - {MAX_TOKENS, "n", LOGPROBS, PROMPT_LOGPROBS, FORMAT}
@@ -50,11 +51,15 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys((MAX_TOKENS, OTHER_MAX_TOKENS), f"it is called {MOST}"),
     "max_tool_calls": f"tools are called by the client; {PARALLEL} allows one call",
     EFFORT: f'it is called {REASONING}: {{"effort": ...}}',
-    "verbosity": f'it is called {TEXT}: {{"verbosity": ...}}',
+    VERBOSITY: f'it is called {TEXT}: {{"{VERBOSITY}": ...}}',
 }
-_WORDING: Mapping[str, str] = {NAME: f"{TEXT}.format", FORMAT: f"{TEXT}.format"} | dict.fromkeys(
-    (MAX_TOKENS, OTHER_MAX_TOKENS), MOST
-)
+_WORDING: Mapping[str, str] = {
+    **dict.fromkeys((NAME, FORMAT), f"{TEXT}.format"),
+    **dict.fromkeys((MAX_TOKENS, OTHER_MAX_TOKENS), MOST),
+    EFFORT: f"{REASONING}.effort",
+    VERBOSITY: f"{TEXT}.{VERBOSITY}",
+}
+_A_TOOL = '{"type": "function", "name": "...", "parameters": {...}}'
 _FORMATS = Choice((OF_TEXT, OF_OBJECT, OF_SCHEMA))
 
 
@@ -106,11 +111,13 @@ def _asked(given: Mapping[str, Any], defaults: Options) -> ResponseRequest:
 def _options(found: Mapping[str, Any], defaults: Options) -> Options:
     taken = {name: value for name, value in found.items() if name in (SETTINGS, *_OF_CHATS, *_SAMPLED)}
     if MOST in found:
+        if type(found[MOST]) is int and found[MOST] == 0:
+            raise ValueError(f"{MOST} is 0; an answer has a token at least, so give 1 or more")
         taken[OTHER_MAX_TOKENS] = found[MOST]
     options = read_options({**taken, **_of_text(found.get(TEXT)), **_of_reasoning(found.get(REASONING))}, True, defaults)
     if options.params.n != 1:
         options = replace(options, params=replace(options.params, n=1))
-    use = tool_use(_tools(found.get(TOOLS)), _choice(found.get(CHOICE)), found.get(PARALLEL))
+    use = tool_use(read_tools(found.get(TOOLS), _A_TOOL, _tool), _choice(found.get(CHOICE)), found.get(PARALLEL))
     return replace(options, tools=use)
 
 
@@ -119,8 +126,8 @@ def _of_text(given: object) -> dict[str, object]:
     if given is None:
         return {}
     found = _mapping(TEXT, given)
-    refuse_unknown(f"field of {TEXT}", found, ("format", "verbosity"), {})
-    taken = {name: value for name, value in found.items() if name == "verbosity"}
+    refuse_unknown(f"field of {TEXT}", found, ("format", VERBOSITY), {})
+    taken = {name: value for name, value in found.items() if name == VERBOSITY}
     if "format" not in found:
         return taken
     asked = _mapping(f"{TEXT}.format", found["format"])
@@ -140,18 +147,9 @@ def _of_reasoning(given: object) -> dict[str, object]:
     return {EFFORT: found["effort"]} if found else {}
 
 
-def _tools(given: object) -> tuple[Tool, ...]:
-    if given is None:
-        return ()
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ValueError(f"{TOOLS} is {shown(given)}; allowed is a list of functions")
-    return tuple(_tool(f"{TOOLS}[{place}]", one) for place, one in enumerate(given))
-
-
 def _tool(what: str, given: object) -> Tool:
     if not isinstance(given, Mapping) or given.get("type") != FUNCTION:
-        a_tool = '{"type": "function", "name": "...", "parameters": {...}}'
-        raise ValueError(f"{what} is {shown(given)}; only functions are known, as {a_tool}")
+        raise ValueError(f"{what} is {shown(given)}; only functions are known, as {_A_TOOL}")
     return read_function(what, {name: value for name, value in given.items() if name != "type"})
 
 

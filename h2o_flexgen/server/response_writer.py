@@ -3,7 +3,6 @@ in their order. A whole answer is what the events of its stream come to."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,7 +11,7 @@ from typing import ClassVar, cast
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.jobs.openai_answers import STOP, Answers, Said, usage
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.server.answer_chunks import TokenPiece, WholeAnswer
+from h2o_flexgen.server.answer_chunks import TokenPiece, WholeAnswer, as_event
 from h2o_flexgen.server.problems import ApiProblem
 from h2o_flexgen.server.response_fields import INSTRUCTIONS, MOST, REASONING, TEXT, ResponseRequest
 from h2o_flexgen.text.answer_reader import AnswerPart, ArgumentsPart, CallPart, SaidPart
@@ -124,8 +123,7 @@ class ResponseWriter:
         return {"type": "response.failed", "response": {**self._response(FAILED), "error": error}}
 
     def event(self, said: Said) -> bytes:
-        text = json.dumps({**said, "sequence_number": next(self._numbers)}, ensure_ascii=False)
-        return f"event: {said['type']}\ndata: {text}\n\n".encode("utf-8", errors="backslashreplace")
+        return f"event: {said['type']}\n".encode() + as_event({**said, "sequence_number": next(self._numbers)})
 
     # -- items -------------------------------------------------------------------------------------------------------------
 
@@ -187,7 +185,7 @@ class ResponseWriter:
 
     def _response(self, status: str) -> Said:
         given, params = self.asked.given, self._line.options.params
-        text = {"format": {"type": "text"}, **given.get(TEXT, {})}
+        of_text = {name: value for name, value in given.get(TEXT, {}).items() if value is not None}
         return {
             "id": f"resp_{self.name}",
             "object": "response",
@@ -201,7 +199,7 @@ class ResponseWriter:
             MOST: given.get(MOST),
             "temperature": params.temperature,
             "top_p": params.top_p,
-            TEXT: text,
+            TEXT: {"format": {"type": "text"}, **of_text},
             REASONING: {"effort": None, "summary": None, **given.get(REASONING, {})},
             TOOLS: self._tools,
             CHOICE: given.get(CHOICE, "auto"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from h2o_flexgen.engine.arrivals import Arrival, Closed, TooLong
@@ -22,7 +22,7 @@ from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.server.answer_chunks import AnswerChunks, AnswerWriter, RequestExchange, WholeAnswer
+from h2o_flexgen.server.answer_chunks import AnswerChunks, AnswerWriter, RequestExchange, WholeAnswer, as_json
 from h2o_flexgen.server.bodies import Limits, read_body
 from h2o_flexgen.server.body_fields import CompletionsRequest, blamed, read_asked, read_asked_inputs
 from h2o_flexgen.server.desk import Desk, RequestListener
@@ -111,7 +111,7 @@ class Service:
             await asyncio.wait({collecting, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 return Response(status_code=CLIENT_HAS_GONE)
-            return JSONResponse(self._writer(order).whole(collecting.result()))
+            return Response(as_json(self._writer(order).whole(collecting.result())), media_type="application/json")
         finally:
             collecting.cancel()
             gone.cancel()

@@ -79,8 +79,11 @@ def message_of(parts: Iterable[AnswerPart]) -> AnswerMessage:
     return AnswerMessage(None if not said and (thought or found) else said, thought or None, found)
 
 
-def with_message(completion: Completion, reading: AnswerReading, identity: str) -> Completion:
-    """The completion with the messages that are in its texts."""
+def with_message(completion: Completion, reading: AnswerReading) -> Completion:
+    """The completion with the messages that are in its texts. A conversation never has a prompt twice, so the prompt makes the
+    ids of calls differ from those of earlier turns."""
+    prompt = blake2b(repr(tuple(completion.prompt_token_ids)).encode(), digest_size=ID_LENGTH // 2).hexdigest()
+    identity = f"{completion.index} {prompt}"
     first, *others = (
         replace(output, message=reading.message(output.text, output.finish_reason != "stop", f"{identity} {output.index}"))
         for output in completion.outputs
@@ -98,6 +101,7 @@ class AnswerReader:
         self._call: WrittenCall = CallObject()
         self._call_text = ""  # the mark and the beginning of the call, which are text if it turns out to be none
         self._is_told = False  # of the call, that it has begun
+        self._has_arguments = False  # some of the call's were told
         self._drops_blanks = False  # behind the marks of thoughts
         self._step: Callable[[], bool] = self._at_beginning
         if reading.begins_thinking and self._thoughts is not None:
@@ -116,6 +120,8 @@ class AnswerReader:
             self._held = "" if is_cut and self._held.strip(BLANKS) else self._held
             self._step = self._in_text
             self._in_text()
+        if self._is_told and not self._has_arguments and not is_cut:
+            self._tell_arguments("{}")
         rest = self._held
         if self._step in (self._in_thoughts, self._in_text) and is_cut:
             rest = rest[: len(rest) - _begun(rest, self._mark)]
@@ -143,6 +149,8 @@ class AnswerReader:
         if not text or (self._thoughts is not None and self._thoughts.opens.startswith(text)):
             return False
         if self._form is not None and self._form.may_begin_bare and text[0] == "{":
+            if self._drops_blanks:
+                self._held, self._drops_blanks = text, False
             self._begin_call("")
         else:
             self._step = self._in_text
@@ -246,7 +254,7 @@ class AnswerReader:
     def _new_call(self, mark: str) -> None:
         assert self._form is not None, "a call has a form"
         self._call = NamedArguments() if self._form.encloses == AFTER_NAMES else CallObject()
-        self._call_text, self._is_told = mark, False
+        self._call_text, self._is_told, self._has_arguments = mark, False, False
 
     def _is_other_object(self) -> bool:
         """Whether what is read has no mark, and names no tool: any object may have such names."""
@@ -261,14 +269,23 @@ class AnswerReader:
 
     def _tell(self) -> None:
         """Hands out what is new of the call, if it is not one too many."""
-        most, new = self._reading.most_calls, self._call.new_arguments()
         if not self._is_told:
             self._is_told = True
-            if most is None or self.calls < most:
-                self._parts.append(CallPart(self.calls, self._id(self.calls), self._call.name or ""))
             self.calls += 1
-        if new and (most is None or self.calls <= most):
+            if self._is_wanted:
+                self._parts.append(CallPart(self.calls - 1, self._id(self.calls - 1), self._call.name or ""))
+        self._tell_arguments(self._call.new_arguments())
+
+    def _tell_arguments(self, new: str) -> None:
+        self._has_arguments |= bool(new)
+        if new and self._is_wanted:
             self._parts.append(ArgumentsPart(self.calls - 1, new))
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether the call that was told last is not one too many."""
+        most = self._reading.most_calls
+        return most is None or self.calls <= most
 
     def _id(self, index: int) -> str:
         assert self._form is not None, "a call has a form"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 1 << 20  # of a grammar
 KNOWN_GRAMMARS = 64  # that stay compiled
+KNOWN_PARTS = 512  # schemas that were found good: those of the tools of several requests
 WORTH_SAYING_SECONDS = 1.0
 WORD_BITS = 32  # of a word of a mask
 MOST_STEPS = 10_000  # a number counts its multiples in so many states, which takes 20 ms
@@ -68,10 +69,15 @@ class Grammars:
         """`tokens` makes the library's own form of the tokenizer, which has one token more: the end of a text."""
         self._tokens_of, self._making = tokens, Lock()
         self._compiled = lru_cache(maxsize=KNOWN_GRAMMARS)(self._compile)
+        self._parts_known = lru_cache(maxsize=KNOWN_PARTS)(self._try_part)
 
     def check(self, asked: StructuredOutputsParams) -> None:
         """Refuses what no text can be held to."""
         self._compiled(asked)
+
+    def check_part(self, asked: StructuredOutputsParams) -> None:
+        """The same of what no text is held to by itself: it does not stay compiled, so that what texts are held to does."""
+        self._parts_known(asked)
 
     def constraint(self, asked: StructuredOutputsParams, ends: Collection[int]) -> HeldText:
         """What a row is held to; `ends` are the tokens that may end it."""
@@ -84,6 +90,9 @@ class Grammars:
             return self._tokens_of()
         except ImportError as error:
             raise ValueError(not_installed("llguidance, which holds texts to a grammar,", "grammar")) from error
+
+    def _try_part(self, asked: StructuredOutputsParams) -> None:
+        self._compile(asked)
 
     def _compile(self, asked: StructuredOutputsParams) -> LLMatcher:
         with self._making:

@@ -11,7 +11,7 @@ from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 from h2o_flexgen.text.answer_forms import AFTER_NAMES, AnswerForm, MarkedForm
 from h2o_flexgen.text.grammar import JSON_OPTIONS, NotHeld, as_object, json_options
 from h2o_flexgen.text.tokenizer import Tokenizer
-from h2o_flexgen.text.tools import Tool, ToolUse
+from h2o_flexgen.text.tools import TOOLS, Tool, ToolUse
 from h2o_flexgen.text.written_calls import NAME_ENDS
 
 HEAD = "%llguidance {}"
@@ -34,13 +34,18 @@ def held_to_calls(
     if otherwise is not None:
         tokenizer.grammars.check(otherwise)
     rules = [*_Grammar(use, form.calls, form.thoughts, begins_thinking, tokenizer, otherwise).rules()]
-    return StructuredOutputsParams(grammar="\n".join([HEAD, *rules, ANY, NO_OBJECT, BLANKS]))
+    made = StructuredOutputsParams(grammar="\n".join([HEAD, *rules, ANY, NO_OBJECT, BLANKS]))
+    try:
+        tokenizer.grammars.check(made)
+    except NotHeld as error:
+        raise ValueError(f"{TOOLS} {error.why}") from error  # no client has given this grammar
+    return made
 
 
 def _check(tool: Tool, tokenizer: Tokenizer) -> None:
     """Refuses a schema to which no arguments can be held."""
     try:
-        tokenizer.grammars.check(StructuredOutputsParams(json=tool.parameters))
+        tokenizer.grammars.check_part(StructuredOutputsParams(json=tool.parameters))
     except NotHeld as error:
         raise ValueError(f"{tool.place} {error.why}") from error
 

@@ -11,9 +11,10 @@ from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
 from h2o_flexgen.text.tokenizer import Message
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+DEVELOPER = "developer"  # OpenAI's later name of a system
 ROLES: Mapping[str, str] = {  # and what templates call them
     SYSTEM: SYSTEM,
-    "developer": SYSTEM,  # OpenAI's later name
+    DEVELOPER: SYSTEM,
     USER: USER,
     ASSISTANT: ASSISTANT,
     TOOL: TOOL,
@@ -112,11 +113,12 @@ def _call(what: str, given: object) -> Message:
     if given.get("type", "function") != "function":
         raise ValueError(f"{what} has the type {shown(given['type'])}; allowed is function")
     identity = {} if given.get("id") is None else {"id": _text(what, "id", given["id"])}
-    arguments = _arguments(what, function.get("arguments"))
+    arguments = read_arguments(what, function.get("arguments"))
     return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(what: str, given: object) -> Mapping[str, object]:
+def read_arguments(what: str, given: object) -> Mapping[str, object]:
+    """Reads the arguments of a call; `what` begins the error of those that are no object."""
     try:
         found = parse_json(given or "{}") if given is None or isinstance(given, str) else given
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # half a pair of characters is read by no tokenizer

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from h2o_flexgen.core.hints import refuse_unknown, shown
-from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, REASONING, SYSTEM, TOOL, USER
+from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
+from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, DEVELOPER, REASONING, SYSTEM, TOOL, USER, read_arguments
 
 MESSAGE, CALL, ANSWER, THOUGHT = "message", "function_call", "function_call_output", "reasoning"
 KINDS = (MESSAGE, CALL, ANSWER, THOUGHT)
+ROLES = (SYSTEM, DEVELOPER, USER, ASSISTANT)  # what tools have answered is an item of its own
 _TEXTS = ("input_text", "output_text", "reasoning_text")
 _FIELDS: Mapping[str, tuple[str, ...]] = {  # and what only says which item it was
     MESSAGE: ("role", "content", "id", "status", "phase"),
@@ -58,14 +59,15 @@ class _Messages:
         {MESSAGE: self._message, CALL: self._call, ANSWER: self._answer, THOUGHT: self._thought}[kind](what, found)
 
     def _message(self, what: str, found: Mapping[str, object]) -> None:
-        content = _text(f"{what}.content", found.get("content"))
-        if found.get("role") == ASSISTANT and (begun := self._begun()) is not None and "content" not in begun:
+        role, content = _role(what, found.get("role")), _text(f"{what}.content", found.get("content"))
+        if role == ASSISTANT and (begun := self._begun()) is not None and "content" not in begun:
             begun["content"] = content  # behind its thoughts
         else:
-            self.add({"role": found.get("role"), "content": content})
+            self.add({"role": role, "content": content})
 
     def _call(self, what: str, found: Mapping[str, object]) -> None:
         identity, name, arguments = (_string(what, key, found) for key in ("call_id", "name", "arguments"))
+        read_arguments(what, arguments)
         self._names[identity] = name
         call = {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant().setdefault(CALLS, []).append(call)
@@ -91,6 +93,13 @@ class _Messages:
         if self._begun() is None:
             self.add({"role": ASSISTANT})
         return self.all[-1]
+
+
+def _role(what: str, given: object) -> str:
+    if not isinstance(given, str) or given not in ROLES:
+        hint = did_you_mean(given, ROLES) if isinstance(given, str) else ""
+        raise ValueError(f"{what} has the role {shown(given)}; allowed are {', '.join(ROLES)}{hint}")
+    return given
 
 
 def _string(what: str, name: str, found: Mapping[str, object]) -> str:

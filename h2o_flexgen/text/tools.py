@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from h2o_flexgen.core.allowed_values import TRUTH
@@ -14,6 +15,7 @@ from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 FUNCTION, ALLOWED = "function", "allowed_tools"
+MOST_TOOLS = 128  # of a chat, as OpenAI has it
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 A_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
 A_CHOICE = f'"{AUTO}", "{NONE}", "{REQUIRED}" or {{"type": "function", "function": {{"name": "..."}}}}'
@@ -76,7 +78,18 @@ class ToolUse:
 
 def read_tool_use(tools: object, choice: object = None, parallel: object = None) -> ToolUse | None:
     """Reads the three fields of a chat; None where there are no tools."""
-    return tool_use(() if tools is None else _tools(tools), choice, parallel)
+    return tool_use(read_tools(tools, A_TOOL, _tool), choice, parallel)
+
+
+def read_tools(given: object, example: str, read: Callable[[str, object], Tool]) -> tuple[Tool, ...]:
+    """Reads a list of tools, each with `read`; errors show the `example` of one."""
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ValueError(f"{TOOLS} is {shown(given)}; allowed is a list like [{example}]")
+    if len(given) > MOST_TOOLS:
+        raise ValueError(f"{TOOLS} has {len(given)} tools; allowed are {MOST_TOOLS} at most")
+    return tuple(read(f"{TOOLS}[{place}]", one) for place, one in enumerate(given))
 
 
 def tool_use(found: tuple[Tool, ...], choice: object, parallel: object) -> ToolUse | None:
@@ -108,6 +121,8 @@ def _allowed(tools: tuple[Tool, ...], choice: Mapping[str, object]) -> tuple[tup
     if not isinstance(given, Mapping) or given.get("mode") not in (AUTO, REQUIRED) or not isinstance(named, list) or not named:
         raise ValueError(f"{CHOICE} is {shown(choice)}; it is {AN_ALLOWED}")
     refuse_unknown(f"field of {CHOICE}.{ALLOWED}", map(str, given), ("mode", TOOLS), {})
+    if len(named) > MOST_TOOLS:
+        raise ValueError(f"{CHOICE} names {len(named)} tools; allowed are {MOST_TOOLS} at most")
     meant = {_named(tools, one).name for one in named}
     return tuple(tool for tool in tools if tool.name in meant), given["mode"]
 
@@ -126,15 +141,9 @@ def _named(tools: Iterable[Tool], choice: object) -> Tool:
     return known[name]
 
 
-def _tools(given: object) -> tuple[Tool, ...]:
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ValueError(f"{TOOLS} is {shown(given)}; allowed is a list like [{A_TOOL}]")
-    return tuple(_tool(f"{TOOLS}[{place}]", one) for place, one in enumerate(given))
-
-
 def _refuse_same_names(tools: Iterable[Tool]) -> None:
-    names = [tool.name for tool in tools]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    counts = Counter(tool.name for tool in tools)
+    if twice := next((name for name, count in counts.items() if count > 1), None):
         raise ValueError(f"{TOOLS} has {shown(twice)} twice; give each tool a name of its own")
 
 

@@ -166,7 +166,7 @@ class CallObject:
             self.name = name
             self.has_begun = self._arguments is not None
         elif self._key in ARGUMENTS and self._value.first == '"':
-            self._arguments = str(self._value.value)
+            self._arguments = _object_in(str(self._value.value))
             self.has_begun = self.name is not None
 
     def _end(self) -> None:
@@ -174,6 +174,17 @@ class CallObject:
             raise ValueError("a call without a name")
         self.is_over = self.has_begun = True
         self._arguments = "{}" if self._arguments is None else self._arguments
+
+
+def _object_in(text: str) -> str:
+    """A text that has an object, as a client will parse it; a ValueError says that it has none."""
+    try:
+        found = json.loads(text or "{}")
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(text)
+    return text or "{}"
 
 
 class NamedArguments:

@@ -32,7 +32,7 @@ def no_load_waits(way: Way) -> AbstractContextManager[object]:
     return _without_waits(LOAD, COMPUTE_LANE)
 
 
-def nobody_waits_for_a_pass() -> AbstractContextManager[object]:
+def no_device_waits_for_a_pass() -> AbstractContextManager[object]:
     """A device goes on with states of another before they have arrived. It takes several devices to show."""
     return _without_waits(COMPUTE_LANE, PASS)
 

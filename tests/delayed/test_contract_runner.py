@@ -21,7 +21,7 @@ from tests.clocked.backend import IS_POSSIBLE
 from tests.delayed import verdict as verdicts
 from tests.delayed.dealing import Child, Dealer, Order, spawned
 from tests.delayed.plans import STAYING, of_other_models, of_pipelines, on_a_gpu
-from tests.delayed.planted import FAULTS, no_stream_waits, nobody_waits_for_a_pass
+from tests.delayed.planted import FAULTS, no_device_waits_for_a_pass, no_stream_waits
 from tests.delayed.spoilt import NAN
 from tests.delayed.stand import Pretended
 from tests.delayed.trying import Bench
@@ -184,7 +184,7 @@ def test_states_that_a_device_leaves_for_the_next_are_spoilt_behind_their_reader
     with states_between_devices() as regions:
         assert bench.tried(number, planned, B).verdict == OK
     assert len(regions) >= 4 and all(bool((region == NAN).all()) for region in regions)
-    with nobody_waits_for_a_pass():
+    with no_device_waits_for_a_pass():
         assert bench.tried(number, planned, A).verdict == OK, "what is early finds nothing wrong where no lane is late"
         assert {bench.tried(number, planned, way).verdict for way in (B, late("pass"))} <= {BAD, ERROR}
         assert bench.tried(number, planned, late("load")).verdict == OK
@@ -195,7 +195,7 @@ def test_the_sanitizer_watches_several_devices(checkpoints: Checkpoints, tmp_pat
         pytest.skip("this torch takes no device that is written in Python")
     bench, planned = Bench(Pretended(), checkpoints, tmp_path), of_pipelines()[0]
     assert bench.tried(0, planned, C).verdict == OK
-    with nobody_waits_for_a_pass():
+    with no_device_waits_for_a_pass():
         early = bench.tried(0, planned, C)
     assert early.verdict == ALARM and all("stores/hidden.py" in pair or "spoilt.py" in pair for pair in early.pairs)
 

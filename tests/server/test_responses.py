@@ -169,6 +169,9 @@ def test_a_class_as_the_client_parses_it(client: OpenAI) -> None:
         **GREEDY, input="An object", text={"format": {"type": "json_object"}, "verbosity": "low"}, max_output_tokens=30
     )
     assert some.output_text.startswith("{")
+    unsaid: Any = {"format": None, "verbosity": None}
+    plain = client.responses.create(**GREEDY, input="Go on.", text=unsaid, max_output_tokens=2)
+    assert plain.text.model_dump(exclude_unset=True) == {"format": {"type": "text"}}
 
 
 # -- what the demo model would not say by itself -----------------------------------------------------------------------------
@@ -256,10 +259,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "unknown field 'messages': it is called input"),
     ({"max_tokens": 5}, "max_tokens", "unknown field 'max_tokens': it is called max_output_tokens"),
     ({"max_output_tokens": "5"}, "max_output_tokens", "max_output_tokens is '5'; allowed is a whole number"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0, which is for prompts"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0; an answer has a token at least"),
     ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens"),
     ({"temperature": "hot"}, "temperature", "temperature is 'hot'; allowed is a number"),
     ({"reasoning": {"summary": "auto"}}, "reasoning", "unknown field of reasoning 'summary': there are no summaries"),
+    ({"reasoning": {"effort": 3}}, "reasoning", "reasoning.effort is 3; allowed is a text"),
+    ({"text": {"verbosity": 3}}, "text", "text.verbosity is 3; allowed is a text"),
     ({"reasoning": "low"}, "reasoning", "reasoning is 'low'; allowed is an object"),
     ({"text": {"format": {"type": "xml"}}}, "text", "text.format.type 'xml' is unknown; known: text"),
     (
@@ -273,6 +278,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "text.format cannot be held to: the JSON schema",
     ),
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0] is {'type': 'web_search'}; only functions are known"),
+    ({"tools": [GO] * 129}, "tools", "tools has 129 tools; allowed are 128 at most"),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].name is missing"),
     ({"tools": [GO, GO]}, "tools", "tools has 'go' twice"),
     ({"tools": [{**GO, "async": True}]}, "tools", "unknown field of tools[0] 'async'"),
@@ -286,7 +292,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stream_options": {"include_obfuscation": False}}, "stream_options", "stream_options is for a streamed answer"),
     ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options", "unknown field of stream_options 'include"),
     ({"input": None}, "input", "input is missing; it is a text, or a list of items"),
-    ({"input": [{"role": "pirate", "content": "a"}]}, "input", "message 0 of input has the role 'pirate'"),
+    ({"input": [{"role": "pirate", "content": "a"}]}, "input", "input[0] has the role 'pirate'"),
     ({"input": [{"type": "computer_call"}]}, "input", "input[0] is of the type 'computer_call'"),
     ({"instructions": ["a"]}, "instructions", "instructions is ['a']; allowed is a text"),
 ]

@@ -19,6 +19,8 @@ from h2o_flexgen.sampling.completion import AnswerMessage, Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.server.answer_chunks import AnswerChunks, TokenPiece
 from h2o_flexgen.server.body_fields import read_asked
+from h2o_flexgen.text import answer_reader
+from h2o_flexgen.text.answer_reader import AnswerPart, AnswerReader
 from h2o_flexgen.text.dialogue import Template
 from tests.helpers.tool_templates import HERMES, MAY_THINK, MISTRAL, QWEN_THINKS, THINKS, named
 from tests.server.served import MODEL, Served, served
@@ -158,6 +160,10 @@ def test_python_calls_tools_the_same_way(demo: LLM) -> None:
     (call,) = found.message.tool_calls
     assert (call.name, json.loads(call.arguments)) == ("now", {})
     assert [one.message for one in heard] == [found.message] == [found.outputs[0].message]
+    told = {"role": "tool", "tool_call_id": call.id, "content": "Noon."}
+    (then,) = demo.chat([*ASK, found.message.written, told], params, **given)
+    assert then.message is not None and then.message.tool_calls[0].id != call.id, "a conversation has an id once"
+    assert demo.chat(ASK, params, **given)[0].message == found.message
     (plain,) = demo.chat(ASK, SamplingParams(max_tokens=3))
     assert plain.message is not None and plain.message.content == plain.text
     with pytest.raises(ValueError, match="tools need a chat template"):
@@ -270,6 +276,27 @@ def test_a_stream_says_what_the_whole_answer_says(template: str, text: str, reas
     assert (joined["content"], joined["reasoning_content"]) == (message["content"] or "", message.get("reasoning_content", ""))
     made = [{name: value for name, value in call.items() if name != "index"} for call in joined.get("tool_calls", {}).values()]
     assert made == message.get("tool_calls", [])
+
+
+class SaysHalfACharacter(AnswerReader):
+    """Reads a call with half a pair of characters, whatever the model has said."""
+
+    def add(self, text: str) -> list[AnswerPart]:
+        return super().add("")
+
+    def end(self, is_cut: bool) -> list[AnswerPart]:
+        return [*super().add('<tool_call>{"name": "a\\ud800", "arguments": {}}</tool_call>'), *super().end(False)]
+
+
+def test_half_a_character_comes_through(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_reader, "AnswerReader", SaysHalfACharacter)
+    given: dict[str, Any] = {"messages": ASK, "tools": [NOW], "max_tokens": 2, "model": MODEL}
+    (call,) = client.chat.completions.create(**given).choices[0].message.tool_calls or []
+    chunks = [*client.chat.completions.create(**given, stream=True)]
+    calls = [one for chunk in chunks for choice in chunk.choices for one in choice.delta.tool_calls or []]
+    own: Any = [{"type": "function", **NOW["function"]}]
+    (item,) = client.responses.create(model=MODEL, input=ASK, tools=own, max_output_tokens=2).output
+    assert call.function.name == calls[0].function.name == item.name == "a\ud800"
 
 
 def test_thoughts_are_told_apart_whole_streamed_and_in_batches(demo: LLM, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -23,6 +24,10 @@ from tests.helpers.tool_templates import (
 NAMES = ("go", "stay")
 Expected = tuple[str | None, str | None, list[tuple[str, str]]]  # content, thoughts, names and arguments of calls
 HARD = '{"a": "} \\" </tool_call> [", "b": [1, {"c": null}]}'
+LLAMA_THINKS = LLAMA + "{# <think> #}"
+ODD_ARGUMENTS = [
+    f'<tool_call>{{"name": "go", "arguments": {json.dumps(text)}}}</tool_call>' for text in ("hello", "[1]", "5", '{"x": ')
+]
 WHOLE: list[tuple[str, str, Expected]] = [
     (HERMES, "Just a text, with < and > and {braces}.", ("Just a text, with < and > and {braces}.", None, [])),
     (HERMES, f'<tool_call>\n{{"name": "go", "arguments": {HARD}}}\n</tool_call>', (None, None, [("go", HARD)])),
@@ -37,6 +42,8 @@ WHOLE: list[tuple[str, str, Expected]] = [
     (HERMES, '<tool_call>{"name": "other", "arguments": {}} then', (" then", None, [("other", "{}")])),
     (HERMES, '<tool_call>{"nome": "go"}</tool_call>', ('<tool_call>{"nome": "go"}</tool_call>', None, [])),
     (HERMES, '<tool_call>{"arguments": 5, "name": "go"}', ('<tool_call>{"arguments": 5, "name": "go"}', None, [])),
+    *((HERMES, text, (text, None, [])) for text in ODD_ARGUMENTS),
+    (HERMES, '<tool_call>{"name": "go", "arguments": ""}</tool_call>', (None, None, [("go", "{}")])),
     (HERMES, "<tool_call>go()</tool_call>", ("<tool_call>go()</tool_call>", None, [])),
     (HERMES, '<tool_call>{"name": "go", "arguments": {"a": 1}, 5}</tool_call>ok', ("ok", None, [("go", '{"a": 1}')])),
     (HERMES, "  spaces, and the half of a mark: <tool_ca", ("  spaces, and the half of a mark: <tool_ca", None, [])),
@@ -50,6 +57,9 @@ WHOLE: list[tuple[str, str, Expected]] = [
     ),
     (LLAMA, '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', None, [])),
     (LLAMA, '{"name": "Ann", "parameters": {}}', ('{"name": "Ann", "parameters": {}}', None, [])),
+    (LLAMA_THINKS, '<think>a</think>{"name": "zz"} bar', ('{"name": "zz"} bar', "a", [])),
+    (LLAMA_THINKS, '<think>a</think>\n\n{"x": 1}', ('{"x": 1}', "a", [])),
+    (LLAMA_THINKS, '<think>a</think>\n\n{"name": "go"}', (None, "a", [("go", "{}")])),
     (LLAMA, 'So: {"name": "go", "parameters": {}}', ('So: {"name": "go", "parameters": {}}', None, [])),
     (
         MISTRAL,
@@ -63,6 +73,8 @@ WHOLE: list[tuple[str, str, Expected]] = [
         f"Well. [TOOL_CALLS]go[ARGS]{HARD}[TOOL_CALLS]stay[CALL_ID]123456789[ARGS] {{}}",
         ("Well.", None, [("go", HARD), ("stay", "{}")]),
     ),
+    (NAMES_FIRST, "[TOOL_CALLS]go[ARGS]", (None, None, [("go", "{}")])),
+    (NAMES_FIRST, "Well.[TOOL_CALLS]go[ARGS] a city", ("Well.", None, [("go", "{}")])),
     (NAMES_FIRST, "[TOOL_CALLS]go{}", ("[TOOL_CALLS]go{}", None, [])),
     (QWEN_THINKS, "<think>\nHm, <tool_call>?\n</think>\n\nNine.", ("Nine.", "Hm, <tool_call>?", [])),
     (
@@ -128,6 +140,16 @@ def test_more_calls_than_are_wanted_are_left_out() -> None:
     how = reading(HERMES, most=1)
     for pieces in ([text], list(text)):
         assert shown(message_of(in_pieces(how, pieces))) == ("Ok.", None, [("go", '{"a": 1}')])
+
+
+def test_arguments_too_deep_to_be_parsed_are_no_call() -> None:
+    text = f'<tool_call>{{"name": "go", "arguments": "{"[" * 100_000}"}}</tool_call>'
+    assert shown(reading(HERMES).message(text, False, "x")) == (text, None, [])
+
+
+def test_a_call_too_many_has_no_arguments_either() -> None:
+    found = reading(NAMES_FIRST, most=1).message('[TOOL_CALLS]go[ARGS]{"a": 1}[TOOL_CALLS]stay[ARGS]', False, "x")
+    assert shown(found) == (None, None, [("go", '{"a": 1}')])
 
 
 def test_calls_are_known_by_ids_of_their_own() -> None:

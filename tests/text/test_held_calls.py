@@ -12,8 +12,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 from h2o_flexgen.text.answer_reader import AnswerReading
 from h2o_flexgen.text.dialogue import Script, Template
+from h2o_flexgen.text.grammar import KNOWN_GRAMMARS, MOST_CHARACTERS, _matcher
 from h2o_flexgen.text.load_tokenizer import FolderTokenizer
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from h2o_flexgen.text.tools import read_tool_use
@@ -21,6 +23,7 @@ from tests.helpers.held_texts import random_text
 from tests.helpers.real_tokenizers import VOCABS, save_byte_level
 from tests.helpers.refusals import one_line
 from tests.helpers.tool_templates import (
+    CLOSED,
     FORECAST,
     HERMES,
     LLAMA,
@@ -197,6 +200,10 @@ def test_what_no_call_can_be_held_to_is_refused(tokenizer: FolderTokenizer) -> N
     )
     assert asked(tokenizer, HERMES, odd)[0].held_to is None, "nothing holds a call that may come"
     assert asked(tokenizer, HERMES, odd, named("go"))[0].held_to is not None
+    long = tool("go", {**FORECAST, "description": "a" * (MOST_CHARACTERS // 2)})
+    assert asked(tokenizer, HERMES, [long], "required")[0].held_to is not None
+    two = [long, {**long, "function": {**long["function"], "name": "stay"}}]
+    assert refused(two, "required") == f"tools has more than {MOST_CHARACTERS} characters; give a shorter one"
     for template in (TEXT_ARGUMENTS, THINKS):
         assert refused(TOOLS, template=template).startswith("tools need a chat template that writes calls as Mistral")
         assert asked(tokenizer, template, TOOLS, "none")[0] == SamplingParams()
@@ -207,6 +214,25 @@ def test_what_no_call_can_be_held_to_is_refused(tokenizer: FolderTokenizer) -> N
     assert said.startswith("structured_outputs stands beside tools, and this model's calls look like other JSON")
     script = one_line(lambda: Script(ByteTokenizer(300)).asked(ASK, SamplingParams(), read_tool_use(TOOLS)))
     assert "this style has none" in script
+
+
+def test_many_tools_leave_other_grammars_compiled(tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[str]()
+
+    def counted(asked: StructuredOutputsParams, tokens: Any) -> Any:
+        compiled.append(asked.kind)
+        return _matcher(asked, tokens)
+
+    monkeypatch.setattr("h2o_flexgen.text.grammar._matcher", counted)
+    other = StructuredOutputsParams(regex="some other text")
+    tokenizer.grammars.check(other)
+    titled = [{**CLOSED, "title": f"schema {number}"} for number in range(KNOWN_GRAMMARS + 1)]
+    many = [tool(f"go_{number}", schema, strict=True) for number, schema in enumerate(titled)]
+    asked(tokenizer, HERMES, many)
+    assert compiled == ["regex", *["json"] * len(many), "grammar"]
+    asked(tokenizer, HERMES, many)
+    tokenizer.grammars.check(other)
+    assert len(compiled) == len(many) + 2, "all is known"
 
 
 def test_an_answer_that_is_held_to_something_else_is_not_read_further(tokenizer: FolderTokenizer) -> None:

@@ -68,6 +68,8 @@ def test_a_tool_without_parameters_takes_none() -> None:
         ([tool("go", examples=[])], None, "unknown field of tools[0].function 'examples'"),
         ([{"type": "function", "function": {"name": "go", "description": 1}}], None, "tools[0].function.description is 1"),
         ("go", None, "tools is 'go'; allowed is a list"),
+        ([*map(tool, map(str, range(129)))], None, "tools has 129 tools; allowed are 128 at most"),
+        (TWO, allowed("auto", *["go"] * 129), "tool_choice names 129 tools; allowed are 128 at most"),
         (TWO, "sometimes", "tool_choice is 'sometimes'; allowed is \"auto\""),
         (TWO, named("run"), "tool_choice names 'run', and tools are go, stay"),
         (TWO, named("sta"), "tool_choice names 'sta', and tools are go, stay; did you mean stay?"),

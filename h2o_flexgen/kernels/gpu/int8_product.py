@@ -14,7 +14,7 @@ from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
 from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, place_in_word, to_nearest, widened
-from h2o_flexgen.kernels.gpu.launching import Launch, kept_by_shape, launcher
+from h2o_flexgen.kernels.gpu.launching import Launch, Type, kept_by_shape, launcher, type_of
 from h2o_flexgen.kernels.int8_product import LARGEST_CODE, NOTHING, Int8Rows
 
 # -- int8 rows -------------------------------------------------------------------------------------------------------------
@@ -77,20 +77,20 @@ def int8_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Ten
     out = x.values.new_empty(x.rows, outputs)
     if out.numel():
         made = x.made(int8_rows)
-        launch = product_of(format.bits, made.scales.shape, out.shape, out.dtype, bias is not None)
+        launch = product_of(format.bits, made.scales.shape, out.shape, out.dtype, type_of(bias))
         launch(data, *made, out if bias is None else bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
 @kept_by_shape
-def product_of(bits: int, groups: torch.Size, shape: torch.Size, dtype: torch.dtype, has_bias: bool) -> Launch:
+def product_of(bits: int, groups: torch.Size, shape: torch.Size, dtype: torch.dtype, bias: Type) -> Launch:
     rows, outputs = shape
     rows_at_once, outputs_at_once, warps = FEW if rows <= FEW[0] else MANY
     return launcher(
         int8_product_kernel,
         (triton.cdiv(outputs, outputs_at_once), triton.cdiv(rows, rows_at_once)),
         (rows, outputs, groups[1]),
-        HAS_BIAS=has_bias,
+        HAS_BIAS=bias is not None,
         BITS=bits,
         ROWS=rows_at_once,
         OUTPUTS=outputs_at_once,

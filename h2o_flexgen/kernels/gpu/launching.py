@@ -34,12 +34,18 @@ CALLED = (
 NO_HOOKS = None, None, None  # metadata for profilers, and what they want called before and behind a launch
 
 Seen: TypeAlias = "tuple[torch.Size, tuple[int, ...], torch.dtype]"
+Type: TypeAlias = "torch.dtype | None"
 kept_by_shape = lru_cache(SHAPES_KNOWN)  # of functions that make launchers
 
 
 def seen(tensor: Tensor) -> Seen:
     """What a launch depends on of a tensor, beside its address."""
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def type_of(tensor: Tensor | None) -> Type:
+    """What a launch depends on of a tensor that may be missing, and of which the shape is known."""
+    return None if tensor is None else tensor.dtype
 
 
 class InWords(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
-from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, kept_by_shape, launcher
+from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, Type, kept_by_shape, launcher, type_of
 from h2o_flexgen.kernels.gpu.stored_values import (
     as_float,
     block_at,
@@ -53,7 +53,7 @@ def _launch(format: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out
     given = rows.index_select(1, parts.order) if format.layout.is_ordered else rows
     scales, zeros = parts.scales.dtype, parts.zeros.dtype
     begins = begins_behind(ALIGNED, parts.codes)
-    launch = product_of(format.name, begins, scales, zeros, rows.shape, rows.dtype, out.shape[1], bias is not None)
+    launch = product_of(format.name, begins, scales, zeros, rows.shape, rows.dtype, out.shape[1], type_of(bias))
     launch(*parts[:3], given, out if bias is None else bias, out)
 
 
@@ -66,12 +66,14 @@ def product_of(
     shape: torch.Size,
     dtype: torch.dtype,
     outputs: int,
-    has_bias: bool,
+    bias: Type,
 ) -> Launch:
     rows, inputs = shape
     sizes = Sizes.of(format, begins, rows, outputs, inputs)
     grid = sizes.blocks, triton.cdiv(rows, sizes.rows)
-    return launcher(product_kernel, grid, (rows, outputs, inputs, sizes.row_bytes), HAS_BIAS=has_bias, **sizes.constants)
+    return launcher(
+        product_kernel, grid, (rows, outputs, inputs, sizes.row_bytes), HAS_BIAS=bias is not None, **sizes.constants
+    )
 
 
 class Sizes(NamedTuple):

@@ -19,7 +19,7 @@ from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
 from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
-from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, Type, kept_by_shape, launcher, seen, type_of
 
 AT_ONCE = 3  # matrices
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
@@ -34,13 +34,13 @@ def tile_product(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Ten
     rows = x.values.reshape(-1, inputs).contiguous()
     out = rows.new_empty(rows.shape[0], outputs)
     if out.numel():
-        launch = product_of(format.bits, seen(data), rows.shape, rows.dtype, outputs, bias is not None)
+        launch = product_of(format.bits, seen(data), rows.shape, rows.dtype, outputs, type_of(bias))
         launch(data, rows, out if bias is None else bias, out)
     return out.view(*x.values.shape[:-1], outputs)
 
 
 @kept_by_shape
-def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, outputs: int, has_bias: bool) -> Launch:
+def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, outputs: int, bias: Type) -> Launch:
     (rows, inputs), format = shape, Tiled(bits)
     tiles = tiles_of(bits, data, outputs, inputs)
     warps = warps_of(tiles, groups_of(inputs) * format.as_rows.code_bytes // 4)
@@ -49,7 +49,7 @@ def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, out
         tile_product_kernel,
         (tiles, triton.cdiv(rows, at_once)),
         (rows, outputs, inputs),
-        HAS_BIAS=has_bias,
+        HAS_BIAS=bias is not None,
         BITS=format.bits,
         ROWS=at_once,
         WORDS=warps * WORDS_OF_WARP,
@@ -66,7 +66,7 @@ def tile_products(format: Tiled, x: Factor, matrices: Sequence[tuple[Tensor, int
     made = [rows.new_empty(rows.shape[0], each) for each in outputs]
     if made[0].numel():
         placed = [out if bias is None else bias for bias, out in zip(biases, made)]
-        launch = products_of(format.bits, tuple(map(seen, data)), rows.shape, rows.dtype, outputs, biases[0] is not None)
+        launch = products_of(format.bits, tuple(map(seen, data)), rows.shape, rows.dtype, outputs, tuple(map(type_of, biases)))
         three = (
             each if len(each) == AT_ONCE else (*each, each[-1]) for each in (data, placed, made)
         )  # one of two counts twice
@@ -76,7 +76,7 @@ def tile_products(format: Tiled, x: Factor, matrices: Sequence[tuple[Tensor, int
 
 @kept_by_shape
 def products_of(
-    bits: int, data: tuple[Seen, ...], shape: torch.Size, dtype: torch.dtype, outputs: tuple[int, ...], has_bias: bool
+    bits: int, data: tuple[Seen, ...], shape: torch.Size, dtype: torch.dtype, outputs: tuple[int, ...], biases: tuple[Type, ...]
 ) -> Launch:
     (rows, inputs), format = shape, Tiled(bits)
     tiles = [tiles_of(bits, its, own, inputs) for its, own in zip(data, outputs, strict=True)]
@@ -86,7 +86,7 @@ def products_of(
         tile_products_kernel,
         (sum(tiles), triton.cdiv(rows, at_once)),
         (rows, *tiles[:2], *(*outputs, outputs[-1])[:AT_ONCE], inputs),
-        HAS_BIAS=has_bias,
+        HAS_BIAS=biases[0] is not None,
         BITS=format.bits,
         ROWS=at_once,
         WORDS=warps * WORDS_OF_WARP,

@@ -9,7 +9,7 @@ import torch
 
 from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.int8_product import int8_product, int8_rows
+from h2o_flexgen.kernels.gpu.int8_product import int8_product, int8_rows, product_of
 from h2o_flexgen.kernels.int8_product import int8_product_twin, int8_rows_twin
 from tests.kernels.test_int8_product import packed, same, x_of
 
@@ -55,6 +55,14 @@ def test_extreme_codes_stay_exact(gpu: torch.device, bits: int) -> None:
     x, data = torch.full((3, 128), -1.0, device=gpu), blocks.flatten(1).to(gpu)
     found = int8_product(format, Factor(x), data, 16, None)
     assert same(found, int8_product_twin(format, Factor(x), data, 16, None)) and (found < 0).all()
+
+
+def test_a_launch_is_kept_for_one_type_of_a_bias(gpu: torch.device) -> None:
+    data, x, bias = packed(20, 64, 4).to(gpu), Factor(x_of(1, 64).to(gpu)), x_of(1, 20)[0].to(gpu)
+    product_of.cache_clear()
+    for added in (bias, bias.half(), bias.bfloat16(), None):
+        assert same(int8_product(Tiled(4), x, data, 20, added), int8_product_twin(Tiled(4), x, data, 20, added))
+    assert product_of.cache_info().currsize == 4
 
 
 def test_no_rows_are_no_rows(gpu: torch.device) -> None:

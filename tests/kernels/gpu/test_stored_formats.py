@@ -14,7 +14,7 @@ from h2o_flexgen.formats.kernel_table import CUDA, DECODE, PRODUCT, TRITON, Proc
 from h2o_flexgen.formats.table import BLOCKED, FORMATS, STORED, Stored
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.stored_product import stored_product
+from h2o_flexgen.kernels.gpu.stored_product import product_of, stored_product
 from h2o_flexgen.kernels.gpu.stored_values import stored_decode
 from h2o_flexgen.kernels.stored_values import stored_decode_twin
 from tests.kernels.stored import SOME, inputs_of, random_matrix
@@ -42,6 +42,16 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def x_of(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows + inputs)).to(dtype)
+
+
+def test_a_launch_is_kept_for_one_type_of_a_bias(gpu: torch.device) -> None:
+    format, inputs = SOME[0], inputs_of(SOME[0], 64)
+    data, x, bias = random_matrix(format, 5, inputs).to(gpu), x_of(1, inputs).to(gpu), x_of(1, 5)[0].to(gpu)
+    plain = stored_product(format, Factor(x), data, 5, None)
+    product_of.cache_clear()
+    for added in (bias, bias.half(), bias.bfloat16()):
+        assert torch.equal(stored_product(format, Factor(x), data, 5, added), plain + added.float())
+    assert product_of.cache_info().currsize == 3
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import Tiled
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.gpu.tile_product import tile_product, tile_products
+from h2o_flexgen.kernels.gpu.tile_product import product_of, products_of, tile_product, tile_products
 from h2o_flexgen.kernels.products import tile_product_twin
 from tests.helpers.pairwise import pairs_first
 from tests.kernels.test_tile_product import TOLERANCES, packed, x_of
@@ -52,6 +52,18 @@ def test_what_is_no_number_stays_none(gpu: torch.device, bits: int, value: float
     x[1, 129] = value
     found = tile_product(Tiled(bits), Factor(x), packed(20, 130, bits).to(gpu), 20, None)
     assert not found[1].isfinite().any() and found[0].isfinite().all() and found[2].isfinite().all()
+
+
+def test_a_launch_is_kept_for_one_type_of_a_bias(gpu: torch.device) -> None:
+    data, x, bias = packed(20, 64, 4).to(gpu), Factor(x_of(1, 64).to(gpu)), x_of(1, 20)[0].to(gpu)
+    for kept in (product_of, products_of):
+        kept.cache_clear()
+    for added in (bias, bias.half(), bias.bfloat16(), None):
+        expected = tile_product_twin(Tiled(4), x, data, 20, added)
+        assert torch.allclose(tile_product(Tiled(4), x, data, 20, added), expected, rtol=1e-5, atol=1e-4)
+        for found in tile_products(Tiled(4), x, [(data, 20, added)] * 2):
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
+    assert [kept.cache_info().currsize for kept in (product_of, products_of)] == [4, 4]
 
 
 def test_no_rows_come_to_nothing(gpu: torch.device) -> None:
