@@ -101,8 +101,7 @@ def decoded_arena(layer: LayerSpec) -> Arena:
 
 def decoded_bytes(spec: ModelSpec, site: Site) -> int:
     """Bytes of the buffer for decoded values, which all layers share; none where products of any rows read packed bytes."""
-    formats = {matrix.format for layer in spec.layers for matrix in layer.matrices}
-    is_read = all(site.reads(spec.product, format, spec.dtype, rows=inf) for format in formats if format != PLAIN)
+    is_read = all(site.reads(spec.product, format, spec.dtype, rows=inf) for format in spec.formats if format != PLAIN)
     return 0 if is_read else _largest_decoded(spec)
 
 

@@ -428,7 +428,7 @@ class ModelSpec:
     def weight_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
+    @cached_property
     def widest(self) -> int:
         """Values per token of the widest hidden state between two layers."""
         return max(layer.out_width for layer in self.layers[:-1])
