@@ -31,12 +31,12 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     Heeded,
 )
 from h2o_flexgen.core.hints import reason
-from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, share_of
 
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
-# of a config: transformers reads none of them, and only a GGUF file may say them
+# of a config: a GGUF file may say them, and a folder only where transformers reads them, too
 OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole", "qkv_apart"
 
 # keys behind the name of the architecture
@@ -162,7 +162,7 @@ def _window(said: GgufModel) -> dict[str, Any]:
 def _rope(said: GgufModel, head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_theta": said.number("rope.freq_base", 10000.0), "rope_type": "default"}
     if said.architecture.rotates_parts:
-        found["partial_rotary_factor"] = said.whole(ROTATED, head_dim) / max(head_dim, 1)
+        found["partial_rotary_factor"] = share_of(said.whole(ROTATED, head_dim), max(head_dim, 1))
     divisors = said.tensors.get(ROPE_DIVISORS)
     kind = said.metadata.text(said.key(f"{SCALING}.type"), LINEAR)
     if kind not in ("none", LINEAR, YARN):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import ceil, log1p, prod
+from math import ceil, inf, log1p, nextafter, prod
 from typing import Any, NamedTuple
 
 from h2o_flexgen.formats.kernel_table import EXACT, PRODUCT, PRODUCTS, rounds
@@ -31,6 +31,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
+
+
+def share_of(part: int, whole: int) -> float:
+    """The share of which int(share * whole) is `part`: what a quotient is rounded to may be too small for that."""
+    share = part / whole
+    return share if int(share * whole) == part else nextafter(share, inf)
 
 
 def asked_for(share: float, rows: float) -> float:

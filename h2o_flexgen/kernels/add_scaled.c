@@ -1,5 +1,5 @@
-/* Values that are limited, then scaled, then added to others, then multiplied by a number. What comes of each step is rounded to the type of the values, as torch
-   does it. */
+/* Values that are limited, then scaled, then added to others, then multiplied by a number. What comes of each step is rounded to
+   the type of the values, as torch does it. */
 
 #include "team.h"
 #include "vectors.h"

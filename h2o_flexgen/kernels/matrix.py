@@ -140,10 +140,21 @@ def _in_parts(matrix: Matrix, count: int) -> list[Matrix]:
     each = _outputs(matrix) // count
     parts = [slice(number * each, (number + 1) * each) for number in range(count)]
     if isinstance(matrix, PackedMatrix):
+        _refuse_cut_units(matrix.format, count, each)
         return [matrix.part(rows, _room_for(matrix, rows)) for rows in parts]
     if isinstance(matrix, SteadyMatrix):
         return [matrix.part(rows) for rows in parts]
     return [matrix[rows] for rows in parts]
+
+
+def _refuse_cut_units(format: str, parts: int, rows: int) -> None:
+    """Refuses parts with so many rows each, if they do not begin where units of the format do."""
+    together = FORMATS[format].rows_together
+    if parts > 1 and rows % together:
+        raise ValueError(
+            f"a matrix of {parts} heads with {rows} rows each is packed as {format}, in units of {together} rows, and cannot "
+            "be taken apart; do not pack the weights of this model"
+        )
 
 
 def _room_for(matrix: PackedMatrix, rows: slice) -> DecodeBuffer | None:

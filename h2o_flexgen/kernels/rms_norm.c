@@ -1,6 +1,6 @@
-/* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. If the
-   weight says what is added to one, or is wider than the values, or there is none, only the outcome is rounded. A row's squares are summed up lane by lane in the order of its
-   values, and what becomes of it depends on nothing else. */
+/* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied.
+   If the weight says what is added to one, or is wider than the values, or there is none, only the outcome is rounded. A row's
+   squares are summed up lane by lane in the order of its values, and what becomes of it depends on nothing else. */
 
 #include "team.h"
 #include "vectors.h"

@@ -199,7 +199,9 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
     values = read_object(file, "give the folder of a Hugging Face checkpoint")
     kind = values.get("model_type")
     like = {"model_type": LIKE_OTHERS[kind]} if isinstance(kind, str) and kind in LIKE_OTHERS else {}
-    return {**{name: value for name, value in values.items() if name not in OWN_KEYS}, **like}
+    meant = {**values, **like}
+    unread = set(OWN_KEYS).difference(_bounds_of(meant.get("model_type")))
+    return {name: value for name, value in meant.items() if name not in unread}
 
 
 def _known_type(model_type: object) -> str:

@@ -33,7 +33,11 @@ class Number(NamedTuple):
     most: float
 
 
-Bounds = Mapping[str, Whole | Number]  # of the keys of a config
+class Flag(NamedTuple):
+    """The bounds of what is true or false."""
+
+
+Bounds = Mapping[str, Whole | Number | Flag]  # of the keys of a config
 FACTOR = Number(1e-3, 1e3)
 SOFTCAP = Number(1e-3, 1e6)
 
@@ -69,6 +73,8 @@ def check_config(values: Mapping[str, Any], own: Bounds, name: str) -> None:
         for key, bound in bounds.items():
             if isinstance(bound, Whole):
                 _check_whole(key, values.get(key), bound)
+            elif isinstance(bound, Flag):
+                _check_flag(key, values.get(key))
         numbers = {key: bound for key, bound in bounds.items() if isinstance(bound, Number)}
         for place in _places_of_numbers(values):
             _check_numbers(place, numbers)
@@ -116,6 +122,11 @@ def _check_whole(key: str, value: object, bound: Whole) -> None:
     is_none = value is None or (bound.may_be_zero and value == 0)
     if not is_none and (type(value) is not int or not 1 <= value <= bound.most):
         raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {bound.most}")
+
+
+def _check_flag(key: str, value: object) -> None:
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{key} is {shown(value)}, which is neither true nor false")
 
 
 def _places_of_numbers(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

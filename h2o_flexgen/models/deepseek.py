@@ -32,7 +32,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.kernels.routing import RouterScores
 from h2o_flexgen.models import tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Number, Whole
+from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Flag, Number, Whole
 from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.latent import INTO_KEYS, INTO_VALUES, OF_LATENTS, LatentAttention, Latents
 from h2o_flexgen.models.llama import Traits
@@ -48,6 +48,18 @@ def stretch(said: GgufModel) -> dict[str, float]:
     return {"mscale": share, "mscale_all_dim": share}
 
 
+GROUP_COUNT, GROUPS_CHOSEN = "expert_group_count", "expert_group_used_count"
+# A router, its experts -> their groups, and those that are chosen: as published, for older files do not say it.
+OF_OLDER_FILES = {(SOFTMAX, 160): (8, 3), (SIGMOID, 256): (8, 4)}
+
+
+def groups_of(said: GgufModel) -> tuple[int, int]:
+    """The groups of experts, and those that are chosen."""
+    if said.has(GROUP_COUNT):
+        return said.whole(GROUP_COUNT), said.whole(GROUPS_CHOSEN, 1)
+    return OF_OLDER_FILES.get((said.whole(GATING, 0) or SOFTMAX, said.experts), (1, 1))
+
+
 WIDTHS, RANK = "attention.key_length_mla", "attention.kv_lora_rank"
 KEYS: dict[str, Said] = {
     "kv_lora_rank": lambda said: said.whole(RANK),
@@ -60,16 +72,16 @@ KEYS: dict[str, Said] = {
     "first_k_dense_replace": lambda said: said.whole(DENSE_BLOCKS, 0),
     "moe_intermediate_size": lambda said: said.expert_width,
     "routed_scaling_factor": lambda said: said.number(WEIGHTS_SCALE, 0.0) or 1.0,
-    "n_group": lambda said: said.whole("expert_group_count", 1),
-    "topk_group": lambda said: said.whole("expert_group_used_count", 1),
+    "n_group": lambda said: groups_of(said)[0],
+    "topk_group": lambda said: groups_of(said)[1],
     "num_mtp_layers": lambda said: 0,
 }
 LIKE_LLAMA = {**FIRST_NORM, "ffn_norm": BEHIND_ATTENTION}
 IN_GGUF = GgufArchitecture(
     "deepseek2",
-    {**weights(OF_LATENTS, MLP, EXPERTS, ROUTER, shared_expert(SHARED), LIKE_LLAMA), **CORRECTION_IN_FILES},
+    weights(OF_LATENTS, MLP, EXPERTS, ROUTER, shared_expert(SHARED), LIKE_LLAMA),
     KEYS,
-    heeds={DENSE_BLOCKS: None, WEIGHTS_SCALE: None, LOG_MULTIPLIER: None, "expert_group_count": None},
+    heeds={DENSE_BLOCKS: None, WEIGHTS_SCALE: None, LOG_MULTIPLIER: None, GROUP_COUNT: None},
     has_experts=True,
     is_interleaved=True,
     rotates_parts=True,
@@ -107,7 +119,7 @@ class DeepSeekV2(DeepSeek):
     rotates_neighbours = True
     gguf = replace(
         IN_GGUF,
-        keys={**KEYS, "topk_method": lambda said: OF_GROUPS if said.whole("expert_group_count", 1) > 1 else GREEDY},
+        keys={**KEYS, "topk_method": lambda said: OF_GROUPS if groups_of(said)[0] > 1 else GREEDY},
         heeds={**IN_GGUF.heeds, GATING: (0, SOFTMAX)},
         sums_to_one=False,
         routers=(0, SOFTMAX),
@@ -130,7 +142,13 @@ class DeepSeekV2(DeepSeek):
 
 
 class DeepSeekV3(DeepSeek, CorrectedMixture):
-    gguf: ClassVar[GgufArchitecture | None] = replace(IN_GGUF, heeds={**IN_GGUF.heeds, GATING: (SIGMOID,)}, routers=(SIGMOID,))
+    bounds: ClassVar[Bounds] = {**DeepSeek.bounds, "rope_interleave": Flag()}
+    gguf: ClassVar[GgufArchitecture | None] = replace(
+        IN_GGUF,
+        tensors={**IN_GGUF.tensors, **CORRECTION_IN_FILES},
+        heeds={**IN_GGUF.heeds, GATING: (SIGMOID,)},
+        routers=(SIGMOID,),
+    )
 
     @staticmethod
     def mixture_of(config: Config) -> Mixture:

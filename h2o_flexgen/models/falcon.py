@@ -19,7 +19,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.core.model_spec import MOST_WIDTH, KVHeads
-from h2o_flexgen.models.config_values import HEADS, Bounds, Config, Number, Whole
+from h2o_flexgen.models.config_values import HEADS, POSITIONS, Bounds, Config, Number, Whole
 from h2o_flexgen.models.fused_qkv import QKV, FusedQkv
 from h2o_flexgen.models.llama import Traits
 from h2o_flexgen.models.norms import BEFORE, LAYER, ONE_BEFORE, NormPlaces
@@ -34,6 +34,7 @@ def _has_two_norms(said: GgufModel) -> bool:
 class Falcon(FusedQkv):
     bounds: ClassVar[Bounds] = {
         "intermediate_size": Whole(MOST_WIDTH),
+        "max_position_embeddings": Whole(POSITIONS),  # published configs leave it to transformers
         "num_kv_heads": Whole(HEADS),
         "layer_norm_epsilon": Number(0.0, 1.0),
     }

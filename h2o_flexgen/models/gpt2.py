@@ -20,7 +20,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
     weights,
 )
-from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, KVHeads
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, KVHeads, share_of
 from h2o_flexgen.kernels.operations import add_scaled
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
@@ -142,4 +142,4 @@ class GptJ(Gpt):
 
     def ropes_of(self, config: Config) -> Sequence[Rope]:
         width = config.hidden_size // config.num_attention_heads
-        return [replace(rope, share=(config.rotary_dim or width) / width) for rope in super().ropes_of(config)]
+        return [replace(rope, share=share_of(config.rotary_dim or width, width)) for rope in super().ropes_of(config)]

@@ -12,9 +12,10 @@ from h2o_flexgen.formats.grouped import TILE
 from h2o_flexgen.formats.kernel_table import INT8_PRODUCT
 from h2o_flexgen.formats.table import FORMATS, PLAIN, STORED, TILED
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix, linear_of_each
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix, SteadyMatrix, linear_of_each, linear_of_parts
 from h2o_flexgen.kernels.operations import decode, encode, plain_product
 from tests.helpers.inverted import Inverted, registered
+from tests.helpers.refusals import one_line
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 
@@ -74,6 +75,14 @@ def test_a_part_of_whole_units_has_its_rows(format: str, start: int, stop: int) 
     assert part.outputs == stop - start and torch.equal(part.values(), whole.values()[start:stop])
     with pytest.raises(AssertionError):
         whole.part(slice(start + 1, stop), room(stop))
+
+
+@pytest.mark.parametrize("format", [format.name for format in TILED])
+def test_heads_that_do_not_begin_where_units_do_are_refused(format: str) -> None:
+    x, (heads, rows) = torch.randn(2, 3, INPUTS), (2, TILE + 4)
+    said = one_line(lambda: linear_of_parts(x, matrix(format, heads * rows, room(heads * rows))))
+    assert f"2 heads with {rows} rows each is packed as {format}, in units of {TILE} rows" in said
+    assert linear_of_parts(x, matrix(format, 2 * TILE, room(2 * TILE))).shape == (2, 3, TILE)
 
 
 def test_rows_that_matrices_share_are_made_ready_once() -> None:

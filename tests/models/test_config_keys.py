@@ -155,7 +155,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "rope_local_base_freq": (50.0,),
     "rotary_pct": (0.25, 0.5, 1.0),
     "partial_rotary_factor": (0.25, 0.5, 1.0),
-    "rope_interleave": (True,),
+    "rope_interleave": (True, False),
     "rope_divisors": ([1.0, 2.0, 3.0, 4.0],),
     "experts_apart": (True,),
     "norms_are_whole": (True,),
@@ -310,6 +310,19 @@ def test_a_key_that_is_read_elsewhere_or_by_nobody_changes_nothing_more(
     model_type: str, pairs: list[Pair], tmp_path: Path
 ) -> None:
     assert held(changed(values_of(model_type), *pairs), tmp_path) == "equal"
+
+
+@pytest.mark.parametrize("interleaves", [True, False])
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "llama"])
+def test_neighbours_are_rotated_together_where_transformers_does_so(model_type: str, interleaves: bool, tmp_path: Path) -> None:
+    """Two of these read the key."""
+    assert held(changed(values_of(model_type), ("rope_interleave", interleaves)), tmp_path) == "equal"
+
+
+def test_no_rotated_value_is_lost_by_a_quotient(tmp_path: Path) -> None:
+    """In float64, 30 / 44 * 44 is less than 30."""
+    sizes = [("n_embd", 88), ("n_head", 2), ("rotary_dim", 30)]
+    assert held(changed(values_of("gptj"), *sizes), tmp_path) == "equal"
 
 
 @pytest.mark.fuzz

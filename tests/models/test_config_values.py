@@ -14,7 +14,7 @@ from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, read_header
 from h2o_flexgen.core.allowed_values import eos_ids_of
 from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models import known_config, known_names, load_config
+from h2o_flexgen.models import create_model, known_config, known_names, load_config
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from tests.helpers.refusals import one_line
@@ -84,6 +84,7 @@ def test_values_that_do_not_go_together_are_named(
         ("deepseek-v3", {"kv_lora_rank": MISSING}, "kv_lora_rank is missing"),
         ("deepseek-v3", {"q_lora_rank": 0}, "q_lora_rank is 0, which is no whole number"),
         ("deepseek-v2", {"qk_rope_head_dim": "x"}, "qk_rope_head_dim is 'x'"),
+        ("deepseek-v3", {"rope_interleave": 1}, "rope_interleave is 1, which is neither true nor false"),
     ],
 )
 def test_values_that_one_architecture_reads_are_named(
@@ -91,6 +92,17 @@ def test_values_that_one_architecture_reads_are_named(
 ) -> None:
     values = json.loads(tiny_config(kind).to_json_string(use_diff=False))
     assert problem in told(values, tmp_path, **changes)
+
+
+def test_a_published_falcon_says_nothing_of_its_positions(tmp_path: Path) -> None:
+    """Then transformers has 2048 of them. These are the keys of falcon-7b."""
+    sizes = {"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32, "vocab_size": 65024}
+    kinds = {"alibi": False, "bias": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}
+    values = {"model_type": "falcon", "layer_norm_epsilon": 1e-05, "bos_token_id": 11, "eos_token_id": 11, **sizes, **kinds}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    spec = create_model(load_config(str(tmp_path)), "bfloat16").spec
+    assert (spec.max_positions, spec.kv_heads, spec.head_dim) == (2048, 1, 64)
+    assert "max_position_embeddings is 0" in told(values, tmp_path, max_position_embeddings=0)
 
 
 @pytest.mark.parametrize("factor", ["two", 0, -1.0, True])

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from h2o_flexgen.checkpoints.gguf_format import Gguf, Metadata
+from h2o_flexgen.checkpoints.stored_architecture import GATING, SIGMOID, SOFTMAX, GgufModel
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models import create_model, known_config, load_config
+from h2o_flexgen.models import create_model, gguf_architectures, known_config, load_config
 from h2o_flexgen.models.latent import Latents
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from tests.helpers import gguf_files
 from tests.helpers.contract import as_stored, head_budgets, opened
+from tests.helpers.gguf_files import save_gguf
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import save_tiny, tiny_config
 
@@ -75,6 +80,43 @@ def test_the_name_of_kimi_is_that_of_deepseek(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"'))
     assert load_config(str(tmp_path)).model_type == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "router", "experts", "said", "meant"),
+    [
+        ("deepseek_v3", SIGMOID, 256, {}, (8, 4)),
+        ("deepseek_v2", SOFTMAX, 160, {}, (8, 3)),
+        ("deepseek_v2", 0, 160, {}, (8, 3)),
+        ("deepseek_v3", SIGMOID, 384, {}, (1, 1)),
+        ("deepseek_v3", SIGMOID, 64, {}, (1, 1)),
+        ("deepseek_v2", SOFTMAX, 256, {}, (1, 1)),
+        ("deepseek_v3", SIGMOID, 256, {"count": 1}, (1, 1)),
+        ("deepseek_v3", SIGMOID, 256, {"count": 16, "used_count": 2}, (16, 2)),
+    ],
+)
+def test_an_older_file_has_the_groups_of_published_models(
+    model_type: str, router: int, experts: int, said: dict[str, int], meant: tuple[int, int]
+) -> None:
+    values: dict[str, int] = {"expert_count": experts, GATING: router}
+    values |= {f"expert_group_{key}": value for key, value in said.items()}
+    metadata = Metadata(Path("older.gguf"), {f"deepseek2.{key}": value for key, value in values.items()})
+    kind = gguf_architectures()[model_type]
+    file = GgufModel(Gguf(metadata, ()), kind, model_type)
+    assert (kind.keys["n_group"](file), kind.keys["topk_group"](file)) == meant
+    if "topk_method" in kind.keys:
+        assert kind.keys["topk_method"](file) == ("greedy" if meant[0] == 1 else "group_limited_greedy")
+
+
+def test_a_correction_of_a_router_that_reads_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V2 chooses experts by their scores alone."""
+    correction = np.zeros(8, dtype=np.float32)
+    monkeypatch.setattr(
+        gguf_files, "_add_divisors", lambda writer, model: writer.add_tensor("blk.1.exp_probs_b.bias", correction)
+    )
+    save_gguf("deepseek-v2", tmp_path / "tiny.gguf")
+    said = one_line(lambda: opened(tmp_path / "tiny.gguf"))
+    assert "'blk.1.exp_probs_b.bias', which no layer of a deepseek_v2 model reads" in said
 
 
 def test_head_budgets_are_budgets_of_layers(tmp_path: Path) -> None:
