@@ -35,7 +35,7 @@ def on_the_clocked_device() -> Place:
     def address(tensor: Tensor) -> int | None:
         return tensor.inner.data_ptr() if isinstance(tensor, ClockedTensor) else None
 
-    return Place(lambda: current().stream, address)
+    return Place(lambda: current().stream, address, lambda: current().lock)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -51,6 +51,7 @@ class Place(NamedTuple):
 
     stream: Callable[[], Any]  # the current one
     address: Callable[[Tensor], int | None]  # of a tensor on the device, or of the memory that it lies in; None for others
+    held_first: Callable[[], AbstractContextManager[object]] = nullcontext  # a lock that the device holds while it calls
 
 
 def on_a_gpu(whole: bool) -> Place:
@@ -93,8 +94,14 @@ class StreamSanitizer:
         """The accesses that it has judged."""
         return int(self._handler.seq_num)
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Takes locks in one order: memory that is given back, at whatever line, asks for that of the device."""
+        with self._place.held_first(), self._lock:
+            yield
+
     def _hear(self, what: str, *given: int) -> None:
-        with self._lock:
+        with self._locked():
             getattr(self._handler, f"_handle_{what}")(*given)
 
     # -- launches --------------------------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ class StreamSanitizer:
 
     def _judge(self, launch: Launch) -> None:
         aliases: dict[int, list[str]] = {address: [] for address in (*launch.reads, *launch.writes)}
-        with self._lock:
+        with self._locked():
             found = self._handler._handle_kernel_launch(
                 self._place.stream(), set(launch.reads - launch.writes), set(launch.writes), set(), launch.name, aliases
             )

@@ -38,7 +38,7 @@ def freed_is_spoilt() -> Iterator[None]:
 class _Spoiler:
     def __init__(self, engine: Engine, schedule: Schedule, state: Any) -> None:
         self._engine, self._schedule, self._state = engine, schedule, state
-        self._sources: dict[Op, Tensor] = {}  # on the device, of what is copied to the host
+        self._sources: dict[tuple[Op, int], Tensor] = {}  # on the device, of what is copied to the host
         self._arrived: set[tuple[int, int]] = set()  # (layer, batch): the states that this layer has passed on are in use
 
     def behind(self, actions: dict[Op, Action]) -> dict[Op, Action]:
@@ -61,7 +61,7 @@ class _Spoiler:
         if cuts := weights._slice(place, DISK):
             pack = weights._read_pack(place)
             for cut in cuts:
-                self._spoil_host(task.op, pack.range(cut))
+                self._spoil_host(task, pack.range(cut))
 
     def _computed(self, task: Task) -> None:
         visit, traffic = task.visit, self._schedule.traffic
@@ -112,14 +112,15 @@ class _Spoiler:
 
     def _loaded_hidden(self, task: Task) -> None:
         if ring := self._state.hidden._host_rings[self._schedule.traffic.lanes.device(task.layer)]:
-            self._spoil_host(task.op, ring[self._schedule.buffer(task.visit)])
+            self._spoil_host(task, ring[self._schedule.buffer(task.visit)])
 
-    def _spoil_host(self, op: Op, region: Tensor) -> None:
-        """In the stream that has read it."""
-        source = self._sources.get(op)
+    def _spoil_host(self, task: Task, region: Tensor) -> None:
+        """In the stream that has read it. Each device has streams of its own, which do not wait for another one's."""
+        own = task.op, self._schedule.traffic.lanes.device(task.layer)
+        source = self._sources.get(own)
         if source is None or len(source) < len(region):
             device = self._engine._memories.device.torch_device
-            source = self._sources[op] = torch.full((len(region),), NAN, dtype=torch.uint8, device=device)
+            source = self._sources[own] = torch.full((len(region),), NAN, dtype=torch.uint8, device=device)
         region.copy_(source[: len(region)], non_blocking=True)
 
 

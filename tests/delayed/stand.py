@@ -150,7 +150,7 @@ def _clocked_place() -> Place:
     def address(tensor: Tensor) -> int | None:
         return tensor.inner.untyped_storage().data_ptr() if isinstance(tensor, ClockedTensor) else None
 
-    return Place(lambda: current().stream, address)
+    return Place(lambda: current().stream, address, lambda: current().lock)
 
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
