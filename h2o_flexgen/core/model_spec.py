@@ -320,12 +320,15 @@ class ModelSpec:
         found = {(own.kv_heads, own.head_dim): own for own in map(self.at, self.kv_layers)}
         return tuple(found.values()) or (self,)
 
-    def refuse_unlike_heads(self, what: str) -> None:
-        """Refuses what is told of each KV head, by its number, where layers have more of them or fewer."""
-        counts = sorted({own.kv_heads for own in self.of_heads})
-        if len(counts) > 1:
-            many = " or ".join(map(str, counts))
-            raise ValueError(f"{what}: layers of {self.name} have {many} KV heads, and it is for layers that have equally many")
+    def refuse_unlike_heads(self, what: str, widths: bool = False) -> None:
+        """Refuses what is told of each KV head, by its number, where layers have more of them or fewer. `widths`: and where
+        those of some layers are wider."""
+        told = [({own.kv_heads for own in self.of_heads}, "{} KV heads", "equally many")]
+        told += [({own.head_dim for own in self.of_heads}, "KV heads of {} values", "equally wide ones")] if widths else []
+        for found, has, alike in told:
+            if len(found) > 1:
+                there = has.format(" or ".join(map(str, sorted(found))))
+                raise ValueError(f"{what}: layers of {self.name} have {there}, and it is for layers that have {alike}")
 
     def with_kv_heads(self, count: int) -> ModelSpec:
         """The same model with so many KV heads alone, and the query heads that attend them."""

@@ -151,6 +151,7 @@ def _check(llm: LLM, texts: Sequence[Sequence[int]], beside: int) -> None:
     spec, longest = llm.spec, max(map(len, texts))
     if min(map(len, texts)) < FEWEST_TOKENS:
         raise ValueError(f"a text has {min(map(len, texts))} tokens; give {FEWEST_TOKENS} or more")
+    spec.refuse_unlike_heads("calibration")
     if 2 * longest > spec.seen_positions:
         there = f"{spec.name} has {spec.seen_positions} positions{of_windows(spec)}"
         most = spec.seen_positions // 2

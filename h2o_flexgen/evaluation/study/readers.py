@@ -52,8 +52,9 @@ def studied_policies(names: Sequence[str], budget: float) -> Mapping[str, KVPoli
 
 
 def coding_of(llm: LLM) -> Coding:
-    """How the plan of `llm` stores keys and values."""
-    return Coding(llm.spec.kv_codec, getattr(torch, llm.spec.dtype), llm.spec.head_dim)
+    """How the plan of `llm` stores keys and values, in all layers alike."""
+    llm.spec.refuse_unlike_heads("a study", widths=True)
+    return Coding.of(llm.spec)
 
 
 @dataclass
@@ -143,7 +144,7 @@ def ranks(reader: Keeper, text: NewTokens) -> Tensor:
 def opened(policy: KVPolicy, capacity: int, coding: Coding, k: Tensor) -> tuple[KVCache, SlotScores]:
     """An empty cache for keys like `k`, and what the policy will know of its slots."""
     shape = (1, k.shape[2], capacity)
-    image = torch.zeros(2, *shape, coding.width, dtype=coding.kept_dtype, device=k.device)
+    image = torch.zeros(coding.sets, *shape, coding.width, dtype=coding.kept_dtype, device=k.device)
     region = torch.zeros(k.shape[2] * capacity * policy.score_bytes, dtype=torch.uint8, device=k.device)
     scores = SlotScores.over(region, policy, shape)
     return KVCache(image, scores, coding, judge=judge_of(policy)), scores

@@ -65,6 +65,15 @@ def test_texts_that_cannot_be_read_twice_are_refused(checkpoints: Checkpoints) -
             calibrated(llm, TEXTS, "texts")
 
 
+def test_layers_with_unlike_heads_are_refused_before_anything_is_read(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h2o_flexgen.evaluation.calibration.read_texts", lambda *_: pytest.fail("it was read"))
+    said = r"calibration: layers of .* have 1 or 2 KV heads"
+    with LLM(str(checkpoints.folder("gemma4")), dtype="float32") as llm, pytest.raises(ValueError, match=said):
+        calibrated(llm, TEXTS, "texts")
+
+
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ import torch
 from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.evaluation.recall_questions import FactsAsked, asked_facts
+from h2o_flexgen.evaluation.study import readers
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.readers import Keeper, LevelKeeper, ranks
 from h2o_flexgen.evaluation.study.statistics import held_after
 from h2o_flexgen.evaluation.study.study_pictures import draw_facts
+from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens
@@ -114,6 +117,22 @@ def test_heads_of_a_level_keep_as_by_themselves(name: str) -> None:
         np.testing.assert_allclose(out[:, head], expected[:, head], atol=1e-6)
         assert np.array_equal(mixed.gone[0, head], keeper.gone[0, head])
     assert (mixed.gone[0, 1] == TOKENS + 1).all() and (mixed.gone[0, 0] <= TOKENS).any()
+
+
+@pytest.mark.parametrize("name", ["h2o", "local"])
+def test_values_that_are_in_keys_are_not_kept_beside_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, (q, k, _) = Plan.create(kv_policy=name, kv_budget=0.3).policy, drawn()
+    sets: list[int] = []
+
+    def noted(image: torch.Tensor, *others: Any, **named: Any) -> KVCache:
+        sets.append(len(image))
+        return KVCache(image, *others, **named)
+
+    monkeypatch.setattr(readers, "KVCache", noted)
+    apart, joint = (Keeper(policy, TOKENS, PROMPT, coding) for coding in (PLAIN, replace(PLAIN, values_in_keys=DIM - 2)))
+    expected, out = (keeper.attend(NewTokens(q, k, k)).view(TOKENS, -1, DIM)[..., 2:] for keeper in (apart, joint))
+    torch.testing.assert_close(out, expected)
+    assert sets == [2, 1] and np.array_equal(joint.gone, apart.gone)
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "tova", "local", "random"])

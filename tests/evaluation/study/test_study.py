@@ -11,9 +11,12 @@ import pytest
 
 from h2o_flexgen.evaluation.study import study_pictures
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
+from h2o_flexgen.evaluation.study.readers import coding_of
 from h2o_flexgen.evaluation.study.study_pictures import draw, kept_map
+from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from tests.helpers.contract import Checkpoints, distinct_prompts
+from tests.helpers.tiny import save_tiny
 
 TEXT = distinct_prompts((48,), seed=4)[0]
 POLICIES = ("h2o", "snapkv", "local")
@@ -48,6 +51,29 @@ def test_an_engine_that_is_loaded_is_not_disturbed(checkpoints: Checkpoints) -> 
         study(llm, TEXT, POLICIES, 0.25, on_layer=lambda done, total: layers.append((done, total)))
         assert llm.generate([TEXT[:9]])[0].token_ids == before
     assert layers == [(done, 6) for done in range(1, 7)]
+
+
+def test_latent_vectors_are_studied_as_they_are_kept(checkpoints: Checkpoints) -> None:
+    with LLM(str(checkpoints.folder("deepseek-v3")), dtype="float32", kv_codec="group4") as llm:
+        assert coding_of(llm) == Coding.of(llm.spec)
+        found = study(llm, TEXT, POLICIES, 0.25)
+    assert found.gone["h2o"].shape == (3, 1, 48)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gemma4", "a study: layers of .* have 1 or 2 KV heads, and it is for layers that have equally many"),
+        ("gemma4-dense", "a study: layers of .* have KV heads of 12 or 16 values, and .* equally wide ones"),
+    ],
+)
+def test_layers_with_unlike_heads_are_refused_before_anything_is_read(
+    kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(kind, tmp_path, sliding_window=128)
+    monkeypatch.setattr("h2o_flexgen.evaluation.study.heavy_hitters.read_texts", lambda *_: pytest.fail("it was read"))
+    with LLM(str(tmp_path), tokenizer="bytes", dtype="float32") as llm, pytest.raises(ValueError, match=said):
+        study(llm, TEXT, POLICIES, 0.25)
 
 
 def test_random_weights_can_be_studied(offload: Path) -> None:
