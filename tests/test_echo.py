@@ -13,6 +13,8 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kernels.operations import prompt_attention
+from h2o_flexgen.kv import prompt_reading
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
@@ -53,6 +55,23 @@ def attentions(checkpoints: Checkpoints, kind: str, text: list[int]) -> list[Ten
     finally:
         model.set_attn_implementation(usual)
     return found
+
+
+def test_values_in_keys_are_not_copied_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, cpu = Plan.create(kv_policy="kvzip", kv_budget=1.0).policy, torch.device("cpu")
+    occupancy, draw = policy.occupancy(Batch((0,), (6,)), 1), torch.Generator().manual_seed(4)
+    now = KVStep.of(occupancy.at(0), occupancy.capacity, cpu, echoes_within=128)
+    q, k = (torch.randn(1, heads, 12, 8, generator=draw) for heads in (4, 1))
+    is_one: list[bool] = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        is_one.append(k.data_ptr() == v.data_ptr())
+        return prompt_attention(q, k, v, *others, **named)
+
+    monkeypatch.setattr(prompt_reading, "prompt_attention", noted)
+    once, apart = (prompt_reading.attend_with_echo(now, q, k, v, None) for v in (k, k.clone()))
+    assert all(torch.equal(own, other) for own, other in zip(once, apart, strict=True))
+    assert is_one == [True, True, False, False]
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama-gqa"])

@@ -132,7 +132,7 @@ class _EchoedTokens(NamedTuple):
 
     q: Tensor  # (rows, heads, 2 * tokens, dim)
     k: Tensor  # (rows, kv_heads, held + 2 * tokens, dim)
-    v: Tensor  # alike
+    v: Tensor  # alike, or these keys, where they have the values
     more: More | None
     window: int | None
     cap: float | None
@@ -161,15 +161,22 @@ def attend_with_echo(
 
 def _attended(now: KVStep, given: _EchoedTokens, part: EchoPart, queries: slice, places: int) -> tuple[Tensor, Tensor]:
     """The outcome for the tokens of a part, and the attention that all tokens before them get, in the order of the text."""
-    q, k, v = (x if part.rows is None else x[part.rows] for x in given[:3])
-    behind = slice(places + part.places.start, places + part.places.stop)
-    keys, values = (torch.cat((_in_turn(now, part, x[:, :, :places]), x[:, :, behind]), dim=2) for x in (k, v))
+    q = given.q if part.rows is None else given.q[part.rows]
+    keys = _seen(now, part, given.k, places)
+    values = keys if given.v is given.k else _seen(now, part, given.v, places)
     more = _part(given.more, queries, part.rows)
     out, shares = prompt_attention(
         q[:, :, queries], keys, values, part.before, part.weights, more, MAX, given.window, given.cap
     )
     assert shares is not None, "there are weights"
     return out, shares
+
+
+def _seen(now: KVStep, part: EchoPart, x: Tensor, places: int) -> Tensor:
+    """Keys or values of the tokens that a part of an echo sees, those of the part last."""
+    x = x if part.rows is None else x[part.rows]
+    behind = slice(places + part.places.start, places + part.places.stop)
+    return torch.cat((_in_turn(now, part, x[:, :, :places]), x[:, :, behind]), dim=2)
 
 
 def _in_turn(now: KVStep, part: EchoPart, x: Tensor) -> Tensor:
