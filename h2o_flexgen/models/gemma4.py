@@ -19,7 +19,7 @@ from h2o_flexgen.models.config_values import HEADS, SOFTCAP, Bounds, Config, Who
 from h2o_flexgen.models.gemma import AROUND, Gemma
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import NearRotated, Traits
-from h2o_flexgen.models.norms import RMS
+from h2o_flexgen.models.norms import RMS_WIDE
 from h2o_flexgen.models.windows import FULL, SLIDING, windows_by_kind
 
 VALUES, SCALAR = "self_attn.v_proj", "layer_scalar"
@@ -51,7 +51,7 @@ class Gemma4Dense(NearRotated, Gemma):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         bias, width = config.attention_bias, config.hidden_size
-        traits = Traits(bias, bias, norm=RMS, norms=AROUND, head_norm=True, embedding_scale=width**0.5)
+        traits = Traits(bias, bias, norm=RMS_WIDE, norms=AROUND, head_norm=True, embedding_scale=width**0.5)
         return replace(traits, windows=windows_by_kind(config), logit_cap=config.final_logit_softcapping)
 
     @staticmethod

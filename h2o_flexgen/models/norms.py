@@ -29,7 +29,7 @@ class NormKind:
 
 RMS = NormKind(tensor_ops.rms_norm)
 RMS_FROM_ONE = NormKind(tensor_ops.rms_norm_from_one)  # a weight says what is added to one
-RMS_WIDE = NormKind(tensor_ops.rms_norm, is_wide=True)  # of the same, with one added in the file
+RMS_WIDE = NormKind(tensor_ops.rms_norm, is_wide=True)  # in 16 bits nothing but the outcome is rounded
 LAYER = NormKind(tensor_ops.layer_norm, bias=True)
 LAYER_UNBIASED = NormKind(tensor_ops.layer_norm)
 LAYER_BARE = NormKind(tensor_ops.layer_norm, weight=False)
