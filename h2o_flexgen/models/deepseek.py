@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from torch import Tensor
-
 from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.checkpoints.stored_architecture import (
     BEHIND_ATTENTION,
@@ -29,9 +27,6 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.kernels.routing import RouterScores
-from h2o_flexgen.models import tensor_ops
-from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Flag, Number, Whole
 from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.latent import INTO_KEYS, INTO_VALUES, OF_LATENTS, LatentAttention, Latents
@@ -116,7 +111,7 @@ class DeepSeek(LatentAttention, MixtureOfExperts):
 
 
 class DeepSeekV2(DeepSeek):
-    rotates_neighbours = True
+    rotates_neighbours = routes_wide = True
     gguf = replace(
         IN_GGUF,
         keys={**KEYS, "topk_method": lambda said: OF_GROUPS if groups_of(said)[0] > 1 else GREEDY},
@@ -136,9 +131,6 @@ class DeepSeekV2(DeepSeek):
         sizes = config.n_routed_experts, config.num_experts_per_tok, inner
         shared, factor = inner * (config.n_shared_experts or 0), float(config.routed_scaling_factor)
         return Mixture(*sizes, sums_to_one=False, shared=shared, groups=groups, factor=factor)
-
-    def scored(self, hidden: Tensor, x: Tensor, weights: Weights) -> RouterScores:
-        return RouterScores(tensor_ops.wide_linear(x, weights, self._mixture.router))
 
 
 class DeepSeekV3(DeepSeek, CorrectedMixture):

@@ -45,12 +45,13 @@ LEAST_SUM = 1e-20  # prevents a division by zero
 class CorrectedMixture(MixtureOfExperts):
     """A mixture with such a router."""
 
+    routes_wide = True
+
     def routing(self, width: int) -> Parameters:
         return layout.joined(super().routing(width), layout.wide(CORRECTION, self._mixture.experts))
 
     def scored(self, hidden: Tensor, x: Tensor, weights: Weights) -> RouterScores:
-        wide = tensor_ops.wide_linear(x, weights, self._mixture.router)  # in 16 bits it would choose others
-        return RouterScores(wide, tensor_ops.plain(weights, CORRECTION))
+        return super().scored(hidden, x, weights)._replace(correction=tensor_ops.plain(weights, CORRECTION))
 
     @property
     def router_rule(self) -> RouterRule:

@@ -36,10 +36,10 @@ def linear(name: str, out_width: int, in_width: int, bias: bool, share: float = 
     return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
 
 
-def router(name: str, out_width: int, in_width: int, bias: bool = False) -> Parameters:
+def router(name: str, out_width: int, in_width: int, bias: bool = False, is_wide: bool = False) -> Parameters:
     """The matrix of a router: its products choose what is computed."""
-    weight = {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True)}
-    return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
+    weight = {f"{name}.weight": Parameter((out_width, in_width), 1.0, is_never_packed=True, is_wide=is_wide)}
+    return {**weight, f"{name}.bias": Parameter((out_width,), is_wide=is_wide)} if bias else weight
 
 
 def norm(name: str, *shape: int, weight: bool = True, bias: bool = True) -> Parameters:

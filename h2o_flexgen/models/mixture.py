@@ -123,6 +123,8 @@ class Routed(NamedTuple):
 class MixtureOfExperts(Decoder):
     """LLaMA's relatives with experts. `mixture_of` says which keys of a config a relative reads for them."""
 
+    routes_wide = False  # the matrix of its router and what it makes are in fp32: in 16 bits it would choose others
+
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._mixture = self.mixture_of(config)
         super().__init__(config, dtype, sep_layer, name)
@@ -179,7 +181,7 @@ class MixtureOfExperts(Decoder):
         """What stands before the experts."""
         mixture = self._mixture
         norm = self.norm_parameters(width, self.norm_of_experts)
-        router = layout.router(mixture.router, mixture.experts, width, mixture.router_bias)
+        router = layout.router(mixture.router, mixture.experts, width, mixture.router_bias, self.routes_wide)
         bias = self._traits.mlp_bias
         shared = MlpNames.of(mixture.shared_name).parameters(width, mixture.shared, bias) if mixture.shared else {}
         return layout.joined(norm, router, shared)
@@ -212,7 +214,7 @@ class MixtureOfExperts(Decoder):
 
     def scored(self, hidden: Tensor, x: Tensor, weights: Weights) -> RouterScores:
         """What the router says (rows, tokens, experts) of hidden states, and of x, their norm."""
-        return RouterScores(tensor_ops.linear(x, weights, self._mixture.router))
+        return RouterScores(tensor_ops.linear(x.float() if self.routes_wide else x, weights, self._mixture.router))
 
     @property
     def router_rule(self) -> RouterRule:

@@ -88,15 +88,6 @@ def linear_of_heads(x: Tensor, weights: Weights, name: str) -> Tensor:
     return made.view(heads, rows, tokens, -1).permute(1, 2, 0, 3)
 
 
-def wide_linear(x: Tensor, weights: Weights, name: str) -> Tensor:
-    """The product in fp32 with a matrix that is never packed."""
-    matrix, factor = weights[f"{name}.weight"], Factor(x.float())
-    if isinstance(matrix, SteadyMatrix):
-        return SteadyMatrix(matrix.values.float()).linear(factor, None)
-    assert isinstance(matrix, Tensor), name
-    return plain_product(factor, matrix.float(), None)
-
-
 def _linear(weights: Weights, name: str) -> tuple[Matrix, Tensor | None]:
     matrix = weights[f"{name}.weight"]
     assert isinstance(matrix, (Tensor, PackedMatrix, SteadyMatrix)), name

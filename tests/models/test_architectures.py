@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from h2o_flexgen.checkpoints import model_places
+from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config
 from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.llama import Decoder
+from h2o_flexgen.models.mixture import MixtureOfExperts
 from h2o_flexgen.models.rotary import Rope
 from tests.helpers.resident import resident_generate, weights_by_layer
 from tests.helpers.tiny import (
@@ -103,6 +107,31 @@ def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
     exact = torch.stack([row_logits[0] for _, row_logits in expected(kind)])
     allowed = 0.2 if "experts" in str(model.spec.layers) else 0.05  # rounding may give a token to another expert
     assert (logits[0].float() - exact).norm() < allowed * exact.norm()
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gemma3", "gemma4", "gemma4-dense"])
+def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them(kind: str) -> None:
+    """Before they are multiplied by their weights, or only then."""
+    model, name = create_model(tiny_config(kind), "bfloat16"), "input_layernorm"
+    norm = deepcopy(hf_model(kind).get_submodule(f"model.layers.0.{name}")).bfloat16()
+    rounded = {tensor_name: tensor.bfloat16() for tensor_name, tensor in hf_tensors(kind).items()}
+    weights = next(own for own in weights_by_layer(model, rounded) if f"{name}.weight" in own)
+    x = torch.randn(500, model.spec.width, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert isinstance(model, Decoder)
+    assert (model.normed(x, weights, name) == norm(x)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("kind", ["ernie-moe", "glm4-moe", "glm4-lite", "deepseek-v2", "deepseek-v3", "minimax"])
+def test_a_router_that_works_in_fp32_has_its_matrix_in_fp32(kind: str) -> None:
+    model, draw = create_model(tiny_config(kind), "bfloat16"), torch.Generator().manual_seed(2)
+    assert isinstance(model, MixtureOfExperts)
+    each = zip(model.spec.layers, weights_by_layer(model, hf_tensors(kind)), strict=True)
+    layer, weights = next(one for one in each if "routed" in one[0].functions)
+    stored = dict(layer.tensors)["mlp.gate.weight"]
+    matrix, x = hf_tensors(kind)[stored.name], torch.randn(9, 1, model.spec.width, generator=draw).bfloat16()
+    torch.testing.assert_close(model.scored(x, x, weights).scores, x.float() @ matrix.T, atol=1e-5, rtol=1e-5)
+    packed = model.spec.packed("group4").tensors[stored.name]
+    assert packed.format == PLAIN and packed.nbytes == 4 * matrix.numel() and stored in layer.matrices
 
 
 @pytest.mark.parametrize("sep_layer", [True, False], ids=["apart", "joined"])
