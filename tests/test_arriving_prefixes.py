@@ -144,7 +144,7 @@ def hold_contract(case: ArrivingCase, checkpoints: Checkpoints, offload: Path, r
     for place, arrival in enumerate(guests.come):
         tokens = guests.shared[place]
         if not tokens or case.plan.copies_prefixes or case.plan.policy.keeps_all:
-            alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nobody shared anything
+            alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nothing were shared
         else:
             how = (case.levels(model.spec), case.plan.copies_prefixes)
             alone = resident_behind(model, weights, case.prompts[place], tokens, case.growth[place], *how)

@@ -59,7 +59,7 @@ CHOICES = {
         MIXES[3],
         *MIXES[:3],
         *MIXES[4:],
-    ),  # who meets nobody new is the first of his choice: a plan that offloads and overlaps
+    ),  # a value that meets nothing new is the first of its choice: a plan that offloads and overlaps
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),
     "num_gpu_batches": (2, 1, 4),

@@ -232,7 +232,7 @@ def test_desks_need_nothing_that_the_server_listens_with(imported: Mapping[Path,
     assert importing(imported, [known[name] for name in found], *HTTP) == []
 
 
-def test_applications_are_built_on_by_nobody(imported: Mapping[Path, set[str]]) -> None:
+def test_nothing_is_built_on_applications(imported: Mapping[Path, set[str]]) -> None:
     others = [path for path in FILES if path not in files_in("apps")]
     assert importing(imported, others, f"{ROOT}.apps") == []
 

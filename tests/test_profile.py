@@ -21,7 +21,7 @@ def measure(offload: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capf
     """Runs the command: status, lines, errors."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(profile_work, "QUICK", TINY)
-    monkeypatch.setattr(busy_cores, "_busy_seconds", busy_cores._own_seconds)  # nobody else works
+    monkeypatch.setattr(busy_cores, "_busy_seconds", busy_cores._own_seconds)  # nothing else works
     monkeypatch.setattr(busy_cores, "_moved_bytes", lambda folder: 0)
 
     def run(*flags: str) -> tuple[int, list[str], str]:

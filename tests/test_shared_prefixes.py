@@ -1,4 +1,4 @@
-"""Prefixes that rows share are computed once, and nobody can tell: under any plan each row says what it says alone."""
+"""Prefixes that rows share are computed once, and it does not show: under any plan each row says what it says alone."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def hold_contract(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> 
     for place, completion in enumerate(completions):
         shared = groups.of(place)
         if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.keeps_all)):
-            alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nobody shared anything
+            alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nothing were shared
         else:
             how = (case.levels(model.spec), case.plan.copies_prefixes, case.kv_codec)
             alone = resident_behind(model, weights, case.prompts[place], shared.tokens, case.growth[place], *how)
@@ -237,7 +237,7 @@ def between_sharing_and_not(case: SharedCase, checkpoints: Checkpoints, offload:
     return MemoryLimits(host=sum(needs) // 2)
 
 
-def test_whoever_has_too_little_of_its_own_for_a_budget_shares_nothing(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_row_with_too_little_of_its_own_for_a_budget_shares_nothing(checkpoints: Checkpoints, offload: Path) -> None:
     share = (("kv_policy", "h2o"), ("kv_budget", 0.2))
     case, ticks = SharedCase("opt", own=(1, 9, 1, 9, 1, 9, 1, 9, 1), gpu_batch_size=9, policy=share), list[Tick]()
     requests = [Request(prompt, SamplingParams(max_tokens=1)) for prompt in case.prompts]

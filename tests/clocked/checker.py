@@ -25,8 +25,8 @@ MOST_FAULTS = 50  # one mistake often makes hundreds
 class Checker:
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.is_over = False  # what is given back later is nobody's fault
-        self.streams_are_quick = False  # whoever asks whether a marker is passed hears that it is
+        self.is_over = False  # what is given back later is no fault
+        self.streams_are_quick = False  # a question whether a marker is passed is answered yes
         self.faults: list[str] = []
         self.tasks: set[str] = set()  # that were done
         self.launched: Counter[tuple[str, str]] = Counter()  # by task and operation
@@ -38,7 +38,7 @@ class Checker:
         self._starts: list[int] = []  # of page-locked ranges, ascending
         self._ranges: list[tuple[int, Block]] = []  # the end of each, and its accesses
 
-    # -- who acts --------------------------------------------------------------------------------------------------------
+    # -- what acts -------------------------------------------------------------------------------------------------------
 
     @property
     def stream(self) -> str:
@@ -109,7 +109,7 @@ class Checker:
             self.host.join(clock)
 
     def snapshot(self) -> Clock:
-        """What the calling thread knows, for somebody whom it lets go on."""
+        """What the calling thread knows, for a thread that it lets go on."""
         return Clock(self.act("handing over")[1])
 
     # -- what is accessed ------------------------------------------------------------------------------------------------

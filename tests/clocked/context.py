@@ -56,7 +56,7 @@ def checked() -> Iterator[Checker]:
 
 
 def _each(checker: Checker, each: Callable[..., None]) -> Callable[..., None]:
-    """Threads of the disk act for whoever gives them work, which waits until they are done."""
+    """Threads of the disk act for the thread that gives them work, which waits until they are done."""
 
     def in_turn(files: DiskFiles, action: Callable[..., object], items: Sequence[object]) -> None:
         before, task, stream, behind = checker.snapshot(), checker.task, checker.stream, list[Any]()

@@ -116,7 +116,7 @@ class ClockedDevice(Accelerator):
 
     def read_back(self, values: Tensor) -> Tensor:
         read = super().read_back(values)
-        current().touched(read, writes=False)  # as whoever has asked for the values is about to do, past torch
+        current().touched(read, writes=False)  # as the code that asked for the values is about to do, past torch
         return read
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:

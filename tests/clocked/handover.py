@@ -79,7 +79,7 @@ class ClockedThread(threading.Thread):
 
 
 class Unfinished(dict[Any, Any]):
-    """Whoever misses a key learns what the one who took it away knew."""
+    """A thread that misses a key learns what the one that took it away knew."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hidden states on their way to the disk and back while nobody else makes the host wait: a model's head would hide faults."""
+"""Hidden states on their way to the disk and back while nothing else makes the host wait: a model's head would hide faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from h2o_flexgen.schedule.traffic import Traffic
 from tests.clocked.checker import Checker
 from tests.clocked.context import checked
 from tests.clocked.device import ClockedDevice
-from tests.clocked.test_planted_faults import nobody_finishes
+from tests.clocked.test_planted_faults import never_finished
 from tests.helpers.contract import Checkpoints
 
 LAYERS, ROWS = 3, 2
@@ -62,8 +62,8 @@ def test_nothing_races(schedule: str, hidden: tuple[str, ...], by_twins: Checkpo
     carry(schedule, hidden, by_twins, offload)
 
 
-def test_whoever_reads_the_disk_waits_for_copies_from_the_same_place(by_twins: Checkpoints, offload: Path) -> None:
-    with checked() as checker, nobody_finishes(Op.LOAD_H)():
+def test_a_read_of_the_disk_waits_for_copies_from_the_same_place(by_twins: Checkpoints, offload: Path) -> None:
+    with checked() as checker, never_finished(Op.LOAD_H)():
         carry("zigzag", (DISK,) * 4, by_twins, offload)
     assert any("of LOAD_H" in fault and "(writes)" in fault for fault in checker.faults)
 

@@ -117,7 +117,7 @@ def without_needs(op: Op, *needs: Op, kind: type[Schedule] = Zigzag) -> Fault:
     return lambda: patch.object(kind, "tasks", forgetful)
 
 
-def nobody_finishes(op: Op) -> Fault:
+def never_finished(op: Op) -> Fault:
     """The processor works in memory without waiting for its stream."""
     finish = ClockedDevice.finish
 
@@ -128,7 +128,7 @@ def nobody_finishes(op: Op) -> Fault:
     return lambda: patch.object(ClockedDevice, "finish", unless)
 
 
-def nobody_settles(at_beginning: bool, at_end: bool) -> Fault:
+def never_settled(at_beginning: bool, at_end: bool) -> Fault:
     """Blocks begin or end without waiting for all streams. They settle once before and once after."""
     settle, calls = ClockedDevice.settle, count()
 
@@ -142,7 +142,7 @@ def nobody_settles(at_beginning: bool, at_end: bool) -> Fault:
 
 @contextmanager
 def tasks_are_forgotten_before_they_are_over() -> Iterator[None]:
-    """Whoever collects hears that all is over, which nobody knows."""
+    """A collection hears that all is over, which nothing knows yet."""
     collect = Recorder.collect
 
     def hasty(recorder: Recorder) -> Iterator[Key]:
@@ -187,7 +187,7 @@ def events_are_given_back_too_early() -> AbstractContextManager[object]:
     return patch.object(EventMarker, "__init__", made)
 
 
-def nobody_waits_for_what_is_read_back() -> AbstractContextManager[object]:
+def no_wait_for_what_is_read_back() -> AbstractContextManager[object]:
     return patch.object(EventMarker, "synchronize", lambda marker: None)
 
 
@@ -286,14 +286,14 @@ BESIDE = tuple(replace(case, attend_on="host", policy=H2O) for case in (KV_ON_HO
 BY_PART = tuple(replace(case, lengths=(3, 2, 4, 2, 3, 1, 2), gpu_batch_size=4, prefill_tokens=2) for case in BESIDE)
 TALK = (replace(KV_ON_HOST, prefill_tokens=2), replace(HOST, prefill_tokens=2))
 FAULTS = [
-    Planted("no block waits before it begins", nobody_settles(True, False), (KV_ON_HOST,)),
-    Planted("no block waits when it ends", nobody_settles(False, True), TALK, said),
-    Planted("no block waits at all", nobody_settles(True, True), TALK, said),
+    Planted("no block waits before it begins", never_settled(True, False), (KV_ON_HOST,)),
+    Planted("no block waits when it ends", never_settled(False, True), TALK, said),
+    Planted("no block waits at all", never_settled(True, True), TALK, said),
     Planted("no stream waits", no_stream_waits, MOST),
     Planted("events are recorded before the work", events_before_the_work, MOST),
     Planted("hidden states are stored from their own memory", hidden_states_in_memory_of_their_own, MOST),
     Planted("KV has one buffer", rings_that_are_too_short, KV),
-    Planted("changed slots are gathered on a stream that nobody waits for", gathered_on_a_stream_of_its_own, SINGLE_SLOTS),
+    Planted("changed slots are gathered on a stream that nothing waits for", gathered_on_a_stream_of_its_own, SINGLE_SLOTS),
     *(
         Planted(f"the host does not wait before {op}", no_wait_of_the_host_before(op), (*MOST, *KV))
         for op in (Op.READ_W, Op.READ_KV, Op.WRITE_KV)
@@ -315,7 +315,7 @@ FAULTS = [
     Planted("a part goes home before it is computed", no_wait_between_parts(STORE), BY_PART),
     Planted("all parts have one place", one_place_for_all_parts, BY_PART),
     *(
-        Planted(f"nobody finishes in {op}", nobody_finishes(op), cases)
+        Planted(f"{op} is never finished", never_finished(op), cases)
         for op, cases in ((Op.STORE_H, (HIDDEN_ON_DISK,)), (Op.STORE_KV, SINGLE_SLOTS))
     ),
     *(
@@ -375,10 +375,10 @@ FAULTS += [
     Planted("a wait for one lane counts for all", a_wait_for_one_lane_counts_for_all, (*MOST, *KV)),
     Planted("a wait counts for all that was marked since", a_wait_counts_for_all_that_was_marked_since, (*MOST, *KV)),
     Planted("events are given back too early", events_are_given_back_too_early, MOST),
-    Planted("nobody waits for what is read back", nobody_waits_for_what_is_read_back, (RESIDENT,)),
+    Planted("nothing waits for what is read back", no_wait_for_what_is_read_back, (RESIDENT,)),
     Planted("uploads go through one place", uploads_through_one_place, MOST),
     Planted("all batches ask the host in one place", all_batches_ask_in_one_place, BESIDE),
-    Planted("questions are sent on a stream that nobody waits for", questions_are_sent_on_a_stream_of_their_own, BESIDE),
+    Planted("questions are sent on a stream that nothing waits for", questions_are_sent_on_a_stream_of_their_own, BESIDE),
 ]
 
 

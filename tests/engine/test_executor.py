@@ -452,7 +452,7 @@ def of_steps(steps: int) -> list[Task]:
     return tasks
 
 
-def test_where_nobody_wants_a_trace_few_markers_are_timed_and_the_rest_counts_as_they_do() -> None:
+def test_without_a_trace_few_markers_are_timed_and_the_rest_counts_as_they_do() -> None:
     tasks = of_steps(41)
     all_timed, some_timed = (run_on(MarkingDevice(), tasks, times_all) for times_all in (True, False))
     assert len(all_timed.trace.spans) == 82
@@ -465,7 +465,7 @@ def test_where_nobody_wants_a_trace_few_markers_are_timed_and_the_rest_counts_as
         assert seconds == pytest.approx(first + 40 * sum(spans) / len(spans))
 
 
-def test_markers_that_are_not_timed_are_one_for_each_task_and_whoever_waits_for_one_sleeps() -> None:
+def test_markers_that_are_not_timed_are_one_for_each_task_and_waiting_for_one_is_sleep() -> None:
     device = MarkingDevice()
     run_on(device, of_steps(8), times_all=False)
     assert sum(not mark.timed for mark in device.marks) == 2 * 6, "steps 0 and 1 are timed"
@@ -488,7 +488,7 @@ def test_the_host_sleeps_until_what_the_disk_needs_is_over() -> None:
     assert [mark.blocking for mark in device.marks if mark.slept] == [True]
 
 
-def test_an_event_is_used_again_once_nobody_holds_its_marker() -> None:
+def test_an_event_is_used_again_once_nothing_holds_its_marker() -> None:
     spare: deque[StreamEvent] = deque()
     event = object()
     held = [EventMarker(event, spare)]  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def assert_is_there(store: PrefixStore, prefix: SharedPrefix) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("plan", [Plan(), Plan.create(**JUDGED_H2O)], ids=["pinned", "judged"])
-def test_what_is_in_use_is_never_lost_whoever_comes_and_goes(seed: int, plan: Plan, tmp_path: Path) -> None:
+def test_what_is_in_use_is_never_lost_whatever_comes_and_goes(seed: int, plan: Plan, tmp_path: Path) -> None:
     random = Random(seed)
     lengths = [random.randint(1, 70) for _ in range(30)]
     with opened(tmp_path, lengths, 4, plan) as store, torch.inference_mode():
@@ -80,8 +80,8 @@ def test_a_prefix_is_kept_for_the_next_row_while_there_is_room(tmp_path: Path) -
         assert store._room == 32 and store.use(first, range(16)) and store.use(second, range(16))
         store.leave(0)
         store.leave(1)
-        assert not store.use(first, range(16)), "nobody else wanted its place"
-        assert store.use(third, range(16)), "it takes the place of the second, which nobody uses"
+        assert not store.use(first, range(16)), "nothing else wanted its place"
+        assert store.use(third, range(16)), "it takes the place of the second, which nothing uses"
         store.leave(2)
         assert store.use(second, range(16)), "it is computed again"
         with pytest.raises(AssertionError, match="are in use"):

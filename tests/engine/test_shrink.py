@@ -175,7 +175,7 @@ def test_under_other_plans_too_and_on_an_accelerator(
     assert {(shrink.shortage.tier, shrink.shortage.reason) for shrink in told} == {("device", "out of memory.")}
 
 
-def test_what_is_finished_is_not_generated_again_and_nobody_is_told_twice(
+def test_what_is_finished_is_not_generated_again_and_told_once(
     checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, params = case_of(), each_its_own(len(RAGGED))
@@ -330,7 +330,7 @@ def test_a_conversation_has_no_smaller_block(checkpoints: Checkpoints, offload: 
 
 @contextmanager
 def mapped_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """Bytes of what was mapped inside and is still looked at by anybody."""
+    """Bytes of what was mapped inside and is still looked at."""
     make, made = host.Pages, list[Any]()
 
     def mapping(*given: Any, **options: Any) -> host.Pages:

@@ -47,7 +47,7 @@ def test_threads_leave_cores_to_others(busy: float, cores: int, quota: float, mo
     assert threads_beside(busy, cores, quota, most) == expected
 
 
-def test_room_is_made_and_told_of_unless_somebody_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_made_and_told_of_unless_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "quota_cores", lambda: math.inf)
     torch.set_num_threads(2)
     assert make_room_for_others(3.0, None) is None and torch.get_num_threads() == 2
@@ -99,7 +99,7 @@ def test_tokens_are_the_same_with_any_number_of_threads() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"), [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_of_a_command_sleep_soon_unless_somebody_says_otherwise(given: dict[str, str], expected: str | None) -> None:
+def test_threads_of_a_command_sleep_soon_unless_told_otherwise(given: dict[str, str], expected: str | None) -> None:
     """And before torch is there, which is when it is read."""
     code = "import os, sys; from h2o_flexgen import run; run.main(['--prompt', '']); print(os.environ.get('GOMP_SPINCOUNT'))"
     told_in(code, given, expected)
@@ -117,7 +117,7 @@ def told_in(code: str, given: dict[str, str], expected: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", resources.COMPILED_PRODUCTS)
-def test_few_compiled_products_are_kept_unless_somebody_has_chosen_how_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_compiled_products_are_kept_unless_their_number_was_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "5")
     resources.keep_few_compiled_products()
     assert os.environ[name] == "5"

@@ -56,10 +56,10 @@ def test_newcomers_wait_until_some_seats_are_free_but_the_last_do_not() -> None:
     assert places(waiting.take(0, seated=[None] * 14)) == [18, 19]
     waiting, _, _ = waiting_for([SeatNeed(3, 20 - place) for place in range(17)], 16, 1)
     waiting.take(0, [])
-    assert places(waiting.take(0, seated=[None] * 15)) == [16], "nobody else will come"
+    assert places(waiting.take(0, seated=[None] * 15)) == [16], "nothing else will come"
 
 
-def test_a_batch_whose_own_queue_is_empty_takes_whoever_fits_from_others() -> None:
+def test_a_batch_with_an_empty_queue_takes_what_fits_from_others() -> None:
     needs = [
         SeatNeed(10, 30),
         SeatNeed(10, 20),

@@ -40,7 +40,7 @@ def test_where_all_is_kept_the_full_cache_is_run_once_for_all_policies() -> None
     assert labels(Grid(("h2o",), (BudgetSlots(8), BudgetSlots(None)))) == ["full full", "h2o 8"]
 
 
-def test_the_full_cache_is_not_run_where_nobody_asks_for_it() -> None:
+def test_the_full_cache_is_not_run_where_it_is_not_asked_for() -> None:
     assert labels(Grid(("h2o",), (BudgetShare(20),))) == ["h2o 20 %"]
     assert labels(Grid(("full", "h2o"), (BudgetShare(20),))) == ["full 100 %", "h2o 20 %"]
 

@@ -271,7 +271,7 @@ def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Read:
-    """The weights of a checkpoint as they are under a plan. Nobody writes into them."""
+    """The weights of a checkpoint as they are under a plan. Nothing writes into them."""
 
     model: Model
     weights: Sequence[Weights]  # of every layer, decoded

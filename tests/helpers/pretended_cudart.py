@@ -54,7 +54,7 @@ class PretendedCudart:
 
 
 class LockingDevice(PretendedDevice):
-    """Page-locks as CUDA does. Whatever is issued on a stream is told of errors that nobody has cleared."""
+    """Page-locks as CUDA does. Whatever is issued on a stream is told of errors that were not cleared."""
 
     def __init__(self, cudart: PretendedCudart) -> None:
         super().__init__()

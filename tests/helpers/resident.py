@@ -37,7 +37,7 @@ from tests.helpers.probes import probe_for
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """A context in which nobody listens to what torch does: a test that listens wants to hear the engine."""
+    """A context in which nothing listens to what torch does: a test that listens wants to hear the engine."""
     with torch._C._DisableTorchDispatch():
         yield
 

@@ -59,7 +59,7 @@ def test_what_requests_share_does_not_depend_on_who_is_done(tmp_path: Path) -> N
     left = FileJob.of(index, range(6), reading, [2, 5].__contains__)
     assert left.places.tolist() == [2, 5]
     assert left.prefixes is not None and [left.prefixes.of(request) for request in range(2)] == [SharedPrefix(0, 40), None]
-    assert left.prefixes.rows == (2,), "nobody else is left to share it"
+    assert left.prefixes.rows == (2,), "nothing else is left to share it"
     assert left.only([5].__contains__).prefixes == PrefixGroups((), (), array("i", [-1]))
 
 

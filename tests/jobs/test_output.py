@@ -223,7 +223,7 @@ def test_a_disk_that_loses_what_was_written_is_an_error(path: Path, monkeypatch:
         file.append(b"second\n")
         monkeypatch.setattr(os, "fsync", broken)
         assert "cannot be written (Input/output error)" in one_line(file.sync)
-        assert path.read_bytes() == b"first\n", "nobody takes for durable what is not"
+        assert path.read_bytes() == b"first\n", "nothing takes for durable what is not"
     with AppendFile(path) as again:
         assert "cannot be written" in one_line(again.sync) and path.read_bytes() == b"first\n"
 

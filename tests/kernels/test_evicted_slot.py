@@ -33,7 +33,7 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[
     held = torch.randint(1, slots + 1, (rows,), generator=draw)
     for row, count in enumerate(held.tolist()):
         positions[row, :, count:] = -1
-    # the oldest quarter and the newest are protected, as sinks and window are; where a head has no others, nobody is
+    # the oldest quarter and the newest are protected, as sinks and window are; where a head has no others, none is
     free = (positions >= 5 + slots // 2) & (positions < 5 + 2 * slots - slots // 2)
     some = free.any(-1).all(-1)[:, None, None]
     start, end = torch.where(some, 5 + slots // 2, -3), torch.where(some, 5 + 2 * slots - slots // 2, 2 * slots + 5)
@@ -51,8 +51,8 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_where_nobody_may_go_both_say_the_last(variant: str) -> None:
-    """Of a row below its budget nobody looks at the outcome, but both are to be the same."""
+def test_where_no_token_may_go_both_say_the_last(variant: str) -> None:
+    """Of a row below its budget nothing looks at the outcome, but both are to be the same."""
     positions, held = torch.tensor([[[3, 1, 2]]], dtype=torch.int32), torch.tensor([2])
     given = (positions, None, held, torch.tensor([[[7]]]), torch.tensor([[[9]]]))
     with used(variant):
@@ -60,7 +60,7 @@ def test_where_nobody_may_go_both_say_the_last(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_who_is_protected_stays_however_low(variant: str) -> None:
+def test_what_is_protected_stays_however_low(variant: str) -> None:
     positions = torch.tensor([[[4, 0, 9, 2, 7, 1]]], dtype=torch.int32)
     ranks = torch.tensor([[[5.0, 0.0, 0.0, 3.0, 3.0, 0.0]]])
     given = (positions, ranks, torch.tensor([5]), torch.tensor([[[2]]]), torch.tensor([[[9]]]))

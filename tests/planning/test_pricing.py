@@ -143,7 +143,7 @@ def test_the_parts_of_an_attention_by_hand() -> None:
     assert step["decoding"] == 0.0
 
 
-def test_what_is_scored_costs_more_only_where_somebody_may_go() -> None:
+def test_what_is_scored_costs_more_only_where_a_token_may_go() -> None:
     options = {"kv_policy": "h2o", "recent": 1}
     assert parts_of(planned(block_of([[4, 2]]), False, heavy=2, **options), 0, "attention")["attention"] == pytest.approx(
         2 * parts_of(planned(block_of([[4, 2]]), False), 0, "attention")["attention"]

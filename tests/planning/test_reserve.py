@@ -31,7 +31,7 @@ def test_never_more_than_there_is() -> None:
     assert left_to_system(small) == {DEVICE: 10**6, HOST: 10**6}
 
 
-def test_what_somebody_has_asked_for_and_what_was_measured_as_free_are_planned_with_whole() -> None:
+def test_what_was_asked_for_and_what_was_measured_as_free_are_planned_with_whole() -> None:
     machine = find_machine("t4-gcp")
 
     def left(name: str | None, gpu: str | None, cpu: str | None) -> set[str]:

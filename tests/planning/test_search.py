@@ -124,7 +124,7 @@ def test_few_prompts_are_not_divided_into_more_batches_than_there_are() -> None:
     assert max(one.plan.num_gpu_batches for one in (*found.all, *found.front)) <= 6
 
 
-def test_sizes_that_somebody_chose_are_kept() -> None:
+def test_sizes_that_were_chosen_are_kept() -> None:
     found = search(problem(batch_sizes=(5,), batches=(2,)))
     assert {(one.plan.gpu_batch_size, one.plan.num_gpu_batches) for one in (*found.all, *found.front)} == {(5, 2)}
 
@@ -187,7 +187,7 @@ def test_a_latency_limit_is_kept(accelerator: bool, part: float) -> None:
     assert found.best.tokens_per_second <= free.best.tokens_per_second * 1.02
 
 
-def test_whoever_prefers_latency_gets_the_soonest_end() -> None:
+def test_a_preference_for_latency_gets_the_soonest_end() -> None:
     by_rate, by_latency = freely(False), freely(False, prefer=LATENCY)
     assert by_latency.best.block_seconds < by_rate.best.block_seconds
     assert by_latency.best.block_seconds <= 1.02 * by_rate.front[0].block_seconds
@@ -356,7 +356,7 @@ def test_no_slots_are_tried_where_nothing_waits(monkeypatch: pytest.MonkeyPatch)
     assert search(replace(streamed(LARGE), limits=MemoryLimits())).best.plan.buffers == 2
 
 
-def test_slots_are_not_searched_where_somebody_has_chosen_them_or_nobody_can() -> None:
+def test_slots_are_not_searched_where_they_are_chosen_or_cannot_be() -> None:
     chosen = streamed(of_slices(LARGE, 8), plan=Plan(buffers=3))
     assert {one.plan.buffers for one in search(replace(chosen, buffers=())).all} == {3}
     subject, need = PlanSubject(sized(), MemoryLimits(), Site()), PlanNeed(Workload.uniform(1, 20, 10), is_sample=True)

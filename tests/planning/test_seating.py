@@ -86,7 +86,7 @@ def test_passes_tokens_and_bytes_are_those_of_a_run(
     last = {(key.step, key.batch) for key, *_ in spans if is_there(key) and not is_there(key._replace(step=key.step + 1))}
     for key, _, _, _, moved in spans:
         if is_there(key) and key.op.data in (Data.KV, Data.HIDDEN):
-            # what the last pass of a batch stores is wanted by nobody, but for those that do not know yet that it is the last
+            # what the last pass of a batch stores is not wanted, but for those that do not know yet that it is the last
             wanted = (0, cost.nbytes(key)) if key.op.stores and (key.step, key.batch) in last else (cost.nbytes(key),)
             assert moved in wanted, key
         elif not is_there(key) and key.op.stores:  # before a batch has ended, some is fetched for one pass more

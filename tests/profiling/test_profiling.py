@@ -84,7 +84,7 @@ def figures(*subjects: Subject) -> dict[str, float]:
 
 
 def clock_of_steps() -> Callable[[], float]:
-    """A millisecond passes whenever somebody looks at it."""
+    """A millisecond passes with each look at it."""
     count = itertools.count()
     return lambda: next(count) / 1000
 
@@ -473,7 +473,7 @@ def test_what_a_first_call_on_an_accelerator_takes_does_not_count() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Names of machines that were really measured; a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(busy_cores, "_busy_seconds", busy_cores._own_seconds)  # nobody else works
+    monkeypatch.setattr(busy_cores, "_busy_seconds", busy_cores._own_seconds)  # nothing else works
     monkeypatch.setattr(busy_cores, "_moved_bytes", lambda folder: 0)
     monkeypatch.setattr(profile_cache, "available_bytes", lambda: _FAST.host_bytes)
     names: list[str] = []
@@ -606,7 +606,7 @@ def test_a_disturbed_profile_is_measured_again_when_others_are_quiet(
     looks, notes = [False, True], list[str]()
     monkeypatch.setattr(profile_cache, "is_quiet", lambda folder: looks.pop(0))
     found = [profiled(Device(), tmp_path, on_note=notes.append) for _ in range(4)]
-    assert found[0] == found[1] and found[2] == found[3] and looks == [], "at rest nobody looks, and nothing is measured again"
+    assert found[0] == found[1] and found[2] == found[3] and looks == [], "at rest nothing looks, and nothing is measured again"
     assert found[0].disturbed == (BUSY,) and found[2].disturbed == ()
     better = found[2].host_copy_per_s, found[2].disk_read_per_s, found[2].disk_both, found[2].measurements
     assert better == (quiet.host_copy_per_s, 9e9, 1.5, 2), "what is better of both; ratios are those at rest"

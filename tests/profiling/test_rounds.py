@@ -159,6 +159,6 @@ def test_without_any_time_there_is_a_machine_all_the_same(tmp_path: Path) -> Non
 
 
 def _hurrying() -> Callable[[], float]:
-    """A clock by which a year passes whenever somebody looks at it."""
+    """A clock by which a year passes with each look at it."""
     years = iter(range(10**9))
     return lambda: 3e7 * next(years)

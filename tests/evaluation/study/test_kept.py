@@ -44,7 +44,7 @@ def test_kept_are_those_of_the_definition_at_every_step(policy: str, prompt_len:
     q, k, v = (torch.randn(1, TOKENS, heads, DIM, generator=generator) for heads in (kv_heads * group, kv_heads, kv_heads))
     keeper = Keeper(Plan.create(**options).policy, TOKENS, prompt_len, PLAIN)
     out = keeper.attend(NewTokens(2 * q, k, v))[0].view(TOKENS, kv_heads, group, DIM)
-    assert keeper.gone.min() >= prompt_len, "nobody goes before the prompt is read"
+    assert keeper.gone.min() >= prompt_len, "nothing goes before the prompt is read"
     for number in range(kv_heads):
         head = Head(options, prompt_len, 0, number, None, TOKENS)
         new = slice(0, prompt_len)

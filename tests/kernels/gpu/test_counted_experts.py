@@ -112,7 +112,7 @@ class ASlice(MixtureOfExperts):
 
 
 @contextmanager
-def nobody_waits() -> Iterator[None]:
+def without_waits() -> Iterator[None]:
     """A context in which nothing is read back that a device has computed."""
 
     class Refusing(TorchDispatchMode):
@@ -158,9 +158,9 @@ def test_a_slice_of_few_tokens_is_as_where_python_counts_and_waits_for_nothing(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixture.tensor_ops, "counts_stay", lambda *_: False)
         expected = model.given_to_experts(there, weights, given)
-        with pytest.raises(AssertionError, match=r"nonzero|bincount|read back"), nobody_waits():
+        with pytest.raises(AssertionError, match=r"nonzero|bincount|read back"), without_waits():
             model.given_to_experts(there, weights, given)
-    with nobody_waits():
+    with without_waits():
         found = model.given_to_experts(there, weights, given)
     bits, before, after = (each.cpu().view(torch.int16) for each in (expected, there, found))  # whole numbers are among them
     assert torch.equal(after, bits) and not torch.equal(after, before)
