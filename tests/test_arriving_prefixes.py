@@ -106,7 +106,7 @@ def guests_of(case: ArrivingCase, llm: LLM, room: int | None = None, **options: 
 
 
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss-far", "deepseek-v2"),
+    "kind": ("opt", "llama-gqa", "gpt-oss-far", "deepseek-v2"),
     "percent": (MIXES[0], MIXES[2], MIXES[3]),
     "gpu_batch_size": (1, 3),
     "num_gpu_batches": (1, 2, 3),

@@ -61,7 +61,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(source)
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--no-compile")
     words = ("-m", "pip", "install", "-q", *offline, "--target", str(made / "target"), str(archive))
-    python(*words, folder=made, CFLAGS="-O0", H2O_FLEXGEN_BUILD="baseline")
+    python(*words, folder=made, CFLAGS="-O0 -g0", H2O_FLEXGEN_BUILD="baseline")
     return made / "target"
 
 

@@ -22,7 +22,7 @@ from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import tiny
-from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints
+from tests.helpers.contract import POLICIES, UNLIKE, WEIGHTS, Case, Checkpoints
 from tests.helpers.pairwise import on_devices
 from tests.helpers.resident import resident_behind
 from tests.kernels.variants import used
@@ -76,13 +76,13 @@ class SharedCase(Case):
 
 
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "gpt-oss-far", "deepseek-v3"),
+    "kind": ("opt", "llama-gqa", "gpt-oss-far", "deepseek-v3"),
     "percent": MIXES,
     "gpu_batch_size": (1, 2, 3, 5),
     "num_gpu_batches": (1, 2, 3),
     "buffers": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
-    "policy": POLICIES,
+    "policy": UNLIKE,
     "prefix_policy": (PINNED, JUDGED),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),

@@ -123,7 +123,7 @@ def _partial_folders_in(cache: Path) -> Iterator[tuple[Path, int]]:
 
 def _held_folders_in(parent: Path) -> Iterator[tuple[Path, int]]:
     places = _glob(parent, f"{RAY_PREFIX}*")
-    for place in places if is_on_disk_of_one_host(parent) else ():
+    for place in places if places and is_on_disk_of_one_host(parent) else ():
         with _lock(place) as is_left:
             if is_left:
                 nbytes = _nbytes_of_what_is_there(place)

@@ -30,21 +30,15 @@ from tests.test_contract import MIXES, TIERS, has_code
 
 FEW = (5, 9, 2)
 PLANS = {
-    "kind": (
-        "opt",
-        "llama-gqa",
-        "mixtral",
-        "gpt-oss",
-        "deepseek-v2",
-    ),  # all others launch and wait as one of these, so far as is known
-    "percent": (MIXES[3], *MIXES[1:3], *MIXES[4:]),
+    "kind": ("opt", "mixtral", "gpt-oss", "deepseek-v2"),  # all others launch and wait as one of these, so far as is known
+    "percent": (MIXES[3], *MIXES[1:3], *MIXES[4:6]),
     "gpu_batch_size": (1, 2),
     "num_gpu_batches": (2, 1),
     "buffers": (2, 1, 3),
     "sep_layer": (True, False),
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
-    "policy": (POLICIES[0], POLICIES[1], POLICIES[3], POLICIES[9], BY_HEAD[0]),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[9], BY_HEAD[0]),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1], WEIGHTS[4]),
     "kv_codec": (PLAIN, "group4"),
@@ -75,7 +69,7 @@ RUNNING = {
     "num_gpu_batches": (2, 1),
     "buffers": (2, 1, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
-    "policy": (POLICIES[0], POLICIES[1], POLICIES[6], BY_HEAD[0]),
+    "policy": (POLICIES[0], POLICIES[1], BY_HEAD[0]),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute", "kv_codec"): ((*WEIGHTS[0], PLAIN), (*WEIGHTS[1], "group4")),
     "attend_on": (DEVICE, HOST),
@@ -148,7 +142,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("values", covering(PIPELINES)[:12])
+@pytest.mark.parametrize("values", covering(PIPELINES)[:8])
 def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     values = {**values, "policy": (*values["policy"], ("pipeline", 2))}
     hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **values), by_twins, offload)

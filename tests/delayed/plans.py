@@ -11,7 +11,7 @@ from itertools import islice
 from h2o_flexgen.formats.table import PLAIN
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case
 from tests.helpers.pairwise import covering
-from tests.test_contract import CHOICES
+from tests.test_contract import CHOICES, LIKE_OTHERS
 
 STAYING, MOVING = (100, 0, 100, 0, 100, 0), (0, 50, 100, 0, 100, 0)  # all weights are there, or come through buffers
 MOST = 60  # plans of the contract
@@ -40,7 +40,8 @@ class Planned:
 
 
 def of_the_contract() -> list[Planned]:
-    return [Planned(Case(**values)) for values in islice(covering(CHOICES, seed=7), MOST)]
+    choices = {**CHOICES, "kind": (*CHOICES["kind"], *LIKE_OTHERS)}
+    return [Planned(Case(**values)) for values in islice(covering(choices, seed=7), MOST)]
 
 
 def with_graphs() -> list[Planned]:

@@ -17,6 +17,13 @@ RESIDENT, WEIGHTS_MOVE = (100, 0, 100, 0, 100, 0), (0, 40, 100, 0, 100, 0)
 KINDS = "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "minimax", "deepseek-v3"
 STORED = ("olmoe", "gguf-q4_0", EXACT), ("qwen3-moe", "gguf-q4_0", INT8), ("gpt-oss", "gguf-mxfp4", EXACT)
 STEPS = 9
+# two kinds in all that weights are written in; the others, whose experts are multiplied as theirs are, in some of it
+CASES = [
+    (kind, *weights)
+    for place, kind in enumerate(KINDS)
+    for other, weights in enumerate(WEIGHTS)
+    if place < 2 or (place + other) % 3 == 0
+]
 
 
 @pytest.fixture
@@ -43,8 +50,7 @@ def hold(case: Case, graphs: list[StepGraphs], checkpoints: Checkpoints, offload
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="torch alone is not recorded")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("weight_codec", "compute"), WEIGHTS)
+@pytest.mark.parametrize(("kind", "weight_codec", "compute"), CASES)
 def test_recorded_mixtures_give_the_bits_of_the_resident_loop(
     kind: str, weight_codec: str, compute: str, graphs: list[StepGraphs], checkpoints: Checkpoints, offload: Path
 ) -> None:

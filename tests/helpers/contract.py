@@ -258,6 +258,7 @@ def of_stores(policy: tuple[tuple[str, Any], ...]) -> tuple[object, ...]:
 
 # those that differ from an earlier one in no more than which tokens rank lowest
 ALIKE = [policy for place, policy in enumerate(POLICIES) if of_stores(policy) in map(of_stores, POLICIES[:place])]
+UNLIKE = [policy for policy in POLICIES if policy not in ALIKE]  # each moves or computes what no other one does
 
 
 def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -303,6 +304,7 @@ class Checkpoints:
     hf_models: dict[tuple[str, str], PreTrainedModel] = field(default_factory=dict)
     read: dict[tuple[object, ...], Read] = field(default_factory=dict)
     resident: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
+    known: dict[tuple[str, str, str], OpenedModel] = field(default_factory=dict)
 
     def folder(self, kind: str, stored: str = "float32") -> Path:
         """The folder of a checkpoint, or its GGUF file."""
@@ -324,7 +326,10 @@ class Checkpoints:
         return place
 
     def opened(self, kind: str, stored: str, dtype: str) -> OpenedModel:
-        return OpenedModel.of(str(self.folder(kind, stored)), False, dtype, Site())
+        key = kind, stored, dtype
+        if key not in self.known:
+            self.known[key] = OpenedModel.of(str(self.folder(kind, stored)), False, dtype, Site())
+        return self.known[key]
 
     def spec(self, case: Case) -> ModelSpec:
         """The shapes of a case's model as it is kept under its plan."""

@@ -17,7 +17,7 @@ Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names
 
 
 def covering(
-    choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 24, needs: Needs = lambda pair: True
+    choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 10, needs: Needs = lambda pair: True
 ) -> list[dict[str, Any]]:
     """Few cases in which all pairs meet that a test `needs`: the fewest of some ways to draw them. What a case need not have
     is the first of its choice, which is to be the plainest."""

@@ -133,7 +133,7 @@ def test_their_rule_puts_the_first_half_of_every_layer_on_the_disk_where_half_wa
 
 def test_all_in_memory_but_the_weights_of_175b_is_refused_for_the_host() -> None:
     with pytest.raises(DoesNotFit, match=r"on host .*the limit is 208\.00 GB"):
-        planned("opt-175b", 1, 432, (0, 50, 0, 50, 0, 100)).refuse_what_does_not_fit(T4_MEMORY)
+        planned("opt-175b", 27, 16, (0, 50, 0, 50, 0, 100)).refuse_what_does_not_fit(T4_MEMORY)
 
 
 def test_rows_one_by_one_which_their_search_returns_for_175b_fit_but_are_bound_by_products() -> None:
