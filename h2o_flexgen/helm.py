@@ -28,6 +28,7 @@ from h2o_flexgen.server.desks import SECONDS, Desks, Lengths, Turns
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, read_chat, read_prompts
 from h2o_flexgen.text.row_text import pieces_of
+from h2o_flexgen.text.tokenizer import ChatInput
 from h2o_flexgen.text.tokenizer import Tokenizer as EngineTokenizer
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
@@ -197,7 +198,7 @@ class Client(CachingClient):  # type: ignore[misc]  # unknown where HELM is not 
         said = request.messages or [{"role": "user", "content": request.prompt}]
         style = choose_style(AUTO, self._model.llm.tokenizer)
         with self._model.reading:
-            return style.whole(read_chat("the chat", said)), 0, style.stops
+            return style.whole(ChatInput(read_chat("the chat", said))), 0, style.stops
 
     def _answer(self, asked: _HelmRequest) -> Response:
         try:

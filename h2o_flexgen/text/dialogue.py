@@ -23,12 +23,11 @@ from h2o_flexgen.text.answer_reader import AnswerReading
 from h2o_flexgen.text.held_calls import held_to_calls
 from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, SYSTEM, USER
 from h2o_flexgen.text.prompts import Prompt
-from h2o_flexgen.text.template_settings import TemplateSettings
-from h2o_flexgen.text.tokenizer import Message, Tokenizer
+from h2o_flexgen.text.template_settings import NO_SETTINGS, TemplateSettings
+from h2o_flexgen.text.tokenizer import ChatInput, Message, Tokenizer
 from h2o_flexgen.text.tools import TOOLS, ToolUse
 
 SPEAKER, ANSWERER = "User:", "Assistant:"
-NO_SETTINGS = TemplateSettings()
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,8 @@ class Style(ABC):
         """The tokens that come after the reply `before`; None begins the text."""
 
     @abstractmethod
-    def whole(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: TemplateSettings = NO_SETTINGS,
-    ) -> Prompt:
-        """The text of a whole chat, up to where the answer begins. The model is told of the `tools`; `settings` are for its
-        template."""
+    def whole(self, chat: ChatInput) -> Prompt:
+        """The text of a whole chat, up to where the answer begins."""
 
     def form(self, with_tools: bool) -> AnswerForm:
         """What answers may have beside their texts."""
@@ -67,7 +60,7 @@ class Style(ABC):
         shown = () if use is None else use.shown
         if shown:
             self._refuse_tools(params)
-        prompt = self.whole(messages, shown, settings)
+        prompt = self.whole(ChatInput(messages, shown, settings))
         changed: dict[str, object] = {"stop": (*params.stop_strings, *self.stops)} if self.stops else {}
         reading = self.reading(prompt.text, params, use)
         if any(self.tokenizer.special_id(mark) is not None for mark in reading.form.marks):
@@ -110,14 +103,9 @@ class PlainStyle(Style):
     def turn(self, text: str, before: Completion | None) -> list[int]:
         return self.tokenizer.encode(_opening(self.system) + text) if before is None else self.tokenizer.encode_more(text)
 
-    def whole(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: TemplateSettings = NO_SETTINGS,
-    ) -> Prompt:
-        settings.refuse_without_template()
-        text = "".join(_opening(said) if role == SYSTEM else said for role, said in _known_roles(messages))
+    def whole(self, chat: ChatInput) -> Prompt:
+        chat.settings.refuse_without_template()
+        text = "".join(_opening(said) if role == SYSTEM else said for role, said in _known_roles(chat.messages))
         return Prompt(text, tuple(self.tokenizer.encode(text)))
 
 
@@ -133,15 +121,10 @@ class Script(Style):
         said_speaker = self.stops[0] in self.tokenizer.decode(before.token_ids)  # the reply wrote it before it was stopped
         return self.tokenizer.encode_more(spoken if said_speaker else f"{self.stops[0]}{spoken}")
 
-    def whole(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: TemplateSettings = NO_SETTINGS,
-    ) -> Prompt:
-        settings.refuse_without_template()
+    def whole(self, chat: ChatInput) -> Prompt:
+        chat.settings.refuse_without_template()
         opening, lines = "", []
-        for role, said in _known_roles(messages):
+        for role, said in _known_roles(chat.messages):
             if role == SYSTEM:
                 opening += _opening(said)
             else:
@@ -160,29 +143,23 @@ class Template(Style):
         user = {"role": USER, "content": text}
         if before is None:
             opening = [{"role": SYSTEM, "content": self.system}] if self.system else []
-            return self.tokenizer.encode_more(self._rendered([*opening, user]))
+            return self.tokenizer.encode_more(self._rendered(ChatInput([*opening, user])))
         mark = _not_in(text)
         made_up = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": mark}]
-        _, found, behind = self._rendered([*made_up, user]).rpartition(mark)
+        _, found, behind = self._rendered(ChatInput([*made_up, user])).rpartition(mark)
         if not found:
             raise ValueError("the model's chat template leaves out what was replied before; choose the style script or plain")
         ids = self.tokenizer.encode_more(behind)
         return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end token is there already
 
-    def whole(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: TemplateSettings = NO_SETTINGS,
-    ) -> Prompt:
-        calls = self.form(bool(tools)).calls
-        messages = messages if calls is None else _with_ids(messages, calls.id_length)
-        own = settings.of(self._text(bool(tools)))
+    def whole(self, chat: ChatInput) -> Prompt:
+        calls = self.form(bool(chat.tools)).calls
+        messages = chat.messages if calls is None else _with_ids(chat.messages, calls.id_length)
         try:
-            text = self._rendered(messages, tools, own)
+            text = self._rendered(replace(chat, messages=messages))
         except ValueError as error:
             try:
-                text = self._rendered(_with_written_arguments(messages), tools, own)
+                text = self._rendered(replace(chat, messages=_with_written_arguments(messages)))
             except ValueError:
                 raise error from None
         return Prompt(text, tuple(self.tokenizer.encode_more(text)))
@@ -197,13 +174,8 @@ class Template(Style):
     def _lacks_form(self) -> str:
         return "the model's does not, so write them into the prompt"
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: Mapping[str, object] | None = None,
-    ) -> str:
-        return self.tokenizer.render_chat(messages, self.template, tools, settings)
+    def _rendered(self, chat: ChatInput) -> str:
+        return self.tokenizer.render_chat(replace(chat, template=self.template))
 
 
 _KNOWN_FORMS = " or ".join(form.name for form in FORMS if form.encloses != THOUGHTS)

@@ -32,6 +32,9 @@ class TemplateSettings:
             raise ValueError(f"{SETTINGS} is {shown(self.given)}; chats are not written by a template here; leave it out")
 
 
+NO_SETTINGS = TemplateSettings()
+
+
 def _looks_at(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 

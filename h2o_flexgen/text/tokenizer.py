@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from h2o_flexgen.text.grammar import Grammars
 from h2o_flexgen.text.library_tokens import of_bytes
+from h2o_flexgen.text.template_settings import NO_SETTINGS, TemplateSettings
 
 BYTES = "bytes"  # a token per byte; AUTO is the model's own tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 LACKS_FILES = f"it has none of {', '.join(TOKENIZER_FILES)}: put them there"
 Message = Mapping[str, Any]  # role ("system", "user", "assistant", "tool") and content; of some, tool_calls or tool_call_id
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """Messages, and what a chat template is given beside them."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, object]] = ()  # those that the model is told of, in OpenAI's form
+    settings: TemplateSettings = NO_SETTINGS
+    template: str | None = None  # instead of the model's own
 
 
 class Tokenizer(Protocol):
@@ -54,16 +66,8 @@ class Tokenizer(Protocol):
     def special_id(self, text: str) -> int | None:
         """The token that is written so and is special, which means that texts do not show it; None if there is none."""
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        template: str | None = None,
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: Mapping[str, object] | None = None,
-    ) -> str:
-        """The messages in the model's chat template, or another one, up to where its answer begins. Special tokens are
-        written out. `tools` are those that the model is told of, in OpenAI's form; `settings` are other names for the
-        template."""
+    def render_chat(self, chat: ChatInput) -> str:
+        """The text of a chat, up to where the model's answer begins. Special tokens are written out."""
 
 
 class ByteTokenizer:
@@ -103,13 +107,7 @@ class ByteTokenizer:
     def special_id(self, text: str) -> int | None:
         return None
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        template: str | None = None,
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: Mapping[str, object] | None = None,
-    ) -> str:
+    def render_chat(self, chat: ChatInput) -> str:
         raise ValueError("bytes have no chat template")
 
     def _bytes_of(self, token: int) -> bytes:
@@ -156,11 +154,5 @@ class NoTokenizer:
     def special_id(self, text: str) -> int | None:
         return None
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        template: str | None = None,
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: Mapping[str, object] | None = None,
-    ) -> str:
+    def render_chat(self, chat: ChatInput) -> str:
         raise ValueError(f"a chat cannot be written down: {self.missing}")

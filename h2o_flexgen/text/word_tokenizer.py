@@ -13,7 +13,7 @@ from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.grammar import Grammars
 from h2o_flexgen.text.library_tokens import of_rules
 from h2o_flexgen.text.token_pieces import TokenPieces, joins_tokens
-from h2o_flexgen.text.tokenizer import Message
+from h2o_flexgen.text.tokenizer import ChatInput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -88,17 +88,12 @@ class WordTokenizer(ABC):
         token = None if self.rules is None else self.rules.token_to_id(text)
         return None if token is None or self.decode([token]) else int(token)
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        template: str | None = None,
-        tools: Sequence[Mapping[str, object]] = (),
-        settings: Mapping[str, object] | None = None,
-    ) -> str:
+    def render_chat(self, chat: ChatInput) -> str:
         """Renders without the library, which does not bound a template's work."""
+        template = chat.template or self.template_for(bool(chat.tools)) or ""
+        settings = chat.settings.of(template)
         try:
-            chosen = template or self.template_for(bool(tools)) or ""
-            return render(chosen, messages, self.special_tokens, tools=tools, settings=settings)
+            return render(template, chat.messages, self.special_tokens, tools=chat.tools, settings=settings)
         except Exception as error:  # whatever a template raises
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error

@@ -16,7 +16,7 @@ from h2o_flexgen.text.dialogue import PlainStyle, Script, Style, Template, choos
 from h2o_flexgen.text.load_tokenizer import FolderTokenizer
 from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.template_settings import read_settings
-from h2o_flexgen.text.tokenizer import Tokenizer
+from h2o_flexgen.text.tokenizer import ChatInput, Tokenizer
 from tests.helpers.real_tokenizers import save_byte_level
 from tests.helpers.refusals import one_line
 from tests.helpers.tool_templates import HERMES, LLAMA, MISTRAL, TEXT_ARGUMENTS, called, tool
@@ -71,7 +71,7 @@ def test_turns_by_template_are_the_template_of_all_turns(folder: Path, closed: b
     messages = [{"role": "system", "content": system}] if system else []
     for turn, said in talk:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": said.text.rstrip("\n")}]
-    expected = tokenizer.render_chat(messages).removesuffix("<s>assistant\n").removesuffix("\n")
+    expected = tokenizer.render_chat(ChatInput(messages)).removesuffix("<s>assistant\n").removesuffix("\n")
     ids = whole(tokenizer, style, talk)
     text = tokenizer._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert text.replace("\n\n</s>", "</s>") + ("" if closed else "</s>") == expected
@@ -131,7 +131,7 @@ def test_another_template_is_rendered_as_the_models_own_would_be(folder: Path) -
     other = with_template(folder, LEAVES_OUT)
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     chosen = choose_style("auto", other, template=CHATML)
-    assert chosen.whole(talk) == choose_style("template", own).whole(talk)
+    assert chosen.whole(ChatInput(talk)) == choose_style("template", own).whole(ChatInput(talk))
     for template, style in ((3, "auto"), (CHATML, "script")):
         with pytest.raises(ValueError, match="give a template as text and no style"):
             choose_style(style, own, template=template)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def chat(*calls: tuple[str, str, str]) -> list[Mapping[str, object]]:
 
 def rendered(folder: Path, template: str, *calls: tuple[str, str, str], tools: bool = False) -> str:
     style = Template(FolderTokenizer(folder), template=template)
-    text = style.whole(chat(*calls), [tool("go")] if tools else []).text
+    text = style.whole(ChatInput(chat(*calls), [tool("go")] if tools else [])).text
     assert text is not None
     return text
 
@@ -197,7 +197,8 @@ def test_a_template_is_told_of_settings_that_it_looks_at(folder: Path) -> None:
     for without in (Script(style.tokenizer), PlainStyle(style.tokenizer)):
         no_template = one_line(lambda style=without: style.asked(hello, SamplingParams(), None, read_settings({"a": 1})))  # type: ignore[misc]
         assert no_template.startswith("chat_template_kwargs is {'a': 1}; chats are not written by a template here")
-        assert without.asked(hello, SamplingParams(), None, read_settings(None, "low"))[0].text == without.whole(hello).text
+        prompt, _ = without.asked(hello, SamplingParams(), None, read_settings(None, "low"))
+        assert prompt.text == without.whole(ChatInput(hello)).text
 
 
 def test_a_folder_may_have_a_template_for_tools_alone(folder: Path) -> None:
@@ -207,4 +208,6 @@ def test_a_folder_may_have_a_template_for_tools_alone(folder: Path) -> None:
     own = FolderTokenizer(folder / "two")
     style, told = choose_style("template", own), chat(("1", "go", "{}"))
     assert own.chat_template == CHATML and style.form(with_tools=False).calls is None is not style.form(with_tools=True).calls
-    assert "<tools>" in str(style.whole(told, [tool("go")]).text) and "<tools>" not in str(style.whole(told).text)
+    assert "<tools>" in str(style.whole(ChatInput(told, [tool("go")])).text) and "<tools>" not in str(
+        style.whole(ChatInput(told)).text
+    )

@@ -17,7 +17,7 @@ from h2o_flexgen.checkpoints.model_places import SMOLLM2, demo_folder
 from h2o_flexgen.text.gguf_tokenizer import GgufTokenizer, tokenizer_of
 from h2o_flexgen.text.gguf_vocabulary import WORD_RULES, GgufVocabulary, TokenType
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
-from h2o_flexgen.text.tokenizer import BYTES, NoTokenizer, Tokenizer
+from h2o_flexgen.text.tokenizer import BYTES, ChatInput, NoTokenizer, Tokenizer
 from tests.helpers.gguf_vocabularies import BYTE_PIECES, PREFIX, metadata_of_folder, metadata_of_pieces, save_metadata
 from tests.helpers.real_tokenizers import TEXTS, save_byte_level
 from tests.helpers.refusals import one_line
@@ -274,10 +274,10 @@ def test_all_tokens_that_end_a_text_are_known(byte_level: dict[str, Any], file: 
 def test_the_chat_template_of_the_file_is_rendered_in_the_sandbox(byte_level: dict[str, Any], file: Path) -> None:
     talk = [{"role": "user", "content": "hello"}]
     tokenizer = opened(file, {**byte_level, "tokenizer.chat_template": CHAT})
-    assert tokenizer.has_chat_template and tokenizer.render_chat(talk) == "<s>user: hello</s>"
+    assert tokenizer.has_chat_template and tokenizer.render_chat(ChatInput(talk)) == "<s>user: hello</s>"
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ValueError, match="refuses this turn"):
-        opened(file, {**byte_level, "tokenizer.chat_template": endless}).render_chat(talk)
+        opened(file, {**byte_level, "tokenizer.chat_template": endless}).render_chat(ChatInput(talk))
     assert not opened(file, byte_level).has_chat_template
 
 

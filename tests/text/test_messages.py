@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.dialogue import PlainStyle, Script
 from h2o_flexgen.text.prompts import read_chat
-from h2o_flexgen.text.tokenizer import ByteTokenizer
+from h2o_flexgen.text.tokenizer import ByteTokenizer, ChatInput
 from tests.helpers.refusals import one_line
 
 ARGUMENTS = {"place": "pier \N{SNOWMAN}", "days": [1, 2.5], "deep": {"a": None}}
@@ -73,7 +73,9 @@ def test_the_names_of_before_are_those_of_now() -> None:
 def test_a_style_that_cannot_write_calls_down_does_not_leave_them_out() -> None:
     for style in (Script, PlainStyle):
         for place, said in ((2, "tool_calls need a chat template"), (3, "role 'tool' needs a chat template")):
-            assert said in one_line(lambda style=style, place=place: style(ByteTokenizer(300)).whole(read(STORED[place])))
+            assert said in one_line(
+                lambda style=style, place=place: style(ByteTokenizer(300)).whole(ChatInput(read(STORED[place])))
+            )
 
 
 def user(**more: object) -> dict[str, object]:

@@ -13,7 +13,7 @@ from h2o_flexgen.core.hints import refuse_unknown
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OPTIONS
 from h2o_flexgen.text.dialogue import PlainStyle, Script
 from h2o_flexgen.text.prompts import read_chats, read_pair, read_prompts
-from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
+from h2o_flexgen.text.tokenizer import ByteTokenizer, ChatInput, Tokenizer
 
 TOKENS = ByteTokenizer(300)
 AB, C = tuple(TOKENS.encode("ab")), tuple(TOKENS.encode("c"))
@@ -125,12 +125,12 @@ def test_what_is_no_chat_is_refused(given: Any, message: str) -> None:
 def test_a_script_of_a_whole_chat_is_what_its_turns_make() -> None:
     system, first, second = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
     script = Script(TOKENS, "s")
-    assert list(script.whole([system, first]).ids) == script.turn("a", None)
+    assert list(script.whole(ChatInput([system, first])).ids) == script.turn("a", None)
     said = {"role": "assistant", "content": "x"}
-    assert script.whole([system, first, said, second]).text == "s\n\nUser: a\nAssistant: x\nUser: b\nAssistant:"
-    assert PlainStyle(TOKENS).whole([system, first, second]).text == "s\n\nab"
+    assert script.whole(ChatInput([system, first, said, second])).text == "s\n\nUser: a\nAssistant: x\nUser: b\nAssistant:"
+    assert PlainStyle(TOKENS).whole(ChatInput([system, first, second])).text == "s\n\nab"
     with pytest.raises(ValueError, match="role 'tool' needs a chat template"):
-        script.whole([{"role": "tool", "content": "x"}])
+        script.whole(ChatInput([{"role": "tool", "content": "x"}]))
 
 
 @pytest.mark.parametrize(

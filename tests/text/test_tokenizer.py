@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from h2o_flexgen.checkpoints import model_places
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
-from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, Tokenizer
+from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, ChatInput, Tokenizer
 from tests.helpers.real_tokenizers import TEXTS, save_byte_level
 
 
@@ -54,14 +54,14 @@ def test_a_folder_without_tokenizer_files_reads_no_text_and_says_what_it_lacks(t
     for read in (
         tokenizer.encode,
         tokenizer.encode_more,
-        lambda text: tokenizer.render_chat([{"role": "user", "content": text}]),
+        lambda text: tokenizer.render_chat(ChatInput([{"role": "user", "content": text}])),
     ):
         with pytest.raises(ValueError, match="has no tokenizer") as caught:
             read("The ferry")
         assert all(part in str(caught.value) for part in (str(tmp_path), *TOKENIZER_FILES, "--tokenizer", "bytes"))
 
 
-def test_bytes_are_tokens_where_somebody_says_so_or_weights_are_random(tmp_path: Path) -> None:
+def test_bytes_are_tokens_where_told_so_or_weights_are_random(tmp_path: Path) -> None:
     save_byte_level(tmp_path)
     asked, random = load_tokenizer(tmp_path, {"eos_token_id": 5}, 300, BYTES), load_tokenizer(None, {"eos_token_id": 5}, 300)
     assert isinstance(asked, ByteTokenizer) and asked.eos_ids == {5}
