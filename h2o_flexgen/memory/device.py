@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -223,7 +224,7 @@ class EventMarker:
         self.event.synchronize()
 
 
-class Accelerator(Device):
+class Accelerator(Device, ABC):
     """A device with memory and streams of its own: all that it does with them but for what its driver is asked."""
 
     accelerator = True
@@ -240,17 +241,17 @@ class Accelerator(Device):
 
     # -- what the driver is asked ----------------------------------------------------------------------------------------
 
-    def _new_event(self, timed: bool, blocking: bool) -> StreamEvent:
-        raise NotImplementedError
+    @abstractmethod
+    def _new_event(self, timed: bool, blocking: bool) -> StreamEvent: ...
 
+    @abstractmethod
     def _current_stream(self) -> Any:
         """The stream to which the calling thread issues its work."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _page_locked(self, like: Tensor) -> Tensor:
         """New page-locked memory of the host, of this shape and type. When it is dropped, it is kept until the streams that
         copy from or to it have done so."""
-        raise NotImplementedError
 
     # -- what follows from that ------------------------------------------------------------------------------------------
 
