@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisati
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_architecture import USUAL_NAMES, GgufModel, TensorNames
-from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor, unchecked
+from h2o_flexgen.checkpoints.stored_tensors import DECODED, Located, StoredAs, StoredMatrix, StoredTensor, unchecked
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.formats.table import PLAIN
 
@@ -94,6 +95,14 @@ class Checkpoint:
         if not values:
             raise ValueError(f"{self.place} stores no tensor as {', '.join(FLOATS)}; give a checkpoint that does")
         return values.most_common(1)[0][0]
+
+    def decoding_to(self, dtype: str) -> Checkpoint:
+        """The same where values that a copy is made of, since they are packed, are rounded to the type that they are computed
+        in, if it is shorter. They would be when they are loaded."""
+        if DTYPE_BYTES[dtype] == DTYPE_BYTES[DECODED]:
+            return self
+        tensors = {name: one if one.matrix is None else replace(one, dtype=dtype) for name, one in self._tensors.items()}
+        return Checkpoint(self.place, tensors, self._matrices, self._copy)
 
     @property
     def files(self) -> tuple[Path, ...]:

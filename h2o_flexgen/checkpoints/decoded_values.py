@@ -41,7 +41,9 @@ def plain_rows(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
 
 
 def _whole(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    return read_whole(stored).view(dtype) if stored.matrix is None else torch.cat([*stored_values(stored.matrix, 1)])
+    if stored.matrix is None:
+        return read_whole(stored).view(dtype)
+    return torch.cat([values.to(dtype) for values in stored_values(stored.matrix, 1)])
 
 
 def _plain(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from h2o_flexgen.checkpoints.gguf_format import BLOCKS, GgufTensor
 from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.checkpoints.rearranged import OfHeads, Turned
 from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufModel, TensorNames
-from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import DECODED, StoredMatrix, StoredTensor
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 
@@ -125,7 +125,7 @@ def heads_apart(
         if end is None:
             continue
         matrix = packed.pop(name, None)
-        whole = plain.pop(name) if matrix is None else StoredTensor(name, matrix.file, 0, 0, FLOAT32, matrix.shape)
+        whole = plain.pop(name) if matrix is None else StoredTensor(name, matrix.file, 0, 0, DECODED, matrix.shape)
         for part, own in names.of_heads[end].items():
             _check_heads(whole, own)
             part_name = name.removesuffix(end) + part

@@ -49,8 +49,7 @@ class PackedCheckpoint:
 
     def _asked(self, tensor: TensorSpec) -> tuple[object, ...]:
         """What a copy depends on. It is not the layout of a format: a copy of an older layout has the same name."""
-        stored = self._checkpoint.located(tensor)
-        origin = stored.description if isinstance(stored, StoredMatrix) else ()
+        origin = self._checkpoint.located(tensor).description
         return tensor.name, tensor.shape, chosen_format(tensor.format), *origin
 
     @property

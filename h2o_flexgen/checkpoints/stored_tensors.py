@@ -14,6 +14,8 @@ from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import Sectioned, section_starts
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 
+DECODED = "float32"  # the type of values that are decoded to be written in another form
+
 
 class StoredAs(NamedTuple):
     """The format of a tensor's values in its file."""
@@ -63,6 +65,11 @@ class StoredTensor:
     @property
     def segments(self) -> tuple[Segment, ...]:
         return (Segment(0, self),)
+
+    @property
+    def description(self) -> tuple[str, ...]:
+        """The type of its values, where a copy is made of packed ones and has another than these are decoded to."""
+        return () if self.matrix is None or self.dtype == DECODED else (self.dtype,)
 
 
 class Make(Protocol):

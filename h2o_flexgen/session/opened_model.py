@@ -62,7 +62,8 @@ class OpenedModel:
             config = load_config(str(folder), read)
             checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING), names=tensor_names(config), read=read)
             stored = checkpoint.dtype if dtype == AUTO else None
-        return cls(name, config, site.usual_dtype(stored) if dtype == AUTO else dtype, folder, checkpoint)
+        computed = site.usual_dtype(stored) if dtype == AUTO else dtype
+        return cls(name, config, computed, folder, checkpoint and checkpoint.decoding_to(computed))
 
     @property
     def quantisation(self) -> str:

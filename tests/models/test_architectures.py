@@ -272,6 +272,7 @@ PUBLISHED = {
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.6e9,  # its text part
     "deepseek-ai/DeepSeek-V2-Lite": 15.7e9,
     "deepseek-ai/DeepSeek-V3": 671e9,
+    "moonshotai/Kimi-K2-Instruct-0905": 1.026e12,
     "zai-org/GLM-4.7-Flash": 29.9e9,
     "facebook/opt-125m": 125e6,
     "facebook/opt-350m": 331e6,
