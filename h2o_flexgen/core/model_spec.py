@@ -7,7 +7,7 @@ A *layer* here is a step of the schedule: the embedding, a decoder block (or its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -29,6 +29,7 @@ class LayerName(NamedTuple):
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
+IN_HEADS_BYTES = 32 << 20  # of keys and values of heads that are made for prompts at once; of one head at least
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
 
@@ -64,6 +65,11 @@ class TensorSpec:
     format: str = PLAIN
     is_never_packed: bool = False  # it is small, and rounding would change which values are computed at all
 
+    @property
+    def kind(self) -> Hashable:
+        """All but its name."""
+        return self.shape, self.format, self.itemsize, self.stored_itemsize
+
     @cached_property
     def numel(self) -> int:
         return prod(self.shape)
@@ -88,6 +94,34 @@ class KVHeads(NamedTuple):
 
     number: int
     width: int  # values of a key, and of a value
+
+
+class PromptHeads(NamedTuple):
+    """Keys and values of each head, which prompts may be attended with where a layer keeps one vector of a token for all heads.
+    They are made of a part of that vector, its latent one."""
+
+    latent: int  # values of it
+    rotated: int  # of a key: they are those of the vector
+    made: int  # of a key: the others
+    value: int
+    matrices: tuple[str, ...]  # the names of those that they are made by, which must be plain
+
+    @property
+    def width(self) -> int:
+        """Values of a key and of a value, where the shorter ones are filled up."""
+        return max(self.rotated + self.made, self.value)
+
+    def nbytes(self, rows: int, tokens: int, keys: int, itemsize: int) -> int:
+        """Bytes of all that is held of a head while prompts of some rows are attended with its keys and values: these, what
+        they are made of, queries and their outcome, and what keys got."""
+        of_keys = keys * (2 * self.width + self.made + self.value) + 3 * tokens * self.width
+        return itemsize * (rows * of_keys + self.latent * (self.made + self.value)) + 4 * rows * keys
+
+    def pays(self, tokens: int, keys: int) -> bool:
+        """Whether so many new tokens attend so many keys, themselves last, in fewer operations than without: these are made of
+        every key, and not of every new token, but each product of a query and a key is shorter."""
+        pairs, making = tokens * (keys - (tokens - 1) / 2), self.latent * (self.made + self.value)
+        return 2 * pairs * self.width + keys * making < 2 * pairs * (self.latent + self.rotated) + tokens * making
 
 
 @dataclass(frozen=True)
@@ -204,6 +238,10 @@ class LayerSpec:
     def matrices(self) -> tuple[TensorSpec, ...]:
         return tuple(matrix for matrix, _ in self.multiplied)
 
+    def has_plain(self, names: Sequence[str]) -> bool:
+        """Whether those of its tensors that have these names are plain."""
+        return all(tensor.format == PLAIN for name, tensor in self.tensors if name in names)
+
     @property
     def matmul_values(self) -> float:
         """Values that a token is multiplied with on average; each costs two flops."""
@@ -270,6 +308,7 @@ class ModelSpec:
     sink_scores: bool = False  # query heads have a learned score that takes part in their softmax beside those of keys
     attention_cap: float | None = None  # scores of attention come near it and no further
     values_in_keys: int = 0  # so many last values of a key are the values of its head, which are stored once; 0: they are apart
+    prompt_heads: PromptHeads | None = None  # with which prompts may be attended, where keys have their values in them
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 
     @property
@@ -392,6 +431,11 @@ class ModelSpec:
         return numbered(zip([layer.computes for layer in self.layers], [0, *(layer.out_width for layer in self.layers)]))
 
     @cached_property
+    def stored_kinds(self) -> tuple[int, ...]:
+        """A number for each layer; layers with tensors of the same sizes and formats share one."""
+        return numbered(tuple(tensor.kind for tensor in layer.stored) for layer in self.layers)
+
+    @cached_property
     def unlike_layers(self) -> tuple[LayerSpec, ...]:
         """A layer of each kind: what holds for all of one kind is asked once."""
         return tuple(dict(zip(self.layer_kinds, self.layers, strict=True)).values())
@@ -399,12 +443,26 @@ class ModelSpec:
     @cached_property
     def unlike_tensors(self) -> tuple[TensorSpec, ...]:
         """A tensor of each size: a model with experts has thousands of tensors and few sizes."""
-        found = {(one.shape, one.format, one.itemsize, one.stored_itemsize): one for one in self.tensors.values()}
-        return tuple(found.values())
+        return tuple({one.kind: one for one in self.tensors.values()}.values())
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_numbers)
+
+    @property
+    def block_numbers(self) -> Sequence[int]:
+        """Those of its decoder blocks, in their order."""
+        return tuple(self.block_kinds)
 
     @cached_property
-    def num_blocks(self) -> int:
-        return len({layer.block for layer in self.layers} - {None})
+    def block_kinds(self) -> Mapping[int, tuple[int, ...]]:
+        """The kinds of the layers of each decoder block."""
+        kinds: dict[int, tuple[int, ...]] = {}
+        for form in self.forms:
+            for layer, kind in zip(form.layers, form.layer_kinds, strict=True):
+                if layer.block is not None:
+                    kinds[layer.block] = (*kinds.get(layer.block, ()), kind)
+        return kinds
 
     def only_blocks(self, *numbers: int) -> ModelSpec:
         """The same model with only these of its blocks: the costs of one and of two of them tell the cost of any number."""
@@ -441,6 +499,11 @@ class ModelSpec:
     def widest(self) -> int:
         """Values per token of the widest hidden state between two layers."""
         return max(layer.out_width for layer in self.layers[:-1])
+
+    @cached_property
+    def passing_widths(self) -> frozenset[tuple[int, int]]:
+        """The values of a token that layers hold while they compute, and the least tokens of which a recorded step has room."""
+        return frozenset((layer.passing_width, layer.least_passing) for layer in self.layers)
 
     @cached_property
     def widths(self) -> frozenset[tuple[int, int, bool]]:

@@ -642,7 +642,7 @@ class Engine:
         """Computes a part, or a piece of it: `hidden` has the states of its tokens."""
         chosen = chosen or partial(self._weights_for(visit).wanted.chose, visit)
         positions = part.now.text_positions if piece == WHOLE else part.now.text_positions[:, piece]
-        given = base.Given(positions, attend or base.nothing_to_attend, chosen, may_overwrite)
+        given = base.Given(positions, attend or base.nothing_to_attend, chosen, part.now.is_prefill, may_overwrite)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:

@@ -41,6 +41,7 @@ from h2o_flexgen.formats.kernel_table import (
     LAYER_NORM,
     LENGTHS,
     LIKELIEST,
+    MAX,
     NOTE,
     PICK_TOKENS,
     PRODUCT,
@@ -276,6 +277,11 @@ def prompt_attention(
     with a `cap`, scores come near it and no further."""
     out, got = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more, gathers, window, cap)
     return out, got
+
+
+def of_all_heads(shares: Tensor, gathers: str) -> Tensor:
+    """What keys got from several KV heads together, (rows, kv_heads, keys) -> (rows, 1, keys): the sum, or the highest."""
+    return shares.amax(1, keepdim=True) if gathers == MAX else shares.sum(1, keepdim=True)
 
 
 def shared_attention(q: Tensor, keys: KVSlots, values: KVSlots, cap: float | None = None) -> More:

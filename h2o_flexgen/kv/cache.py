@@ -23,7 +23,6 @@ from h2o_flexgen.kernels.operations import (
     append,
     append_coded,
     decode_attention,
-    prompt_attention,
     put_rows,
     rotate,
     shared_attention,
@@ -31,10 +30,10 @@ from h2o_flexgen.kernels.operations import (
     take_slots,
 )
 from h2o_flexgen.kv.judges import Held, Judge, Written
-from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo
+from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo, attention_of
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.new_tokens import NewTokens, Rotation
+from h2o_flexgen.models.new_tokens import InHeads, NewTokens, Rotation
 
 
 class AttentionInput(NamedTuple):
@@ -130,9 +129,10 @@ class KVCache:
     def _prefill(self, now: KVStep, tokens: NewTokens) -> Tensor:
         """Each query attends to all tokens held, oldest first, and to new tokens up to itself; then the budget is enforced. An
         echo may follow the new tokens; it is not kept."""
-        q, k, rotation = tokens.q, tokens.k, tokens.rotation
-        if q.shape[1] < now.tokens:
+        if tokens.q.shape[1] < now.tokens:
             return self._read_piece(now, tokens)
+        tokens = self._in_heads_or_not(now, tokens, now.held)
+        q, k, rotation = tokens.q, tokens.k, tokens.rotation
         kept, scores = tokens.part(slice(now.positions.shape[1])), self.living(len(q)).scores
         if rotation is not None:
             q, k = self._turned_queries(now, tokens), rotate(k, now.turn(rotation, k.dtype, self._rolls))
@@ -143,14 +143,13 @@ class KVCache:
         if old is not None:
             k = torch.cat((self._turned(now, old.k, rotation), k), 2)
             v = v if self._coding.values_in_keys else torch.cat((old.v, v), 2)
-        out, got = self._outcome(now, scores, q, k, k if self._coding.values_in_keys else v, more)
+        out, got = self._outcome(now, scores, q, k, k if self._coding.values_in_keys else v, more, tokens.in_heads)
         self._enforce_budget(now, scores, written, old, got)
         return out
 
     def _read_piece(self, now: KVStep, tokens: NewTokens) -> Tensor:
         """The same for the next tokens of one row's prompt; the budget is enforced after the last of them."""
-        (q, k, v), rotation, x = (tokens.q, tokens.k, tokens.v), tokens.rotation, tokens.x
-        scores = self.living(1).scores
+        k, rotation, x, scores = tokens.k, tokens.rotation, tokens.x, self.living(1).scores
         if self._reading is None or self._reading.now is not now:  # the one before was interrupted
             seen_by_judge = x if self._judge is not None and self._judge.reads_input else None
             keeps_unrotated, apart = self._rolls and rotation is not None, not self._coding.values_in_keys
@@ -159,16 +158,27 @@ class KVCache:
                 self._reading.begin_behind(self._turned(now, old.k, rotation), old.v)
         reading = self._reading
         reading.note(k, x)
+        tokens = self._in_heads_or_not(now, tokens, now.held + reading.done)
+        q, v = tokens.q, tokens.v
         if rotation is not None:
             piece = reading.next(q.shape[1])
             q, k = self._turned_queries(now, tokens, piece), rotate(k, now.turn(rotation, k.dtype, self._rolls).of(piece))
         more = self._more(now, q, tokens.sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores), self._cap)
+        out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores), self._cap, tokens.in_heads)
         if reading.is_over:
             self._reading = None
             self._enforce_budget(now, scores, reading.written, self._old(now, scores), reading.got)
         return out
+
+    def _in_heads_or_not(self, now: KVStep, tokens: NewTokens, before: int) -> NewTokens:
+        """Tokens of a prompt with queries of heads only where keys are made for these, behind so many others: what is attended
+        elsewhere, and an echo, meet keys as they are kept."""
+        if tokens.in_heads is None:
+            return tokens
+        count = tokens.q.shape[1]
+        is_alone = not now.echo and (now.slots.copies or not now.groups)
+        return tokens if is_alone and tokens.in_heads.pays(count, before + count) else tokens.in_heads.without(tokens)
 
     def _turned_queries(self, now: KVStep, tokens: NewTokens, piece: slice | None = None) -> Tensor:
         """The queries rotated to their positions; `piece`: which of a step's tokens they are."""
@@ -216,13 +226,20 @@ class KVCache:
         return scores.weights(now), scores.policy.gathers, scores.policy.sees
 
     def _outcome(
-        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
+        self,
+        now: KVStep,
+        scores: SlotScores | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        more: More | None,
+        in_heads: InHeads | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The outcome of attention, and the attention that each held and new token gets from the queries that count."""
         weights, gathers, window = self._asked_of_prompt(now, scores)
         if now.echo:
             return attend_with_echo(now, q, k, v, more, window, self._cap)
-        return prompt_attention(q, k, v, now.counts, weights, more, gathers, window, self._cap)
+        return attention_of(in_heads)(q, k, v, now.counts, weights, more, gathers, window, self._cap)
 
     def _known(self, now: KVStep, scores: SlotScores | None) -> SlotScores | None:
         """The scores of the tokens held, oldest first."""

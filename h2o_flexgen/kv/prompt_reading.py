@@ -7,6 +7,7 @@ prompt, and their own part of the echo up to themselves. No other tokens see the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,12 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.kv.judges import Written
 from h2o_flexgen.kv.step import EchoPart, KVStep
+from h2o_flexgen.models.new_tokens import InHeads
+
+
+def attention_of(in_heads: InHeads | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What attends a prompt: with keys and values as they are kept, or with those that are made for heads."""
+    return prompt_attention if in_heads is None else in_heads.attend
 
 
 @dataclass
@@ -97,6 +104,7 @@ class PromptReading:
         gathers: str = SUM,
         window: int | None = None,
         cap: float | None = None,
+        in_heads: InHeads | None = None,
     ) -> Tensor:
         """Attention of the next tokens: q (1, heads, tokens, head_dim), k and v (1, kv_heads, tokens, head_dim) -> (1, tokens,
         heads * head_dim). `weights` (1, new tokens): how much each counts in the attention that tokens get. With an echo, all
@@ -112,7 +120,7 @@ class PromptReading:
         last, before = first + q.shape[2], self.now.counts + (first - self.now.held)
         self._put(first, k, v)
         seen = self.keys[:, :, :last], self.values[:, :, :last]
-        out, shares = prompt_attention(q, *seen, before, own, more, gathers, window, cap)
+        out, shares = attention_of(in_heads)(q, *seen, before, own, more, gathers, window, cap)
         if shares is not None:
             self._gather(shares, gathers)
         self.done = piece.stop

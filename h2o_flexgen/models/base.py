@@ -46,6 +46,7 @@ class Given:
     positions: Tensor  # (rows, tokens), from 0
     attend: Attend = nothing_to_attend
     chosen: Callable[[Tensor], None] = _nobody_listens  # told of the experts (..., chosen) that tokens are given to
+    in_heads: bool = False  # `attend` may be handed queries of heads (`NewTokens.in_heads`), and then hands on what is as wide
     may_overwrite: bool = False  # the hidden states are not used elsewhere: a function may change them and hand them on
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import ATTENTION, OF_LLAMA, GgufArchitecture, biases
 from h2o_flexgen.checkpoints.stored_architecture import MLP as MLP_IN_FILES
-from h2o_flexgen.core.model_spec import KVHeads, LayerSpec, ModelSpec
+from h2o_flexgen.core.model_spec import KVHeads, LayerSpec, ModelSpec, PromptHeads
 from h2o_flexgen.kernels.operations import add_scaled, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
@@ -164,6 +164,11 @@ class Decoder(InHalves):
         """The last values of a key that are those of its head; 0: they are apart."""
         return 0
 
+    @property
+    def prompt_heads(self) -> PromptHeads | None:
+        """Keys and values of heads with which prompts may be attended, where others are kept."""
+        return None
+
     def width_of_heads(self, weights: Weights) -> int:
         """Values of a head in a layer with these weights."""
         return self.spec.head_dim
@@ -294,6 +299,7 @@ class Decoder(InHalves):
             "kv_heads": usual.number,
             "head_dim": usual.width,
             "values_in_keys": self.values_in_keys,
+            "prompt_heads": self.prompt_heads,
             "attention_cap": self._traits.attention_cap,
             "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
             "sink_scores": self._traits.sinks,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import take_rows
 
 
@@ -25,6 +26,30 @@ class Rotation(Protocol):
         """x (rows, tokens, heads, head_dim), turned so."""
 
 
+class InHeads(Protocol):
+    """What makes keys and values of each head of the one vector that a layer keeps of a token for all of them."""
+
+    def pays(self, tokens: int, keys: int) -> bool:
+        """Whether so many new tokens attend so many keys, themselves last, in fewer operations with them."""
+
+    def without(self, tokens: NewTokens) -> NewTokens:
+        """The same tokens with queries that attend the vectors as they are kept."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        before: Tensor,
+        weights: Tensor | None,
+        more: More | None,
+        gathers: str,
+        window: int | None,
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `prompt_attention` does with the vectors, but the outcome is as wide as the values of heads."""
+
+
 @dataclass(frozen=True, eq=False)
 class NewTokens:
     """The tokens of a pass in one layer."""
@@ -36,6 +61,7 @@ class NewTokens:
     x: Tensor | None = None  # (rows, tokens, width): what all three were made of, which may say what is worth keeping
     sink_scores: Tensor | None = None  # (heads,): part of the softmax of every query of a head; their shares are let go
     query_rotation: Rotation | None = None  # of queries, where it is another one
+    in_heads: InHeads | None = None  # queries are those of heads, which attend keys that this makes; or `without` it
 
     @property
     def of_queries(self) -> Rotation | None:

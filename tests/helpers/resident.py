@@ -279,7 +279,7 @@ def _through_layers(
     hidden, pieces = tokens, now[0].pieces(at_once) or (slice(None),)
     for layer, spec in enumerate(model.spec.layers[:-1]):
         attend = (partial(caches[layer].attend, now),) if spec.has_kv else ()
-        given = (Given(now[0].text_positions[:, piece], *attend) for piece in pieces)
+        given = (Given(now[0].text_positions[:, piece], *attend, in_heads=now[0].is_prefill) for piece in pieces)
         each = [computed(model, spec, hidden[:, piece], weights[layer], own) for piece, own in zip(pieces, given)]
         hidden = torch.cat(each, dim=1)
     return hidden

@@ -9,21 +9,28 @@ import pytest
 import torch
 
 from h2o_flexgen.checkpoints.gguf_format import Gguf, Metadata
+from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stored_architecture import GATING, SIGMOID, SOFTMAX, GgufModel
+from h2o_flexgen.core.model_spec import PromptHeads
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, gguf_architectures, known_config, load_config
 from h2o_flexgen.models.latent import Latents
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers import gguf_files
 from tests.helpers.contract import as_stored, head_budgets, opened
 from tests.helpers.gguf_files import save_gguf
+from tests.helpers.quantised import METHODS, save_quantised
 from tests.helpers.refusals import one_line
+from tests.helpers.resident import resident_generate, weights_by_layer
 from tests.helpers.tiny import save_tiny, tiny_config
 
 PUBLISHED = {  # bytes of a token in 16 bits, in all layers
     "deepseek-ai/DeepSeek-V2-Lite": 27 * 1152,
     "deepseek-ai/DeepSeek-V3": 61 * 1152,
+    "moonshotai/Kimi-K2-Instruct-0905": 61 * 1152,
     "zai-org/GLM-4.7-Flash": 47 * 1152,
 }
 
@@ -49,6 +56,24 @@ def test_halves_of_the_matrix_of_all_heads_are_what_a_head_multiplies_with(tmp_p
         made = both @ latent
         torch.testing.assert_close(into_keys.T @ latent, made[: own.unrotated], msg=str(head))
         torch.testing.assert_close(into_values @ latent, made[own.unrotated :], msg=str(head))
+
+
+def test_packed_matrices_of_all_heads_are_copied_in_the_type_that_is_computed_in(tmp_path: Path) -> None:
+    """With the values that are computed with anyway, and one copy for each type."""
+    save_quantised("deepseek-v2-groups", tmp_path / "model", METHODS["mxfp8"])
+    found = {dtype: OpenedModel.of(str(tmp_path / "model"), False, dtype, Site()) for dtype in ("float32", "bfloat16")}
+    folders, values = set(), dict[str, torch.Tensor]()
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        spec, checkpoint = found[dtype].spec(Plan()), found[dtype].checkpoint
+        assert checkpoint is not None
+        for part in ("k", "v"):
+            tensor = spec.tensors[f"model.layers.1.self_attn.{part}_b_proj.weight"]
+            assert tensor.stored_itemsize == itemsize and tensor.name in checkpoint.to_write(spec)
+            values[dtype + part] = as_stored(checkpoint, tensor)[1]
+        folders.add(PackedCheckpoint(checkpoint, spec, tmp_path / "cache").folder)
+    assert len(folders) == 2
+    for part in ("k", "v"):
+        assert torch.equal(values["float32" + part].bfloat16(), values["bfloat16" + part])
 
 
 def test_a_matrix_of_other_heads_is_refused(tmp_path: Path) -> None:
@@ -117,6 +142,46 @@ def test_a_correction_of_a_router_that_reads_none_is_refused(tmp_path: Path, mon
     save_gguf("deepseek-v2", tmp_path / "tiny.gguf")
     said = one_line(lambda: opened(tmp_path / "tiny.gguf"))
     assert "'blk.1.exp_probs_b.bias', which no layer of a deepseek_v2 model reads" in said
+
+
+@pytest.mark.parametrize("held", [0, 5, 40, 4000])
+@pytest.mark.parametrize("tokens", [1, 7, 600])
+def test_keys_of_heads_are_made_where_that_takes_fewer_operations(tokens: int, held: int) -> None:
+    """Counted one by one: of DeepSeek-V3, whose head has 192 values of a key, 128 of a value, and 576 that are kept."""
+    pays = PromptHeads(512, 64, 128, 128, ()).pays(tokens, held + tokens)
+    pairs = sum(held + place + 1 for place in range(tokens))
+    of_heads = pairs * (192 + 192) + (held + tokens) * 512 * (128 + 128)
+    of_latents = pairs * (576 + 576) + tokens * 512 * (128 + 128)
+    assert pays == (of_heads < of_latents)
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v3", "deepseek-v2"])
+@pytest.mark.parametrize("policy", [{}, {"kv_policy": "h2o", "kv_budget": 0.4}, {"kv_policy": "h2o-flexgen", "kv_budget": 0.4}])
+@pytest.mark.parametrize("at_once", [1024, 8])
+def test_prompts_are_attended_alike_with_keys_of_heads_and_with_latents(
+    kind: str, policy: dict[str, object], at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece and in several, some heads at a time; and slots get the same, so that the same tokens are kept."""
+    hf_model, config = save_tiny(kind, tmp_path), tiny_config(kind)
+    model, made = create_model(config, "float32"), list[list[torch.Tensor]]()
+    checkpoint, asked = opened(tmp_path), list[bool]()
+    tensors = {name: as_stored(checkpoint, tensor)[1] for name, tensor in model.spec.tensors.items()}
+    prompts, levels = [[*range(3, 24)], [*range(40, 54)]], Plan.create(**policy).levels(model.spec)
+    monkeypatch.setattr("h2o_flexgen.models.latent.IN_HEADS_BYTES", 3 * PromptHeads(32, 8, 24, 16, ()).nbytes(1, 8, 21, 4))
+    for in_heads in (True, False):
+
+        def pays(own: PromptHeads, tokens: int, keys: int, answer: bool = in_heads) -> bool:
+            asked.append(answer)
+            return answer
+
+        monkeypatch.setattr(PromptHeads, "pays", pays)
+        made.append(
+            resident_generate(model, weights_by_layer(model, tensors), prompts, 5, policy=levels, prefill_tokens=at_once)
+        )
+    assert set(asked) == {True, False} and hf_model is not None
+    for with_heads, without in zip(*made, strict=True):
+        assert not torch.equal(with_heads, without), "there are two ways"
+        torch.testing.assert_close(with_heads, without, atol=2e-5, rtol=2e-5)
 
 
 def test_head_budgets_are_budgets_of_layers(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def _passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: i
     embed, *blocks, head = spec.layers
     cache = KVCache(image, scores, coding, judge=judge_of(policy), cap=spec.attention_cap)
     out = torch.zeros_like(hidden)
-    given = Given(now.text_positions, partial(cache.attend, now))
+    given = Given(now.text_positions, partial(cache.attend, now), in_heads=now.is_prefill)
 
     def through_block() -> Tensor:
         for piece in (pieces := now.pieces(plan.prefill_tokens)):
