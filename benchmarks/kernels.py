@@ -27,6 +27,10 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+from benchmarks.peaks import Peaks
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.grouped import TILE, Tiled
@@ -51,6 +55,7 @@ from h2o_flexgen.profiling.measure import describe_machine
 
 GIB = 1 << 30
 READ, COPY, PRODUCTS, PLAIN_READING = "read", "copy", "products", "plain reading"
+PEAK_16, PEAK_32 = "peak of bf16", "peak of fp32"  # of the processor's instructions, if nothing had to be read
 SIDE = 4096  # side of the square product, smaller if sizes are scaled
 FILE_BYTES, READ_BYTES, PLAIN_BYTES = 2_000_000_000, 256 << 20, 16 << 20  # on disk; at once; at once in plain reading
 
@@ -82,7 +87,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, object]:
     with file_on_disk(args.folder, round(FILE_BYTES * args.scale)) as file, DiskFiles() as files:
         disk = measured(reading(files, file), args.seconds)
     after = measured_limits(args.seconds, args.scale)
-    limits = {name: max(limits[name], after[name]) for name in limits}
+    limits = {name: max(limits[name], after[name]) for name in limits} | peaks(limits[PRODUCTS], args.seconds)
     limits[PLAIN_READING], disk["twin"] = disk["twin"], None  # type: ignore[assignment]
     lines.append(disk)
     for line in lines:
@@ -96,7 +101,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, object]:
         "unit": "GB/s or GFLOP/s",
         "higher_is_better": True,
         "ceiling": "a sum over 1 GiB (decode attention), a copy of 1 GiB (decoding weights), a square product in bf16 "
-        "(prompts), direct reading of the same file with one thread (disk), in the same run",
+        "(prompts), direct reading of the same file with one thread (disk), in the same run; what the processor could compute "
+        "in a type if nothing had to be read (many heads)",
         "limits": limits,
         "rows": lines,
         "notes": "In torch instead: " + "; ".join(f"{line['name']} {line['twin']:.1f}" for line in lines if line["twin"]) + ".",
@@ -129,7 +135,10 @@ def subjects(scale: float) -> list[Subject]:
         attention("LLaMA-3-8B heads, 8 bits", 2 * rows, 8, 4, 128, 512, torch.bfloat16, "group8"),
         attention("Qwen2.5-7B heads, 4 bits", 8 * rows, 4, 7, 128, 512, torch.bfloat16, "group4"),
         latents("DeepSeek-V3 heads, bf16", max(1, rows // 4), 128),
+        latents("DeepSeek-V3 heads, bf16", 1, 128, slots=max(1, round(4096 * scale))),
+        latents("Kimi-K2 heads, bf16", max(1, rows // 4), 64),
         latents("GLM-4.7-Flash heads, bf16", rows, 20),
+        latents("DeepSeek-V3 heads, fp32", max(1, rows // 4), 128, dtype=torch.float32),
         decoding(4, torch.bfloat16, scale),
         decoding(8, torch.bfloat16, scale),
         product(4, 1, scale),
@@ -157,17 +166,17 @@ def attention(
     )
 
 
-def latents(name: str, rows: int, group: int, dim: int = 576, slots: int = 512) -> Subject:
+def latents(name: str, rows: int, group: int, dim: int = 576, slots: int = 512, dtype: torch.dtype = torch.bfloat16) -> Subject:
     """Attention of many heads over one KV head with the values in its keys: a product."""
-    keys, q = KVSlots(torch.randn(rows, 1, slots, dim).bfloat16()), torch.randn(rows, 1, group, dim).bfloat16()
+    keys, q = KVSlots(torch.randn(rows, 1, slots, dim).to(dtype)), torch.randn(rows, 1, group, dim).to(dtype)
     held, mask = torch.full((rows,), slots), torch.zeros(rows, 1, 1, slots)
     return Subject(
         f"decode attention, {name}, {rows} rows of {slots}, GFLOP/s",
         4 * rows * group * slots * dim,
-        PRODUCTS,
+        PEAK_32 if dtype == torch.float32 else PEAK_16,
         0.5,
-        lambda: decode_attention(q, keys, keys, held, mask),
-        lambda: decode_attention_twin(q, keys, keys, held, mask),
+        lambda: decode_attention(q, keys, keys, held, mask, gathers=None),
+        lambda: decode_attention_twin(q, keys, keys, held, mask, gathers=None),
     )
 
 
@@ -290,6 +299,14 @@ def measured_limits(seconds: float, scale: float) -> dict[str, float]:
         COPY: source.nbytes / best_seconds([lambda: target.copy_(source)], seconds)[0] / 1e9,
         PRODUCTS: 2 * side**3 / best_seconds([lambda: torch.nn.functional.linear(one, other)], seconds)[0] / 1e9,
     }
+
+
+def peaks(of_torch: float, seconds: float) -> dict[str, float]:
+    """What the processor could compute; without a compiler for C, what torch does."""
+    found = Peaks.measured(seconds=seconds)
+    if found is None:
+        return dict.fromkeys((PEAK_16, PEAK_32), of_torch)
+    return {PEAK_16: found.exact / 1e9, PEAK_32: found.fp32 / 1e9}
 
 
 def measured(subject: Subject, seconds: float) -> dict[str, object]:

@@ -30,6 +30,9 @@ class Numbers(NamedTuple):
     prompt_keys: int
     prompt_queries: int
     many_queries: int
+    step_queries: int
+    step_slots: int
+    step_block: int
     prompt_heads: int
     tile_rows: int
     shared_keys: int
@@ -81,13 +84,33 @@ class PromptRoom(NamedTuple):
         return laid._replace(end=laid.out_at + shared().shared_queries * laid.dim)
 
 
+class TiledRoom(NamedTuple):
+    """A thread's room for attention of a step in tiles of registers, in words: queries in pairs (from 0 on), values of a
+    piece in pairs, its last slots, scores, shares in two halves, and the outcome. C has the same fields in this order."""
+
+    values_at: int
+    last_at: int
+    scores_at: int
+    shares_at: int
+    out_at: int
+    end: int
+
+    @classmethod
+    def of(cls, dim: int) -> TiledRoom:
+        sizes = shared()
+        queries, slots, dim = sizes.step_queries, sizes.step_slots, _rounded_up(dim, sizes.step_block)
+        parts = (queries * dim // 2, slots * dim // 2, sizes.step_block * dim // 2, *2 * (queries * slots,), queries * dim)
+        return cls(*accumulate(parts))
+
+
 class ManyQueries(NamedTuple):
     """Attention of a step where many query heads attend a KV head: their number, filled up to whole tiles, the slots of each,
-    filled up to whole pieces, and the room of a thread."""
+    filled up to whole pieces, and the room of a thread, whichever tiles are used."""
 
     queries: int
     stride: int
     room: PromptRoom
+    tiled: TiledRoom
 
     @classmethod
     def of(cls, group: int, slots: int, dim: int) -> ManyQueries | None:
@@ -95,8 +118,17 @@ class ManyQueries(NamedTuple):
         sizes = shared()
         if group <= sizes.many_queries:
             return None
-        room = PromptRoom.of(sizes.shared_keys, dim)
-        return cls(_rounded_up(group, sizes.tile_rows), _rounded_up(slots, sizes.prompt_keys), room)
+        room, tiled = PromptRoom.of(sizes.shared_keys, dim), TiledRoom.of(dim)
+        queries = max(_rounded_up(group, sizes.tile_rows), _rounded_up(group, sizes.step_block))
+        return cls(queries, _rounded_up(slots, sizes.prompt_keys), room._replace(end=max(room.end, tiled.end)), tiled)
+
+    def kept(self, units: int) -> int:
+        """Values that are kept where it is wanted what slots of so many KV heads got: shares, and a summary of each query."""
+        return units * self.queries * (self.stride + 2)
+
+    def passing(self, threads: int) -> int:
+        """The same where it is not wanted."""
+        return threads * shared().prompt_queries * self.stride
 
 
 def prompt_parts(group: int) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.kernel_sizes import DTYPES, ManyQueries, PromptRoom, shared
+from h2o_flexgen.formats.kernel_sizes import DTYPES, ManyQueries, PromptRoom, TiledRoom
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
@@ -78,14 +78,15 @@ def _of_many(
     (rows, kv_heads, group, dim), slots, threads = q.shape, keys.data.shape[2], torch.get_num_threads()
     q, wide = q.contiguous(), partial(torch.empty, dtype=torch.float32)
     out, got = torch.empty_like(q), wide(rows, kv_heads, slots) if gathers else None
-    kept = rows * kv_heads * laid.queries if gathers else threads * shared().prompt_queries
-    shares, room = wide(kept, laid.stride), wide(threads, laid.room.end)
+    shares = wide(laid.kept(rows * kv_heads) if gathers else laid.passing(threads))
+    room = wide(threads, laid.room.end)
     given = _Many(
         pointer(q),
         *(ValuePlaces.of(kept.data, kind_of(kept)) for kept in (keys, values)),
         MoreKeys.of(more),
         *(pointer(held), pointer(out), None if got is None else pointer(got), pointer(shares), pointer(room)),
         *laid.room,
+        *laid.tiled,
         *(rows, kv_heads, group, dim, slots, laid.queries, laid.stride),
         dim**-0.5,
         KINDS[q.dtype],
@@ -146,6 +147,7 @@ class _Many(ctypes.Structure):
         ("more", MoreKeys),
         *((name, ctypes.c_void_p) for name in ("held", "out", "got", "shares", "room")),
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
+        *((f"tiled_{name}", ctypes.c_long) for name in TiledRoom._fields),
         *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity", "queries", "stride")),
         ("scale", ctypes.c_float),
         ("kind", ctypes.c_int),

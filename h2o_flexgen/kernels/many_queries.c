@@ -8,6 +8,11 @@
 #include "query_blocks.h"
 #include "team.h"
 
+/* The layout of a thread's room where tiles of registers are used, in words. Python works it out (TiledRoom). */
+typedef struct {
+    long values_at, last_at, scores_at, shares_at, out_at, end;
+} tiled_room;
+
 typedef struct {
     const char *q;       /* (rows, kv_heads, group, dim) */
     slots keys, values;  /* (rows, kv_heads, capacity, dim); they may be packed */
@@ -15,11 +20,13 @@ typedef struct {
     const int64_t *held; /* (rows), the new token included */
     char *out;           /* shaped as q, and of its type */
     float *got;          /* (rows, kv_heads, capacity), 0 behind what is held; NULL: it is not wanted */
-    float *shares;       /* (rows, kv_heads, queries, stride); without `got` (threads, PROMPT_QUERIES, stride) */
+    float *shares;       /* (rows, kv_heads, queries, stride); without `got` (threads, PROMPT_QUERIES, stride). In tiles of registers:
+                            scores, (rows, kv_heads, queries / LANES, stride, LANES), and behind them (rows, kv_heads, 2, queries) */
     float *room;         /* rooms of all threads, one behind the other */
     prompt_room wide;    /* the layout of each room */
+    tiled_room tiled;    /* the same where tiles of registers are used */
     long rows, kv_heads, group, dim, capacity;
-    long queries, stride; /* the group filled up to whole tiles, and slots filled up to whole pieces */
+    long queries, stride; /* the group filled up to whole tiles of either kind, and slots filled up to whole pieces */
     float scale;
     int kind;       /* the type of queries */
     int is_highest; /* slots get the highest share of their group's queries, not the sum of all */
@@ -118,7 +125,7 @@ static void attend_part(const void *given, long number, int member)
 {
     const many_parts *some = given;
     const many *m = some->of;
-    const long unit = number / some->parts, tiles = m->queries / TILE_ROWS, at = number % some->parts;
+    const long unit = number / some->parts, tiles = (m->group + TILE_ROWS - 1) / TILE_ROWS, at = number % some->parts;
     const long begin = tiles * at / some->parts * TILE_ROWS, end = tiles * (at + 1) / some->parts * TILE_ROWS;
     const long behind = end < m->group ? end : m->group, itemsize = itemsize_of(m->kind), width = m->wide.dim;
     const queries_here own = {unit / m->kv_heads, unit % m->kv_heads, begin, behind - begin, (end - begin) / TILE_ROWS,
@@ -144,37 +151,69 @@ static void attend_part(const void *given, long number, int member)
     }
 }
 
+/* Some slots of a KV head, and what they got. */
+typedef struct {
+    long unit, first, seen; /* those behind are empty */
+    float *got;             /* from the first slot of all on */
+} slots_here;
+
+static ALWAYS_INLINE slots_here slots_of_part(const many *m, long number)
+{
+    const long pieces = (m->capacity + SLOTS_AT_ONCE - 1) / SLOTS_AT_ONCE, unit = number / pieces;
+    const long first = number % pieces * SLOTS_AT_ONCE, held = m->held[unit / m->kv_heads];
+    const long end = first + SLOTS_AT_ONCE < m->capacity ? first + SLOTS_AT_ONCE : m->capacity;
+    float *got = m->got + unit * m->capacity;
+    memset(got + first, 0, (end - first) * sizeof *got);
+    return (slots_here){unit, first, held < end ? held : end, got};
+}
+
 /* What some slots of a KV head got from its queries, in their order. */
 static void gather_part(const void *given, long number, int member)
 {
     const many *m = given;
-    const long pieces = (m->capacity + SLOTS_AT_ONCE - 1) / SLOTS_AT_ONCE, unit = number / pieces;
-    const long first = number % pieces * SLOTS_AT_ONCE, held = m->held[unit / m->kv_heads];
-    const long end = first + SLOTS_AT_ONCE < m->capacity ? first + SLOTS_AT_ONCE : m->capacity, seen = held < end ? held : end;
-    float *got = m->got + unit * m->capacity;
-    memset(got + first, 0, (end - first) * sizeof *got);
+    const slots_here own = slots_of_part(m, number);
     for (long query = 0; query < m->group; query++) {
-        const float *shares = m->shares + (unit * m->queries + query) * m->stride;
+        const float *shares = m->shares + (own.unit * m->queries + query) * m->stride;
         if (m->is_highest)
-            for (long slot = first; slot < seen; slot++) {
-                const uint32_t own = bits_of_float(shares[slot]), before = bits_of_float(got[slot]); /* see highest(..) */
-                got[slot] = float_of_bits(own > before ? own : before);
+            for (long slot = own.first; slot < own.seen; slot++) {
+                const uint32_t one = bits_of_float(shares[slot]), before = bits_of_float(own.got[slot]); /* see highest(..) */
+                own.got[slot] = float_of_bits(one > before ? one : before);
             }
         else
-            for (long slot = first; slot < seen; slot++)
-                got[slot] += shares[slot];
+            for (long slot = own.first; slot < own.seen; slot++)
+                own.got[slot] += shares[slot];
     }
+}
+
+#ifdef __AMX_BF16__
+#include "queries_in_tiles.h"
+#endif
+
+/* What is shared out: blocks of queries that are attended at once, at most so many by a thread. */
+typedef struct {
+    part_action *attend, *gather;
+    long blocks, most;
+} way;
+
+static way way_of(const many *m)
+{
+#ifdef __AMX_BF16__
+    if (m->kind == BF16 && m->keys.kind == BF16 && m->values.kind == BF16 && m->dim % QUERIES_OF_BLOCK == 0)
+        return (way){attend_in_tiles, gather_from_tiles, m->queries / QUERIES_OF_BLOCK, STEP_QUERIES / QUERIES_OF_BLOCK};
+#endif
+    return (way){attend_part, gather_part, (m->group + TILE_ROWS - 1) / TILE_ROWS, PROMPT_QUERIES / TILE_ROWS};
 }
 
 /* Where there are fewer KV heads than threads, some threads share a head's queries. */
 void many_queries(const void *given, int threads)
 {
     const many *m = given;
-    const long units = m->rows * m->kv_heads, tiles = m->queries / TILE_ROWS;
-    const long needed = (m->queries + PROMPT_QUERIES - 1) / PROMPT_QUERIES, wanted = (threads + units - 1) / units;
+    const way how = way_of(m);
+    const long units = m->rows * m->kv_heads;
+    const long needed = (how.blocks + how.most - 1) / how.most, wanted = (threads + units - 1) / units;
     const long parts = needed > wanted ? needed : wanted;
-    const many_parts some = {m, parts < tiles ? parts : tiles};
-    share_out(&some, units * some.parts, threads, attend_part);
+    const many_parts some = {m, parts < how.blocks ? parts : how.blocks};
+    share_out(&some, units * some.parts, threads, how.attend);
     if (m->got)
-        share_out(m, units * ((m->capacity + SLOTS_AT_ONCE - 1) / SLOTS_AT_ONCE), threads, gather_part);
+        share_out(m, units * ((m->capacity + SLOTS_AT_ONCE - 1) / SLOTS_AT_ONCE), threads, how.gather);
 }

@@ -2,12 +2,15 @@
 
 #pragma once
 
-#define KERNELS_VERSION 32    /* raised when a function's arguments change: a library built from older sources is not called */
+#define KERNELS_VERSION 33    /* raised when a function's arguments change: a library built from older sources is not called */
 #define STEP_HEAD_VALUES 1024 /* most values of a head in a slot, in attention of a step */
 #define REGISTER_VALUES 16    /* float32 values of the widest register */
 #define PROMPT_KEYS 256       /* keys of a prompt are filled up to a multiple of this: whole tiles on every processor */
 #define PROMPT_QUERIES 48     /* queries of a prompt that a thread attends at once */
 #define MANY_QUERIES 16       /* a KV head that more query heads attend has them in tiles */
+#define STEP_QUERIES 128      /* of which a thread attends so many at once where there are tiles of registers */
+#define STEP_SLOTS 256        /* and so many slots, one piece after the other */
+#define STEP_BLOCK 32         /* of queries, of values of a head, and of slots: what tiles of registers hold at once */
 #define PROMPT_HEADS 8        /* of so many heads, where they are many, a thread attends the prompt */
 #define TILE_ROWS 6           /* queries of a tile */
 #define SHARED_KEYS 256       /* keys of a shared text that all queries pass before the next ones come */

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes, prompt_form
-from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import IN_HEADS_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
 from h2o_flexgen.formats.kernel_sizes import (
@@ -23,7 +23,6 @@ from h2o_flexgen.formats.kernel_sizes import (
     mask_bytes,
     prompt_parts,
     prompt_threads,
-    shared,
     twin_values,
 )
 from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
@@ -135,7 +134,7 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
     if site.accelerator:
         return decode
     rows = kv.block.batches[number].size
-    passing = max(layer.passing_width * max(rows, layer.least_passing) for layer in spec.layers) * spec.itemsize
+    passing = max(width * max(rows, least) for width, least in spec.passing_widths) * spec.itemsize
     heads = 4 * _values_of_heads(spec) * FLOAT_BYTES
     return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + heads) + passing
 
@@ -154,8 +153,8 @@ def _many_queries_bytes(at: LevelHeads, site: Site) -> int:
     laid = ManyQueries.of(spec.heads // spec.kv_heads, occupancy.capacity, spec.head_dim)
     if laid is None or not threads:
         return 0
-    kept = max(occupancy.batch.size * spec.kv_heads * laid.queries, threads * shared().prompt_queries)
-    return FLOAT_BYTES * (laid.room.end * threads + kept * laid.stride)
+    shares = max(laid.kept(occupancy.batch.size * spec.kv_heads), laid.passing(threads))
+    return FLOAT_BYTES * (laid.room.end * threads + shares)
 
 
 def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at_once: int) -> int:
@@ -168,7 +167,7 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at
     attention = tokens * (normed + 4 * _values_of_heads(spec) * widened + _picking_bytes(spec, levels))
     attention += max(_prompt_attention_bytes(at, site, at_once) for at in levels)
     attention += total * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
-    passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
+    passing = max(width for width, _ in spec.passing_widths) * spec.itemsize
     most = max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
     return most + (_pieces_bytes(spec, levels, total) if total > tokens else 0)
 
@@ -193,11 +192,21 @@ def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
     room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
     room += _mask_bytes(spec, 1, tokens, _attended(occupancy), threads) if total > tokens else 0
     room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads, tokens)
+    room += _in_heads_bytes(spec, occupancy, at_once)
     room += 2 * FLOAT_BYTES * tokens * spec.heads if spec.sink_scores else 0  # one more key of each query, and it in its place
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
         room += total * spec.kv_bytes_per_slot + min(encoding, 4 * total * spec.kv_decoded_bytes_per_slot)
     return room
+
+
+def _in_heads_bytes(spec: ModelSpec, occupancy: Occupancy, at_once: int) -> int:
+    """Bytes of keys and values of heads that are made for prompts, of some heads at a time."""
+    if spec.prompt_heads is None:
+        return 0
+    batch, keys = occupancy.batch, _attended(occupancy)
+    of_head = spec.prompt_heads.nbytes(batch.size, min(batch.prompt_len, at_once), keys, spec.itemsize)
+    return min(spec.heads * of_head, max(of_head, IN_HEADS_BYTES))
 
 
 def _picking_bytes(spec: ModelSpec, levels: Sequence[LevelHeads]) -> int:
