@@ -19,7 +19,7 @@ from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.predict import BlockPrediction
+from h2o_flexgen.planning.predict import BlockPrediction, with_fewer_blocks
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 SLOW = "slow"  # the first word of each line
@@ -138,5 +138,5 @@ def small_job_reason(workers: int, start_seconds: float, run_seconds: float) -> 
 
 
 def _seconds(planned: BlockPlan, machine: Machine) -> float:
-    predicted = BlockPrediction.of(planned, machine)
+    predicted = BlockPrediction.of(planned, machine, with_fewer_blocks(planned))
     return predicted.prefill_seconds + predicted.decode_seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from h2o_flexgen.core.buffer_layout import (
     READERS,
@@ -25,7 +26,7 @@ from h2o_flexgen.core.buffer_layout import (
     read_buffer_bytes,
     region_bytes,
 )
-from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -146,36 +147,48 @@ def _largest_read_and_copied(spec: ModelSpec, placement: Placement, *tiers: str)
 
 
 def _of_layers(spec: ModelSpec, placement: Placement, tiers: tuple[str, ...]) -> Iterator[list[TensorSpec]]:
-    """The tensors of each layer that are on these tiers, as decode steps pass it and as prompts do."""
-    layers = (layer for form in spec.forms for layer in form.layers)
-    return ([tensor for tensor in layer.stored if placement.weights[tensor.name] in tiers] for layer in layers)
+    """The tensors of each layer that are on these tiers, as decode steps pass it and as prompts do. Of layers with the same
+    sizes in the same places there is one."""
+    found: dict[object, tuple[LayerSpec, tuple[bool, ...]]] = {}
+    for form in spec.forms:
+        for layer, kind in zip(form.layers, form.stored_kinds, strict=True):
+            there = tuple([placement.weights[tensor.name] in tiers for tensor in layer.stored])
+            found.setdefault((kind, there), (layer, there))
+    return (list(compress(layer.stored, there)) for layer, there in found.values())
 
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
     """Adds the KV: each level is kept by itself, and what the host is asked is asked for all heads at once."""
     traffic = planned.schedule.traffic
-    by_place = {place: planned.kv.layouts(*place) for place in traffic.kv}
+    unlike: dict[object, list[Place]] = {}
+    for place, tier in traffic.kv.items():
+        asked_by = place[1] if traffic.attends_on_host else None  # parts of its prompts have places of their own
+        unlike.setdefault((planned.kv.layouts(*place), tier, traffic.is_beside(*place), asked_by), []).append(place)
     for number, level in enumerate(planned.levels):
-        layouts = {place: own for place, levels in by_place.items() if (own := levels[number]) is not None}
-        if layouts:
-            _add_level(parts, planned, layouts, level.policy.score_bytes, compute)
+        layouts = [(planned.kv.layouts(*alike[0])[number], alike) for alike in unlike.values()]
+        there = {alike[0]: (layout, len(alike)) for layout, alike in layouts if layout is not None}
+        if there:
+            _add_level(parts, planned, there, level.policy.score_bytes, compute)
     if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
         sizes = (planned.block.batches[batch].size for batch in beside)
         shares, judged = bool(planned.block.prefix_room), planned.plan.policy.judge is not None
         parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares, judged).nbytes) for size in sizes)
 
 
-def _add_level(parts: Parts, planned: BlockPlan, layouts: Mapping[Place, KVLayout], score_bytes: int, compute: str) -> None:
-    """Adds the KV of one level: what lies at rest, notes of its slots, and buffers."""
+def _add_level(
+    parts: Parts, planned: BlockPlan, there: Mapping[Place, tuple[KVLayout, int]], score_bytes: int, compute: str
+) -> None:
+    """Adds the KV of one level: what lies at rest, notes of its slots, and buffers. `there`: of places that are alike one, and
+    how many there are."""
     traffic, buffers = planned.schedule.traffic, planned.schedule.buffers
-    for place, layout in layouts.items():
+    for place, (layout, count) in there.items():
         tier = traffic.kv[place]
         if score_bytes:
             noted_on = HOST if traffic.is_beside(*place) else compute
-            parts[noted_on]["KV notes"] += region_bytes(layout.score_bytes(score_bytes))
+            parts[noted_on]["KV notes"] += count * region_bytes(layout.score_bytes(score_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
-        parts[tier if tier != DEVICE else compute]["KV"] += home
-    rooms = KVRooms.of(planned, layouts, score_bytes)
+        parts[tier if tier != DEVICE else compute]["KV"] += count * home
+    rooms = KVRooms.of(planned, {place: layout for place, (layout, _) in there.items()}, score_bytes)
     parts[HOST]["KV buffers"] += buffers * rooms.on_host + rooms.staged
     parts[DEVICE]["KV buffers"] += buffers * rooms.on_device
     parts[DEVICE]["KV notes"] += buffers * rooms.noted
@@ -209,6 +222,6 @@ def _disk_buffers(planned: BlockPlan) -> int:
     """Bytes of the buffers of everything that reads or writes: the disk threads, the workers of both lanes, and the caller.
     Weights that stay in memory come through them as well."""
     threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1
-    on_disk = [place for place, tier in planned.schedule.traffic.kv.items() if tier == DISK]
-    layouts = (layout for place in on_disk for layout in planned.kv.layouts(*place) if layout is not None)
+    on_disk = {planned.kv.layouts(*place) for place, tier in planned.schedule.traffic.kv.items() if tier == DISK}
+    layouts = (layout for levels in on_disk for layout in levels if layout is not None)
     return threads * disk_buffer_bytes(max((layout.padded_slot_bytes for layout in layouts), default=0))

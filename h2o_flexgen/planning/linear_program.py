@@ -28,7 +28,7 @@ from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps, typical_passes
-from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing, least_seconds
 from h2o_flexgen.planning.seating import Seating
 
 KINDS = (WEIGHTS, "kv", "hidden")
@@ -126,22 +126,12 @@ class Case:
         return found
 
     def _bounds(self, plan: Plan) -> list[dict[str, float]]:
-        """Bounds at a corner, where all equal blocks of the model and all equal batches are treated alike: the costs of one and
-        two of them tell the cost of many."""
-        batches = self.block.batches
-        alike = len({(batch.lengths, batch.seen) for batch in batches}) == 1
-        if not alike or self.seating is not None or len(batches) < 3:
-            return self._of_all_blocks(plan, self.block)
-        one, two = (self._of_all_blocks(plan, replace(self.block, batches=batches[:count])) for count in (1, 2))
-        return _extended(one, [(two, len(batches) - 1)])
-
-    def _of_all_blocks(self, plan: Plan, block: Block) -> list[dict[str, float]]:
-        """Bounds of the whole model: of its first block, and of what each other one adds. Those with as many heads of each
-        level add as much."""
+        """Bounds at a corner: those of the model's first block, and what each other one adds. Those that compute the same, with
+        as many heads of each level, add as much."""
         if self.spec.num_blocks < 3:
-            return self._bounds_of(plan, block)
-        first = self._bounds_of(plan, block, 0)
-        return _extended(first, [(self._bounds_of(plan, block, 0, other), count) for other, count in self._other_blocks])
+            return self._bounds_of(plan)
+        first = self._bounds_of(plan, 0)
+        return _extended(first, [(self._bounds_of(plan, 0, other), count) for other, count in self._other_blocks])
 
     @cached_property
     def _held(self) -> HeldKV:
@@ -150,19 +140,14 @@ class Case:
     @cached_property
     def _other_blocks(self) -> Sequence[tuple[int, int]]:
         """One block of each kind among those after the first, and how many are of its kind."""
-        kinds: dict[tuple[int, ...], list[int]] = {}
-        for layer in self.spec.kv_layers:
-            number = self.spec.layers[layer].block
-            if number:
-                kinds.setdefault(self._held.heads(layer), []).append(number)
-        return [(numbers[0], len(numbers)) for numbers in kinds.values()]
+        return [(numbers[0], len(numbers)) for numbers in self._held.alike_blocks(self.spec.block_numbers[1:])]
 
-    def _bounds_of(self, plan: Plan, block: Block, *blocks: int) -> list[dict[str, float]]:
+    def _bounds_of(self, plan: Plan, *blocks: int) -> list[dict[str, float]]:
         """Bounds of some blocks of the model, or of all."""
         held = self._held
         if blocks:
             held = held.only(self.spec.only_blocks(*blocks), lambda layer: self.spec.layers[layer].block in blocks)
-        planned = BlockPlan.of(held.spec, plan, block, self.site, levels=held.levels)
+        planned = BlockPlan.of(held.spec, plan, self.block, self.site, levels=held.levels)
         pricing = Pricing(planned, self.machine, True, self.seating)
         return [pricing.bounds(step) for step in self.steps]
 
@@ -288,15 +273,8 @@ def seconds_at(case: Case, plan: Plan) -> float:
             share = getattr(plan, kind).of(tier)
             for name, seconds in case.more[kind, tier][number].items():
                 bounds[name] = bounds.get(name, 0.0) + share * seconds
-        total += weight * _least(case, bounds)
+        total += weight * least_seconds(bounds, case.plan.buffers)
     return total
-
-
-def _least(case: Case, bounds: Mapping[str, float]) -> float:
-    if case.plan.buffers > 1:
-        return max(bounds.values())
-    lanes = sum(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
-    return max(lanes, *bounds.values())
 
 
 # -- the program -----------------------------------------------------------------------------------------------------------

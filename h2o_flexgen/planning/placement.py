@@ -133,14 +133,36 @@ class HeldKV:
 
     def layouts(self, layer: int, batch: int) -> tuple[KVLayout | None, ...]:
         """How the KV of a batch lies in one layer, of each level; nothing of those that have none of the layer's heads."""
-        heads = self._heads[layer]
-        return tuple(
-            each[batch].layout(self.spec.at(layer), own) if own else None for each, own in zip(self.occupancies, heads)
-        )
+        return self._laid(layer, batch)[0]
 
     def image_bytes(self, layer: int, batch: int) -> int:
         """Bytes of the KV of a batch in one layer, in memory."""
-        return sum(layout.image_bytes for layout in self.layouts(layer, batch) if layout is not None)
+        return self._laid(layer, batch)[1]
+
+    def _laid(self, layer: int, batch: int) -> tuple[tuple[KVLayout | None, ...], int]:
+        """Both, which are the same in all layers with such heads."""
+        heads = self._heads[layer]
+        kind = heads, self.spec.layers[layer].kv_heads, batch
+        if kind not in self._known:
+            spec = self.spec.at(layer)
+            layouts = tuple(each[batch].layout(spec, own) if own else None for each, own in zip(self.occupancies, heads))
+            self._known[kind] = layouts, sum(layout.image_bytes for layout in layouts if layout is not None)
+        return self._known[kind]
+
+    @cached_property
+    def _known(self) -> dict[object, tuple[tuple[KVLayout | None, ...], int]]:
+        return {}
+
+    def alike_blocks(self, numbers: Sequence[int]) -> Sequence[list[int]]:
+        """Those decoder blocks, parted into some that compute the same and have as many heads of each level."""
+        heads: dict[int, list[tuple[int, ...]]] = {}
+        for layer, own in self._heads.items():
+            if (block := self.spec.layers[layer].block) is not None:
+                heads.setdefault(block, []).append(own)
+        kinds: dict[object, list[int]] = {}
+        for number in numbers:
+            kinds.setdefault((self.spec.block_kinds[number], tuple(heads.get(number, ()))), []).append(number)
+        return tuple(kinds.values())
 
 
 @dataclass(frozen=True)
@@ -156,17 +178,17 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     After every item each tier is within one largest item of its share. Before an item is placed the three lacks sum up to its
     size s, so the largest is s/3 at least: no tier gets more than 2/3 of an item too much. And if a tier that lacks more than
     an item were passed over, the one chosen would lack as much, and the third would have had an item too much."""
-    wanted = {tier: share for tier in TIERS if (share := shares.of(tier)) > 1e-9}  # 1 - 0.58 - 0.42 is not quite 0
+    wanted = [(tier, share) for tier in TIERS if (share := shares.of(tier)) > 1e-9]  # 1 - 0.58 - 0.42 is not quite 0
     if len(wanted) == 1:
-        return tuple(wanted) * len(sizes)
-    placed = dict.fromkeys(wanted, 0)
-    total, tiers = 0, []
+        return (wanted[0][0],) * len(sizes)
+    placed, total, places = [0] * len(wanted), 0, list[int]()
     for size in sizes:
         total += size
-        tier = max(wanted, key=lambda tier: wanted[tier] * total - placed[tier])  # among equals the first, which is the fastest
-        placed[tier] += size
-        tiers.append(tier)
-    return tuple(tiers)
+        lacking = [share * total - there for (_, share), there in zip(wanted, placed)]
+        place = lacking.index(max(lacking))  # among equals the first, which is the fastest
+        placed[place] += size
+        places.append(place)
+    return tuple([wanted[place][0] for place in places])
 
 
 def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:

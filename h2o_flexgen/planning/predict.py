@@ -4,6 +4,8 @@ A block is simulated task by task: its prompts and a few of its decode steps. Se
 steps between are on a line. Every sampled step is simulated twice in a row, and the second counts, because it begins as any
 other. Of many blocks with prompts of different lengths, a few represent all in the same way.
 
+Of a model with thousands of layers, some blocks are simulated for all.
+
 Where rows come and go, one block may have tens of thousands of passes, and no two are alike. So it is cut into stretches. In
 each a few passes in a row are simulated task by task, which tells how much longer passes take than the busiest lane works in
 them; how long that works is added up over many passes of the stretch.
@@ -15,10 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import ceil
 from random import Random
 from typing import NamedTuple
 
-from h2o_flexgen.core.site import TIERS
+from h2o_flexgen.core.site import TIERS, Site
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
@@ -205,7 +208,7 @@ def predict(planned: WorkloadPlan, machine: Machine) -> Prediction:
     prefill = decode = steps = longest = 0.0
     lanes: dict[str, float] = {}
     for block, times in sampled_blocks(alike):
-        one = BlockPrediction.of(block, machine)
+        one = BlockPrediction.of(block, machine, with_fewer_blocks(block))
         prefill += times * one.prefill_seconds
         decode += times * one.decode_seconds
         steps += times * one.decode_steps
@@ -246,25 +249,69 @@ class BlockPrediction:
     trace: Trace  # the simulated steps
 
     @classmethod
-    def of(cls, planned: BlockPlan, machine: Machine) -> BlockPrediction:
+    def of(cls, planned: BlockPlan, machine: Machine, part: BlockPlan | None = None) -> BlockPrediction:
+        """`part`: the same with fewer blocks of the model, which are simulated for all. That tells how much longer steps take
+        than what bounds them."""
         if planned.block.is_running:
-            found = RunningPrediction.of(planned, machine)
-            return cls(found.prefill_seconds, found.decode_seconds, found.decode_passes, found.lane_seconds, found.trace)
+            return _of_running(planned, machine, part)
         pricing, gen_len = Pricing(planned, machine, averaged=True), planned.block.gen_len
+        of_part = pricing if part is None else Pricing(part, machine, averaged=True)
         samples = sampled_steps(planned)
         exact = samples == list(range(1, gen_len))
         # one step more after the last, which has nothing to store and so is unlike the others
         steps = [0, *samples] if exact else [0, *(step for sample in samples for step in (sample, sample)), samples[-1]]
-        trace = simulated(pricing, steps)
-        seconds = step_seconds(trace, planned.schedule)
-        sampled = seconds[1:] if exact else seconds[2:-1:2]
+        trace = simulated(of_part, steps)
+        seconds = step_seconds(trace, of_part.schedule)
+        found = [seconds[0], *(seconds[1:] if exact else seconds[2:-1:2])]
+        prefill, *sampled = (one * _times_as_long(pricing, of_part, step) for step, one in zip([0, *samples], found))
         lanes = [pricing.lane_seconds(step) for step in samples]
         prompts = pricing.lane_seconds(0)
         busy = {
             lane: prompts.get(lane, 0.0) + sum_of_steps(samples, [one.get(lane, 0.0) for one in lanes])
             for lane in dict.fromkeys(lane for one in (prompts, *lanes) for lane in one)
         }
-        return cls(seconds[0], sum_of_steps(samples, sampled), gen_len - 1, busy, trace)
+        return cls(prefill, sum_of_steps(samples, sampled), gen_len - 1, busy, trace)
+
+
+def _of_running(planned: BlockPlan, machine: Machine, part: BlockPlan | None) -> BlockPrediction:
+    found = RunningPrediction.of(part or planned, machine)
+    longer = 1.0
+    if part is not None:
+        pricing = Pricing(planned, machine)
+        of_part = Pricing(part, machine, known_seating=pricing.cost.seating)
+        typical = typical_passes(pricing.cost.seating).items()
+        whole, own = (sum(count * each.least_seconds(step) for step, count in typical) for each in (pricing, of_part))
+        longer = whole / own
+    lanes = {lane: longer * seconds for lane, seconds in found.lane_seconds.items()}
+    seconds = longer * found.prefill_seconds, longer * found.decode_seconds
+    return BlockPrediction(*seconds, found.decode_passes, lanes, found.trace)
+
+
+MOST_VISITS, SIMULATED_VISITS = 8192, 1024  # of a step that is simulated as it is, and of one for which some blocks are
+
+
+def with_fewer_blocks(planned: BlockPlan) -> BlockPlan | None:
+    """The same with some of the model's blocks, of each kind its share; None where it has few layers. With slices of experts
+    a model has thousands, and a step that passes hundreds of them is like one that passes all."""
+    spec, traffic = planned.spec, planned.schedule.traffic
+    visits = traffic.layers * traffic.batches
+    if visits <= MOST_VISITS or traffic.lanes.devices > 1:
+        return None
+    kinds = planned.kv.alike_blocks(spec.block_numbers)
+    kept = [number for alike in kinds for number in _spread_out(alike, ceil(len(alike) * SIMULATED_VISITS / visits))]
+    if len(kept) == spec.num_blocks:
+        return None
+    held = planned.kv.only(spec.only_blocks(*sorted(kept)), lambda layer: spec.layers[layer].block in kept)
+    return BlockPlan.of(held.spec, planned.plan, planned.block, Site(traffic.accelerator), levels=held.levels)
+
+
+def _spread_out(numbers: Sequence[int], count: int) -> Iterator[int]:
+    return (numbers[place * len(numbers) // count] for place in range(count))
+
+
+def _times_as_long(whole: Pricing, part: Pricing, step: int) -> float:
+    """How many times as long as for a part of the model a step takes for all of it."""
+    return 1.0 if part is whole else whole.least_seconds(step) / part.least_seconds(step)
 
 
 def sampled_steps(planned: BlockPlan) -> list[int]:

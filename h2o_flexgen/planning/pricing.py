@@ -8,7 +8,7 @@ the batches stay the same. `docs/cost-model.md` has the terms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
@@ -16,15 +16,30 @@ from math import inf, prod
 from h2o_flexgen.core.buffer_layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
-from h2o_flexgen.formats.kernel_table import Kernel
+from h2o_flexgen.formats.kernel_table import PRODUCT, Kernel
 from h2o_flexgen.formats.table import FORMATS, PLAIN
-from h2o_flexgen.planning.batch_pass import products_of, rows_of
+from h2o_flexgen.planning.batch_pass import Prompts, products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
+from h2o_flexgen.planning.placement import Place
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, LOAD, PASS, READ, STORE, WORKERS, WRITE, Data, Key, Op, Task, longest_by_kind
+from h2o_flexgen.schedule.ops import (
+    COMPUTE_LANE,
+    LOAD,
+    PASS,
+    READ,
+    STORE,
+    WORKERS,
+    WRITE,
+    Data,
+    Key,
+    Op,
+    Task,
+    Visit,
+    longest_by_kind,
+)
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.trace import Trace
@@ -247,9 +262,19 @@ class Pricing:
         policy, occupancy = self.planned.levels[at.level].policy, self.planned.kv.occupancies[at.level][task.batch]
         scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
-        pairs = sum(count * part.tokens * part.attended for part, count in at.one.prompts.items())
         spec = self.spec.at(task.layer)
-        return 4.0 * at.heads * (spec.heads // spec.kv_heads) * spec.head_dim * pairs / rate
+        values = sum(count * self._values_attended(part, task, spec) for part, count in at.one.prompts.items())
+        return 4.0 * at.heads * (spec.heads // spec.kv_heads) * values / rate
+
+    def _values_attended(self, part: Prompts, task: Task | Key, spec: ModelSpec) -> float:
+        """Values that each head multiplies queries of prompts with, and shares with: keys by their width. Where keys and values
+        of heads are made for that, so are those of what is held; new tokens have as many operations without."""
+        pairs, own = part.tokens * part.attended, spec.prompt_heads
+        if own is None or part.echoes or spec.product != PRODUCT or not self._layer(task).has_plain(own.matrices):
+            return pairs * spec.head_dim
+        if not own.pays(part.length, part.held + part.length):
+            return pairs * spec.head_dim
+        return pairs * own.width + part.rows * part.held * own.latent * (own.made + own.value) / 2
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -259,11 +284,44 @@ class Pricing:
         return self._by_lane(self._priced(step))
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
-        """The tasks of a step and the seconds for which they occupy their lane, with all slices of weights together."""
+        """The tasks of a step and the seconds for which they occupy their lane, with all slices of weights together, and all
+        tasks that are like them."""
         return [
-            (key, self.schedule.parts(key.op) * (self.seconds(key) - self.latency(key.op)))
-            for key in self.schedule.in_step(step)
+            (key, count * self.schedule.parts(key.op) * (self.seconds(key) - self.latency(key.op)))
+            for key, count in self._unlike_tasks(step)
         ]
+
+    def _unlike_tasks(self, step: int) -> Iterator[tuple[Key, int]]:
+        """One task of each kind in a step, and how many of its kind there are. With slices of experts a model has thousands of
+        layers, and most are alike."""
+        for place, count in self._unlike_places[self.schedule.traffic.is_of_prompts(step)]:
+            yield from ((key, count) for key in self.schedule.of_visit(Visit(step, *place)))
+
+    @cached_property
+    def _unlike_places(self) -> tuple[Sequence[tuple[Place, int]], Sequence[tuple[Place, int]]]:
+        """A layer and batch of each kind, and how many of its kind there are: in a decode step, and in a step of prompts."""
+        return self._places_by_kind(1, of_prompts=False), self._places_by_kind(0, of_prompts=True)
+
+    def _places_by_kind(self, step: int, of_prompts: bool) -> list[tuple[Place, int]]:
+        traffic, cost, layers, found = self.schedule.traffic, self.cost, dict[object, list[int]](), list[tuple[Place, int]]()
+        last, kinds, with_kv = traffic.layers - 1, self._layer_kinds[of_prompts], {layer for layer, _ in traffic.kv}
+        weights = [*zip(cost.stored_bytes(step), cost.loaded_bytes(step))]
+        for layer in range(traffic.layers):
+            kv = tuple(traffic.kv.get((layer, batch)) for batch in range(traffic.batches)) if layer in with_kv else ()
+            devices = traffic.lanes.device(layer), traffic.lanes.device(min(layer + 1, last))
+            kind = kinds[layer], weights[layer], traffic.moves_of_weights(step, layer), kv, devices, layer == 0, layer == last
+            layers.setdefault(kind, []).append(layer)
+        for alike in layers.values():
+            batches = dict[object, list[int]]()
+            for batch, kind_of_batch in enumerate(self._kinds_of_batches):
+                batches.setdefault((kind_of_batch, traffic.kv.get((alike[0], batch))), []).append(batch)
+            found += [((alike[0], own[0]), len(alike) * len(own)) for own in batches.values()]
+        return found
+
+    @cached_property
+    def _kinds_of_batches(self) -> Sequence[object]:
+        homes = self.schedule.traffic.hidden or (None,) * len(self._batch_kinds)
+        return [*zip(self._batch_kinds, homes, map(self.schedule.begins_pass, range(len(self._batch_kinds))))]
 
     def _by_lane(self, priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
         lanes, total = self.schedule.traffic.lanes, dict[str, float]()
@@ -282,9 +340,13 @@ class Pricing:
         memory = self.memory_bytes(step) / self.machine.host_read_per_s
         return {**self._by_lane(priced), SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
 
+    def least_seconds(self, step: int) -> float:
+        """The largest of these bounds."""
+        return least_seconds(self.bounds(step), self.schedule.traffic.buffers)
+
     def memory_bytes(self, step: int) -> float:
         """Bytes of host memory that a step moves, or computes with."""
-        return self._memory_bytes(self.schedule.in_step(step))
+        return self._memory_bytes(self._unlike_tasks(step))
 
     def stretches(self, step: int) -> dict[Op, float]:
         """How many times longer tasks take because of what they share with others."""
@@ -317,18 +379,15 @@ class Pricing:
                 writes += seconds if key.op.stores else 0.0
         return reads, writes
 
-    def _memory_bytes(self, keys: Iterable[Key]) -> float:
-        nbytes, on_host = 0.0, not self.machine.has_accelerator
-        for key in keys:
-            if key.op is not Op.COMPUTE:
-                attended = self._attended_bytes(key) if key.op is Op.ATTEND else 0
-                nbytes += self.schedule.parts(key.op) * self._nbytes(key) + attended
-                continue
-            if on_host:
-                nbytes += self._matrix_bytes(key)
-            if on_host and self._layer(key).has_kv:
-                nbytes += self._attended_bytes(key)
-        return nbytes
+    def _memory_bytes(self, keys: Iterable[tuple[Key, int]]) -> float:
+        return sum(count * self._memory_bytes_of(key) for key, count in keys)
+
+    def _memory_bytes_of(self, key: Key) -> float:
+        if key.op is not Op.COMPUTE:
+            return self.schedule.parts(key.op) * self._nbytes(key) + (self._attended_bytes(key) if key.op is Op.ATTEND else 0)
+        if self.machine.has_accelerator:
+            return 0.0
+        return self._matrix_bytes(key) + (self._attended_bytes(key) if self._layer(key).has_kv else 0)
 
     def _attended_bytes(self, key: Key) -> int:
         return sum(at.one.slots * at.heads for at in self.cost.by_level(key)) * self.spec.at(key.layer).kv_bytes_per_head
@@ -351,6 +410,13 @@ class Pricing:
         schedule = self.schedule
         lanes, latency = schedule.traffic.lanes, lambda task: self.latency(task.op)
         return simulate(schedule.tasks(), self.seconds, schedule.ahead, lanes=lanes, latency=latency)
+
+
+def least_seconds(bounds: Mapping[str, float], buffers: int) -> float:
+    """Seconds that a step takes at least: its largest bound, or with one buffer, where nothing overlaps, all lanes together."""
+    if buffers > 1:
+        return max(bounds.values())
+    return max(sum(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY)), *bounds.values())
 
 
 def _met(share: float, rows: float) -> float:

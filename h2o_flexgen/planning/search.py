@@ -66,6 +66,7 @@ class SearchProblem:
     batches: tuple[int, ...] = ()
     latency_limit: float | None = None  # seconds from the first prompt of a block to its last token
     prefer: str = THROUGHPUT
+    with_front: bool = True  # plans that are faster or larger than the best are simulated, too
 
     @property
     def accelerator(self) -> bool:
@@ -217,7 +218,8 @@ def _simulated(problem: SearchProblem, answers: Sequence[BestShares]) -> tuple[l
                 break  # it never promises less than can be had
             candidates.append(simulated(answer))
         if limit is None or any(one.block_seconds <= limit for one in candidates):
-            return candidates, [simulated(answer) for answer in _front_answers(problem, answers, chosen)]
+            front = _front_answers(problem, answers, chosen) if problem.with_front else ()
+            return candidates, [simulated(answer) for answer in front]
     soonest = _with_more_buffers(problem, simulated(min(answers, key=lambda answer: answer.seconds)))
     if limit is not None and soonest.block_seconds <= limit:
         return [soonest], []

@@ -85,9 +85,12 @@ class Schedule(ABC):
         """The COMPUTEs of a step and all their transfers, those of weights under the name of the first slice."""
         for layer in range(self.traffic.layers):
             for batch in range(self.traffic.batches):
-                visit = Visit(step, layer, batch)
-                yield Key(Op.COMPUTE, *visit)
-                yield from (Key(op, *visit) for op in self.transfers(visit))
+                yield from self.of_visit(Visit(step, layer, batch))
+
+    def of_visit(self, visit: Visit) -> Iterator[Key]:
+        """The COMPUTE of a visit and all its transfers."""
+        yield Key(Op.COMPUTE, *visit)
+        yield from (Key(op, *visit) for op in self.transfers(visit))
 
     @property
     def slices(self) -> int:

@@ -82,6 +82,10 @@ class Traffic:
     def loads_weights(self, step: int, layer: int) -> bool:
         return self.accelerator and any(layer in layers for layers in self._weights_of(step))
 
+    def moves_of_weights(self, step: int, layer: int) -> tuple[bool, bool]:
+        """Both of these."""
+        return self.reads_weights(step, layer), self.loads_weights(step, layer)
+
     def _weights_of(self, step: int) -> tuple[frozenset[int], frozenset[int]]:
         """The layers that have weights on disk, and those that have some on the host."""
         if self.prompt_weights is not None and self.is_of_prompts(step):

@@ -20,7 +20,7 @@ from h2o_flexgen.planning.predict import sum_of_steps
 from h2o_flexgen.planning.pricing import Pricing
 from tests.helpers.pairwise import covering
 from tests.planning.test_pricing import MACHINE, on
-from tests.planning.worlds import block_of, tiny_spec
+from tests.planning.worlds import block_of, of_unlike_blocks, tiny_spec
 
 UNIFORM, RAGGED = [[8, 8]] * 4, [[8, 7], [6, 6], [5]]
 SLOW = replace(
@@ -73,11 +73,12 @@ def limited(case: Case, share: float, host_share: float | None = None) -> Case:
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("lengths", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
 @pytest.mark.parametrize("options", [{}, {"schedule": "flexgen_barrier"}, {"kv_policy": "h2o", "heavy": 2, "recent": 3}])
+@pytest.mark.parametrize("spec", [None, of_unlike_blocks(6, single=3, slices=4)], ids=["alike", "unlike"])
 def test_its_coefficients_are_what_pricing_says_at_every_corner(
-    accelerator: bool, lengths: list[list[int]], options: dict[str, object]
+    accelerator: bool, lengths: list[list[int]], options: dict[str, object], spec: ModelSpec | None
 ) -> None:
-    """What is found from one and two blocks of the model, and from one and two batches, is so for all of them."""
-    case = case_of(accelerator, lengths, **options)
+    """What is found from one and two blocks of the model is so for all, also where the first are of another kind."""
+    case = case_of(accelerator, lengths, spec, **options)
     for kind, tier in case.corners:
         plan = case.with_shares(**{kind: PLACES[tier]})
         pricing = Pricing(BlockPlan.of(case.spec, plan, case.block, Site(accelerator)), case.machine, averaged=True)

@@ -20,13 +20,14 @@ from h2o_flexgen.planning.predict import (
     sampled_steps,
     step_seconds,
     sum_of_steps,
+    with_fewer_blocks,
 )
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on
-from tests.planning.worlds import block_of, tiny_spec
+from tests.planning.worlds import block_of, of_unlike_blocks, tiny_spec
 
 SLOW_DISK = replace(MACHINE, disk_read_per_s=2e6, disk_write_per_s=1e6, task_seconds=1e-5)
 
@@ -114,6 +115,29 @@ def test_a_last_block_of_few_rows_does_not_make_the_others_sooner_over() -> None
     of, machine = workload_plan(plan, [5] * 5), on(SLOW_DISK, False)
     found = predict(of, machine)
     assert found.block_seconds == predict(alone(of)[0], machine).total_seconds < 0.8 * found.total_seconds
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("lengths", [[[8, 7]], [[6, 6]] * 3])
+def test_of_very_many_layers_some_stand_for_all(
+    accelerator: bool, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each kind of block its share; what lanes do is that of all."""
+    spec, plan = (
+        of_unlike_blocks(40, single=4, slices=6),
+        Plan(num_gpu_batches=len(lengths)).with_percent((30, 20, 30, 40, 50, 50)),
+    )
+    of = BlockPlan.of(spec, plan.at(Site(accelerator)), block_of(lengths, 12), Site(accelerator))
+    assert with_fewer_blocks(of) is None, "a few hundred layers are simulated as they are"
+    for most in ("MOST_VISITS", "SIMULATED_VISITS"):
+        monkeypatch.setattr(f"h2o_flexgen.planning.predict.{most}", 60 * len(lengths))
+    some, machine = with_fewer_blocks(of), on(SLOW_DISK, accelerator)
+    assert some is not None and some.spec.num_blocks <= 10 and len(some.spec.layers) < len(spec.layers) // 3
+    found, exact = BlockPrediction.of(of, machine, some), BlockPrediction.of(of, machine)
+    assert found.prefill_seconds == pytest.approx(exact.prefill_seconds, rel=0.05)
+    assert found.decode_seconds == pytest.approx(exact.decode_seconds, rel=0.05)
+    assert found.lane_seconds == pytest.approx(exact.lane_seconds)
+    assert len(found.trace.spans) < len(exact.trace.spans) // 3
 
 
 def test_what_evictions_cost_begins_where_they_do() -> None:

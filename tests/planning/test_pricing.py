@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,12 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
-from h2o_flexgen.schedule.ops import READ, Key, Op
+from h2o_flexgen.schedule.ops import READ, Key, Op, Visit
+from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
 from tests.helpers.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
-from tests.planning.worlds import block_of, last_block_of, tiny_spec, with_experts
+from tests.planning.worlds import block_of, last_block_of, of_unlike_blocks, tiny_spec, with_experts
 
 MACHINE = replace(
     SMALL,
@@ -73,6 +75,33 @@ def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, format: str)
     pricing = Pricing(of, on(MACHINE, accelerator))
     for task in pricing.schedule.tasks():
         assert Pricing(of, on(MACHINE, accelerator)).seconds(task) == pricing.seconds(task), task
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_what_is_alike_in_a_step_is_priced_once(accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With twice as many layers no more tasks are looked at. Their seconds are those of all tasks."""
+    looked_at = Counter[int]()
+
+    def counted(schedule: Schedule, visit: Visit) -> Iterator[Key]:
+        looked_at[schedule.traffic.layers] += 1
+        return of_visit(schedule, visit)
+
+    of_visit = Schedule.of_visit
+    for blocks in (10, 20):
+        spec, plan = (
+            of_unlike_blocks(blocks, single=2, slices=4),
+            Plan(num_gpu_batches=3).with_percent((0, 100, 0, 100, 0, 100)),
+        )
+        of = BlockPlan.of(spec, plan.at(Site(accelerator)), block_of([[4, 2]] * 3), Site(accelerator))
+        pricing = Pricing(of, on(MACHINE, accelerator))
+        each = Counter[str]()
+        for key in of.schedule.in_step(1):
+            each[key.op.lane] += of.schedule.parts(key.op) * (pricing.seconds(key) - pricing.latency(key.op))  # type: ignore[assignment]
+        with monkeypatch.context() as patch:
+            patch.setattr(Schedule, "of_visit", counted)
+            assert pricing.lane_seconds(1) == pytest.approx(dict(each))
+    few, many = looked_at.values()
+    assert few == many < 30
 
 
 def test_hidden_states_of_equal_batches_cost_what_their_own_tier_takes() -> None:

@@ -87,6 +87,16 @@ def of_slices(spec: ModelSpec, slices: int) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def of_unlike_blocks(blocks: int, single: int, slices: int) -> ModelSpec:
+    """A model of which the first blocks have a single mlp, and all others so many experts."""
+    spec = tiny_spec(blocks, width=32)
+    layers: list[LayerSpec] = []
+    for layer in spec.layers:
+        has_experts = layer.functions == ("mlp",) and layer.block is not None and layer.block >= single
+        layers += [_expert(layer, number, slices) for number in range(slices)] if has_experts else [layer]
+    return replace(spec, layers=tuple(layers))
+
+
 def _expert(mlp: LayerSpec, number: int, slices: int) -> LayerSpec:
     tensors = tuple((name, replace(one, name=f"{one.name}.{number}")) for name, one in mlp.tensors)
     products = tuple((name, 1 / slices) for name, _ in mlp.products)

@@ -261,7 +261,7 @@ class Why:
         plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
         try:
             same = replace(self.problem, plan=plan, codecs=(), computes=(), batches=batches, attend_on=attend_on)
-            found = search(replace(same, limits=more))
+            found = search(replace(same, limits=more, with_front=False))
         except NoPlan:
             return None
         return max(found.best.tokens_per_second, self.best.tokens_per_second)
