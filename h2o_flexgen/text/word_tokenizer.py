@@ -12,7 +12,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.grammar import Grammars
 from h2o_flexgen.text.library_tokens import of_rules
-from h2o_flexgen.text.token_pieces import TokenPieces, joins_tokens
+from h2o_flexgen.text.row_text import TokenPieces, joins_tokens
 from h2o_flexgen.text.tokenizer import ChatInput
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from tokenizers import decoders
 
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.row_text import Detokenizer, StopChecker, decode_new
-from h2o_flexgen.text.token_pieces import joins_tokens
+from h2o_flexgen.text.row_text import Detokenizer, StopChecker, decode_new, joins_tokens
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 from tests.helpers.real_tokenizers import TEXTS, VOCABS, ids_after
 
