@@ -9,8 +9,7 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 from h2o_flexgen.sampling.completion import AnswerMessage, Completion, ToolCall
-from h2o_flexgen.text.answer_forms import AFTER_NAMES, ID_LENGTH, AnswerForm
-from h2o_flexgen.text.written_calls import BLANKS, CallObject, NamedArguments, WrittenCall
+from h2o_flexgen.text.answer_forms import AFTER_NAMES, BLANKS, ID_LENGTH, AnswerForm, CallObject, NamedArguments, WrittenCall
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
-from h2o_flexgen.text.answer_forms import AFTER_NAMES, AnswerForm, MarkedForm
+from h2o_flexgen.text.answer_forms import AFTER_NAMES, NAME_ENDS, AnswerForm, MarkedForm
 from h2o_flexgen.text.grammar import JSON_OPTIONS, NotHeld, as_object, json_options
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.text.tools import TOOLS, Tool, ToolUse
-from h2o_flexgen.text.written_calls import NAME_ENDS
 
 HEAD = "%llguidance {}"
 ANY, NO_OBJECT, BLANKS = r"ANY: /(.|\n)*/", r"NO_OBJECT: /[^ \n{](.|\n)*/", r"BLANKS: /[ \n]{0,4}/"
