@@ -44,10 +44,10 @@ from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
 from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, Truncate, most_read, read_truncate
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_is_searched
+from h2o_flexgen.session.plan_finder import AutoPlan
 from h2o_flexgen.text.answer_reader import with_message
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts, shortened

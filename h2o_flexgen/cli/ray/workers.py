@@ -27,8 +27,8 @@ from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.ray import Engine
-from h2o_flexgen.session.auto_plan import AutoPlan
 from h2o_flexgen.session.open_request import OpenRequest
+from h2o_flexgen.session.plan_finder import AutoPlan
 
 POLL_SECONDS = 0.2  # within which the end of the job is seen
 RETRIES = 3  # how often requests are run again after their worker died: one of them may be the cause
