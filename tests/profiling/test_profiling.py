@@ -43,12 +43,11 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.profiling import apart, attention_rates, busy_cores, moving, products, profile_cache
-from h2o_flexgen.profiling.apart import profile_apart
+from h2o_flexgen.profiling import attention_rates, busy_cores, moving, products, profile_cache
 from h2o_flexgen.profiling.bench import FULL, QUICK, Bench, BytePool, Clock, ProfileWatch, Stopwatch, Subject, TimeLimit
 from h2o_flexgen.profiling.measured_machine import profile
 from h2o_flexgen.profiling.products import small_llama, small_opt
-from h2o_flexgen.profiling.profile_cache import profiled
+from h2o_flexgen.profiling.profile_cache import profile_apart, profiled
 from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.schedule.ops import Task
@@ -503,12 +502,12 @@ def test_want_of_memory_where_it_is_measured_comes_over_as_such(
     def lacking(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Error code 12")
 
-    monkeypatch.setattr(apart, "profile", lacking)
-    monkeypatch.setattr(apart.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(profile_cache, "profile", lacking)
+    monkeypatch.setattr(profile_cache.signal, "signal", lambda *_: None)
     asked = ("cpu", str(tmp_path), "here", "float32", asdict(TINY), torch.get_num_threads(), None)
     stdout = sys.stdout
     try:
-        assert apart.answer(*asked) == apart.STOPPED
+        assert profile_cache.answer(*asked) == profile_cache.STOPPED
     finally:
         sys.stdout = stdout
     kind, name, reason = json.loads(capsys.readouterr().out)
