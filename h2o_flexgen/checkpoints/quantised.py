@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from h2o_flexgen.checkpoints.importing import WORD, Importing, values_of
+from h2o_flexgen.checkpoints.importing import PER_WORD, WORD, Importing, order_of, values_of
 from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, FP8, GPTQ, MXFP4, WHOLE, Quantisation
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
-from h2o_flexgen.checkpoints.unpacking import PER_WORD, order_of
 from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.formats.fp8 import FP8_BLOCKS, Fp8
 from h2o_flexgen.formats.int4 import INT4, Int4

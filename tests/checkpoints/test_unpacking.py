@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints import unpacking
+from h2o_flexgen.checkpoints import importing
 from tests.helpers.quantised import AWQ_ORDER, in_words, signed
 
 SIZES = (64, 96)  # outputs and inputs
@@ -22,12 +22,12 @@ def two_to_a_byte(codes: Tensor) -> Tensor:
 
 def test_codes_of_awq() -> None:
     codes = drawn(*SIZES)
-    assert torch.equal(unpacking.awq_codes(in_words(codes.T, 1, AWQ_ORDER)), two_to_a_byte(codes))
+    assert torch.equal(importing.awq_codes(in_words(codes.T, 1, AWQ_ORDER)), two_to_a_byte(codes))
 
 
 def test_codes_of_gptq() -> None:
     codes = drawn(*SIZES)
-    assert torch.equal(unpacking.gptq_codes(in_words(codes.T, 0)), two_to_a_byte(codes))
+    assert torch.equal(importing.gptq_codes(in_words(codes.T, 0)), two_to_a_byte(codes))
 
 
 def test_codes_of_compressed_tensors_are_bytes_as_they_are() -> None:
@@ -37,36 +37,36 @@ def test_codes_of_compressed_tensors_are_bytes_as_they_are() -> None:
 
 def test_columns_in_another_order() -> None:
     codes, order = drawn(*SIZES), torch.randperm(SIZES[1])
-    assert torch.equal(unpacking.in_order(two_to_a_byte(codes), order), two_to_a_byte(codes[:, order]))
+    assert torch.equal(importing.in_order(two_to_a_byte(codes), order), two_to_a_byte(codes[:, order]))
 
 
 @pytest.mark.parametrize("outputs", [8, 64])
 def test_zero_points(outputs: int) -> None:
     zeros = drawn(outputs, 3)
-    assert torch.equal(unpacking.awq_zeros(in_words(zeros.T, 1, AWQ_ORDER)), zeros.to(torch.uint8))
+    assert torch.equal(importing.awq_zeros(in_words(zeros.T, 1, AWQ_ORDER)), zeros.to(torch.uint8))
     words = in_words(zeros.T, 1)
-    assert torch.equal(unpacking.gptq_zeros(words, one_less=False), zeros.to(torch.uint8))
+    assert torch.equal(importing.gptq_zeros(words, one_less=False), zeros.to(torch.uint8))
     less = signed(words.long() - 0x11111111)
     assert bool((zeros == 0).any()), "one less than nothing borrows"
-    assert torch.equal(unpacking.gptq_zeros(less, one_less=True), zeros.to(torch.uint8))
+    assert torch.equal(importing.gptq_zeros(less, one_less=True), zeros.to(torch.uint8))
 
 
 @pytest.mark.parametrize("outputs", [1, 13, 64])
 def test_zero_points_along_outputs_that_do_not_fill_their_words(outputs: int) -> None:
     zeros = drawn(outputs, 3)
-    assert torch.equal(unpacking.compressed_zeros(in_words(zeros, 0), outputs), zeros.to(torch.uint8))
+    assert torch.equal(importing.compressed_zeros(in_words(zeros, 0), outputs), zeros.to(torch.uint8))
 
 
 def test_the_order_of_inputs_puts_groups_one_behind_the_other() -> None:
     groups = torch.tensor([1, 0, 0, 1, 2, 2], dtype=torch.int32)
-    order = unpacking.order_of(groups, 2)
+    order = importing.order_of(groups, 2)
     assert order is not None and order.dtype == torch.int32
     assert order.tolist() == [1, 2, 0, 3, 4, 5]
 
 
 @pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 0, 0, 0]], ids=["in order", "never filled in"])
 def test_no_order_where_groups_lie_in_order(groups: list[int]) -> None:
-    assert unpacking.order_of(torch.tensor(groups, dtype=torch.int32), 2) is None
+    assert importing.order_of(torch.tensor(groups, dtype=torch.int32), 2) is None
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_no_order_where_groups_lie_in_order(groups: list[int]) -> None:
 )
 def test_orders_that_cannot_be(groups: list[int], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        unpacking.order_of(torch.tensor(groups, dtype=torch.int32), 2)
+        importing.order_of(torch.tensor(groups, dtype=torch.int32), 2)
