@@ -14,8 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.recall_questions import AskedFact, FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import percent, table
-from h2o_flexgen.evaluation.study.readers import Keeper, LevelKeeper, coding_of, ranks, studied_policies
-from h2o_flexgen.evaluation.study.statistics import Array, Gone
+from h2o_flexgen.evaluation.study.readers import Array, Gone, Keeper, LevelKeeper, coding_of, ranks, studied_policies
 from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, attend_whole, attention_of, read_texts
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM

@@ -11,12 +11,15 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from h2o_flexgen.evaluation.study.readers import ORACLE, Keeper, Onlooker, coding_of, studied_policies
-from h2o_flexgen.evaluation.study.statistics import (
+from h2o_flexgen.evaluation.study.readers import (
+    ORACLE,
     Array,
     Gone,
     Held,
+    Keeper,
+    Onlooker,
     PowerLaw,
+    coding_of,
     even_scores,
     fit_power_law,
     heaviest_found,
@@ -26,6 +29,7 @@ from h2o_flexgen.evaluation.study.statistics import (
     share_of_heaviest,
     sorted_scores,
     still_held,
+    studied_policies,
     survival,
 )
 from h2o_flexgen.evaluation.study.text_reading import THRESHOLD, OnLayer, TextReading, read_texts

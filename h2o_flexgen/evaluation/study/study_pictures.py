@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from h2o_flexgen.evaluation.study.facts import FactsStudy
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
-from h2o_flexgen.evaluation.study.readers import ORACLE
-from h2o_flexgen.evaluation.study.statistics import Array, Gone, even_scores, held_after, sorted_scores
+from h2o_flexgen.evaluation.study.readers import ORACLE, Array, Gone, even_scores, held_after, sorted_scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

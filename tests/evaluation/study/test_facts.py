@@ -16,8 +16,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.evaluation.recall_questions import FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study import readers
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
-from h2o_flexgen.evaluation.study.readers import Keeper, LevelKeeper, ranks
-from h2o_flexgen.evaluation.study.statistics import held_after
+from h2o_flexgen.evaluation.study.readers import Keeper, LevelKeeper, held_after, ranks
 from h2o_flexgen.evaluation.study.study_pictures import draw_facts
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.slots import Coding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h2o_flexgen.evaluation.study.statistics import (
+from h2o_flexgen.evaluation.study.readers import (
     Gone,
     even_scores,
     fit_power_law,

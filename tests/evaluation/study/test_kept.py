@@ -12,8 +12,7 @@ import torch
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.heavy_hitters import study
-from h2o_flexgen.evaluation.study.readers import Keeper
-from h2o_flexgen.evaluation.study.statistics import held_after
+from h2o_flexgen.evaluation.study.readers import Keeper, held_after
 from h2o_flexgen.evaluation.study.text_reading import read_texts
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.slots import Coding, SlotScores
