@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import BadLine
 from h2o_flexgen.jobs.openai_answers import BAD_REQUEST, RecordMaker, as_line, refusal
-from h2o_flexgen.jobs.recovery import OPEN, Finished, OutputReader, cleaned
+from h2o_flexgen.jobs.recovery import OPEN, AppendFile, Finished, OutputReader, cleaned
 from h2o_flexgen.sampling.completion import Completion
 
 WAITING = ".waiting"  # ends the name of the file of records that others must come before

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.openai_answers import as_line, refusal
 from h2o_flexgen.jobs.output import JobOutput, OrderedOutput, waiting_file
-from h2o_flexgen.jobs.recovery import OutputReader
+from h2o_flexgen.jobs.recovery import AppendFile, OutputReader
 from tests.helpers.refusals import one_line
 from tests.jobs.made import index_of
 
