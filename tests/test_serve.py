@@ -21,8 +21,8 @@ from openai import OpenAI
 
 from h2o_flexgen import serve
 from h2o_flexgen.cli import serve_work
-from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.serve_request import parse, request_of
+from h2o_flexgen.cli.watch import open_llm
 from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.jobs.line import COMPLETIONS
 from h2o_flexgen.server.counts import ServerCounts

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Elsewhere, JobFigures, JobRun, Listening, end_lines
-from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.report.entry import Entry, document_of, noted
@@ -21,7 +20,7 @@ from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
 from h2o_flexgen.cli.slow import plan_reasons, say_slow, unrecorded_reason
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.cli.watch import say_threads
+from h2o_flexgen.cli.watch import open_llm, say_threads
 from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_maker import RowMaker

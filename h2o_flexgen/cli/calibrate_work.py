@@ -11,8 +11,8 @@ from statistics import fmean
 
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli.calibrate_request import CalibrateRequest
-from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.terminal import page_width, say, table
+from h2o_flexgen.cli.watch import open_llm
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.calibration import FOUND, Calibration, ProbeFit, calibrate, draw_heads
 from h2o_flexgen.evaluation.texts import Text, windows

@@ -15,10 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
-from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.cli.watch import EvaluationWatch
+from h2o_flexgen.cli.watch import EvaluationWatch, open_llm
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.answer_settings import model_identity

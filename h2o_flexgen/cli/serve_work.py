@@ -17,13 +17,12 @@ from starlette.types import ASGIApp
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.interrupts import Interrupts
-from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.report.plan_report import KINDS, NAMES, PlanReport, placed_bytes
 from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.cli.watch import Crowd, OpeningReport, say_threads
+from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals

@@ -1,5 +1,5 @@
 """Observers of a command's work, which feed the progress line: OpeningReport while a model is opened, RunWatch while a run
-computes, Crowd for other processes, EvaluationWatch while cells are measured."""
+computes, Crowd for other processes, EvaluationWatch while cells are measured. The LLM of a request is opened under the first."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
+from h2o_flexgen.cli.common_requests import GPUS
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import SLOW, say_slow
 from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.environment import cache_folder, cores
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import MADE_AGAIN, Stage, how_far, made_again
 from h2o_flexgen.engine.resources import crowding, get_num_threads, make_room_for_others
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.schedule.ops import Task
+from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 
 COPIES = {  # how copies are made, and where in the cache they are kept
     Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", CONVERTED),
@@ -241,3 +246,23 @@ class EvaluationWatch:
             self._opening.stage(stage, done_bytes, total_bytes)
         else:
             self.begin(self._doing)
+
+
+def open_llm(model: ModelRequest, site: SiteRequest, plan: Plan, trace: bool = False) -> LLM:
+    """The LLM that plans for as many processes as are asked for: with the threads of each, and room for all of them."""
+    with Progress(0, f"opening {model.name}", late=True) as progress:
+        llm = LLM.of(OpenRequest(model, site.of_each, plan, trace), OpeningReport(progress).stage)
+        if llm.loaded.leftovers is not None:
+            progress.note(str(llm.loaded.leftovers))
+    try:
+        _refuse_missing_devices(llm, site)
+    except BaseException:
+        llm.close()
+        raise
+    return llm
+
+
+def _refuse_missing_devices(llm: LLM, site: SiteRequest) -> None:
+    if site.gpus > 1 and site.device == AUTO and not llm.device.accelerator:
+        raise ValueError(f"{GPUS} {site.gpus} is for GPUs, and there is none; with --device cpu so many processes use the CPU")
+    llm.device.names_of(site.gpus)
