@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
-from h2o_flexgen.cli.report.stored_weights import StoredWeights
+from h2o_flexgen.cli.report.arithmetic import StoredWeights
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import EvaluationWatch, open_llm
 from h2o_flexgen.core.files import write_text

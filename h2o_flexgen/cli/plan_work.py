@@ -6,8 +6,8 @@ import json
 
 from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.cli.report.arithmetic import StoredWeights
 from h2o_flexgen.cli.report.found_report import FoundReport
-from h2o_flexgen.cli.report.stored_weights import StoredWeights
 from h2o_flexgen.cli.slow import int8_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.workload import Workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.cli.report.stored_weights import StoredWeights
+from h2o_flexgen.cli.report.arithmetic import StoredWeights
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers.contract import Checkpoints
