@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
-from h2o_flexgen.apps.data_wrangling.question_prompts import Examples, asked, by_hand, drawn, requests_of
-from h2o_flexgen.apps.data_wrangling.questions import Question
+from h2o_flexgen.apps.data_wrangling.questions import Examples, Question, asked, by_hand, drawn, requests_of
 
 ROWS = [Question(line, f"Is {line} odd? ", "Yes" if line % 8 == 1 else "No") for line in range(2, 26)]
 TRAIN = Path("train.csv")

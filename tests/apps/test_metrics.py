@@ -15,8 +15,7 @@ from h2o_flexgen.apps.data_wrangling.answers import (
     number_of,
 )
 from h2o_flexgen.apps.data_wrangling.data_sets import BEGINS, EXACT
-from h2o_flexgen.apps.data_wrangling.question_prompts import PromptedQuestion
-from h2o_flexgen.apps.data_wrangling.questions import Question
+from h2o_flexgen.apps.data_wrangling.questions import PromptedQuestion, Question
 
 
 def answers(pairs: list[tuple[str, str | None]], match: str = EXACT, is_yes_or_no: bool = True) -> list[JudgedAnswer]:

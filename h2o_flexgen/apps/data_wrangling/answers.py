@@ -12,8 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from h2o_flexgen.apps.data_wrangling.data_sets import EXACT
-from h2o_flexgen.apps.data_wrangling.question_prompts import PromptedQuestion
-from h2o_flexgen.apps.data_wrangling.questions import NO, YES
+from h2o_flexgen.apps.data_wrangling.questions import NO, YES, PromptedQuestion
 
 
 class Verdict(Enum):

@@ -22,19 +22,21 @@ from h2o_flexgen.apps.data_wrangling.data_sets import (
     QuestionKind,
     names_of,
 )
-from h2o_flexgen.apps.data_wrangling.question_prompts import (
+from h2o_flexgen.apps.data_wrangling.questions import (
     BEGINNING,
     COUNT,
     FILE,
+    FULL_STOP,
     STOP,
     Examples,
     PromptedQuestion,
+    Questions,
+    Serialising,
     asked,
     by_hand,
     drawn,
     requests_of,
 )
-from h2o_flexgen.apps.data_wrangling.questions import FULL_STOP, Questions, Serialising
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchOptions, BatchRequest, add_engine, add_job
 from h2o_flexgen.cli.flags import NOISE, Group, Parser, typed
