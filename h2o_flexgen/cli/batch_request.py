@@ -33,8 +33,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.jobs.index import CheckedFile, check_file
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.line_fields import Options
-from h2o_flexgen.jobs.manifest import Manifest, Settings, manifest_file
-from h2o_flexgen.jobs.output import waiting_file
+from h2o_flexgen.jobs.output import Manifest, Settings, manifest_file, waiting_file
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements

@@ -28,9 +28,8 @@ from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.jobs.file_job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.index import SOUND
-from h2o_flexgen.jobs.manifest import Manifest, Settings, versions
 from h2o_flexgen.jobs.openai_answers import Answers, RecordMaker
-from h2o_flexgen.jobs.output import JobOutput, OrderedOutput
+from h2o_flexgen.jobs.output import JobOutput, Manifest, OrderedOutput, Settings, versions
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan

@@ -34,8 +34,8 @@ from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.line_fields import Options
-from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.jobs.openai_answers import Answers
+from h2o_flexgen.jobs.output import Settings
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed

@@ -13,7 +13,7 @@ from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.model_places import resolve_model
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.output import Settings
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import load_config, tensor_names

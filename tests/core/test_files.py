@@ -12,7 +12,7 @@ from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.core import files
 from h2o_flexgen.core.files import read_text, write_text
-from h2o_flexgen.jobs.manifest import Manifest
+from h2o_flexgen.jobs.output import Manifest
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.policies.head_budgets import read_head_budgets
 from tests.helpers.refusals import one_line

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.jobs.index import InputPart
-from h2o_flexgen.jobs.manifest import Manifest, manifest_file
+from h2o_flexgen.jobs.output import Manifest, manifest_file
 from tests.helpers.refusals import one_line
 
 MANIFEST = Manifest(

@@ -17,9 +17,8 @@ from psutil import Process
 
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.jobs.index import InputPart
-from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.jobs.openai_answers import as_line
-from h2o_flexgen.jobs.output import Recording
+from h2o_flexgen.jobs.output import Recording, Settings
 from h2o_flexgen.jobs.recovery import AppendFile, Finished
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams

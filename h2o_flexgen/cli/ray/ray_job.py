@@ -33,7 +33,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Outcome
 from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.jobs.file_job import FileJob
-from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.output import Settings
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.session.open_request import OpenRequest
 

@@ -23,7 +23,7 @@ from h2o_flexgen.evaluation.answer_settings import TOKENIZER, WEIGHTS, model_set
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.index import read_line
 from h2o_flexgen.jobs.line import LineReader
-from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.jobs.output import Settings
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.ray import Engine

@@ -17,9 +17,8 @@ from h2o_flexgen.core.hints import one_line, reason
 from h2o_flexgen.jobs.index import ChangedInput, CheckedFile, Index, check_lines
 from h2o_flexgen.jobs.input_file import InputFile
 from h2o_flexgen.jobs.line import CHAT, LineReader
-from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.jobs.openai_answers import Record, RecordMaker, Said, is_refusal
-from h2o_flexgen.jobs.output import JobOutput, Recording
+from h2o_flexgen.jobs.output import JobOutput, Recording, Settings
 from h2o_flexgen.jobs.recovery import Finished, OutputReader, is_of_a_crash
 from h2o_flexgen.server.batches.batch_run import BatchRun, Hears
 from h2o_flexgen.server.batches.stored_batches import (

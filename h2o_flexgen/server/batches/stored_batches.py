@@ -12,8 +12,8 @@ from threading import Lock, RLock
 from typing import Any
 
 from h2o_flexgen.jobs.index import InputPart
-from h2o_flexgen.jobs.manifest import Manifest, Settings
 from h2o_flexgen.jobs.openai_answers import Said
+from h2o_flexgen.jobs.output import Manifest, Settings
 from h2o_flexgen.server.batches.stored_files import DOCUMENT, LINES, OF_INPUT, StoredFiles, documents, new_id, write_document
 from h2o_flexgen.server.problems import Refused, file_in_use, no_longer, other_purpose, unknown_batch
 
