@@ -20,8 +20,7 @@ from h2o_flexgen.core.buffer_layout import PICKED_VALUES
 from h2o_flexgen.kernels.operations import pick_tokens
 from h2o_flexgen.kernels.pick_tokens import Draw, TokenMasks, Upload, portions
 from h2o_flexgen.sampling.completion import StepLogprobs
-from h2o_flexgen.sampling.history import History
-from h2o_flexgen.sampling.logits import distinct, logprobs_of, score_changes
+from h2o_flexgen.sampling.logits import History, distinct, logprobs_of, score_changes
 from h2o_flexgen.sampling.params import SamplingParams
 
 

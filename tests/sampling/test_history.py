@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from h2o_flexgen.sampling.history import History
+from h2o_flexgen.sampling.logits import History
 
 
 def counted(history: History) -> dict[int, float]:
