@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS, EMBEDDINGS
 from h2o_flexgen.server.access import Hosts, Keys
 from h2o_flexgen.server.batches.routes import BatchRoutes, routes_without_folder
-from h2o_flexgen.server.bodies import says_json, where_it_ends_is_unclear
 from h2o_flexgen.server.counts import MEDIA_TYPE, ServerCounts, batches_text
+from h2o_flexgen.server.listening import says_json, where_it_ends_is_unclear
 from h2o_flexgen.server.problems import (
     ApiProblem,
     Refused,

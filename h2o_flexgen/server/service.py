@@ -23,9 +23,9 @@ from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.server.answer_chunks import AnswerChunks, AnswerWriter, RequestExchange, WholeAnswer, as_json
-from h2o_flexgen.server.bodies import Limits, read_body
 from h2o_flexgen.server.body_fields import CompletionsRequest, blamed, read_asked, read_asked_inputs
 from h2o_flexgen.server.desk import Desk, RequestListener
+from h2o_flexgen.server.listening import Limits, read_body
 from h2o_flexgen.server.problems import TOO_LONG, ApiProblem, Refused, bad_request, ending
 from h2o_flexgen.server.response_fields import ResponseRequest, read_response
 from h2o_flexgen.server.response_writer import ResponseWriter

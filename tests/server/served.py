@@ -26,10 +26,9 @@ from h2o_flexgen.server.app import make_app
 from h2o_flexgen.server.batches.batch_threads import BatchWork
 from h2o_flexgen.server.batches.routes import BatchRoutes
 from h2o_flexgen.server.batches.stored_files import data_folder
-from h2o_flexgen.server.bodies import Limits
 from h2o_flexgen.server.counts import ServerCounts
 from h2o_flexgen.server.desk import Desk, Terms
-from h2o_flexgen.server.listening import ServerAddress, bound, listening, place_of
+from h2o_flexgen.server.listening import Limits, ServerAddress, bound, listening, place_of
 from h2o_flexgen.server.service import Service
 from h2o_flexgen.text.dialogue import choose_style
 from tests.helpers.patience import PATIENCE_SECONDS

@@ -37,7 +37,7 @@ from h2o_flexgen.server.batches.stored_batches import (
     StoredBatch,
 )
 from h2o_flexgen.server.batches.stored_files import DataFolder, StoredFiles, data_folder
-from h2o_flexgen.server.bodies import Limits
+from h2o_flexgen.server.listening import Limits
 from h2o_flexgen.server.service import Service
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.server.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served

@@ -19,7 +19,7 @@ from psutil import Process
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.server.batches import stored_batches, stored_files
 from h2o_flexgen.server.batches.stored_files import NewFile, StoredFiles, data_folder, write_document
-from h2o_flexgen.server.bodies import Limits
+from h2o_flexgen.server.listening import Limits
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.refusals import one_line
 from tests.server.served import Served, served

@@ -14,7 +14,7 @@ import pytest
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.server.access import Hosts
-from h2o_flexgen.server.bodies import Limits
+from h2o_flexgen.server.listening import Limits
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.tiny import VOCAB
 from tests.server.served import MODEL, PROMPT_LEN, Served, served

@@ -21,7 +21,7 @@ from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.server.batches.batch_threads import BatchWork
 from h2o_flexgen.server.batches.stored_batches import WINDOW
 from h2o_flexgen.server.batches.uploads import PURPOSE, receive
-from h2o_flexgen.server.bodies import Limits, read_body
+from h2o_flexgen.server.listening import Limits, read_body
 from h2o_flexgen.server.problems import Refused, bad_request, cannot_write, ending, no_data_folder, unknown_file
 
 LIMIT, AFTER, ORDER = "limit", "after", "order"

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.server.batches.stored_files import OF_INPUT, NewFile
-from h2o_flexgen.server.bodies import Limits, asks_to_send_more
+from h2o_flexgen.server.listening import Limits, asks_to_send_more
 from h2o_flexgen.server.problems import ApiProblem, Refused, bad_request, file_too_large, no_form, too_slow
 
 FORM = b"multipart/form-data"
