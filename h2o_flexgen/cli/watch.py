@@ -1,5 +1,6 @@
 """Observers of a command's work, which feed the progress line: OpeningReport while a model is opened, RunWatch while a run
-computes, Crowd for other processes, EvaluationWatch while cells are measured. The LLM of a request is opened under the first."""
+computes, Crowd for other processes, EvaluationWatch while cells are measured. The LLM of a request is opened under the
+first."""
 
 from __future__ import annotations
 
