@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
+    from h2o_flexgen.sampling.classifying import Classification, Ranked
     from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
     from h2o_flexgen.sampling.params import SamplingParams
     from h2o_flexgen.sampling.pooling import Embedding
@@ -42,17 +43,21 @@ _MODULES = {
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.structured_outputs",
     "Embedding": "sampling.pooling",
+    "Classification": "sampling.classifying",
+    "Ranked": "sampling.classifying",
     "Scored": "engine.scoring",
 }
 
 __all__ = [
     "LLM",
+    "Classification",
     "Completion",
     "ContextFull",
     "Conversation",
     "Embedding",
     "Machine",
     "Plan",
+    "Ranked",
     "Reply",
     "SamplingParams",
     "Scored",

@@ -14,7 +14,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import refuse_unknown
@@ -40,6 +40,7 @@ from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
+from h2o_flexgen.sampling.classifying import CLASSIFYING, RANKING, Classification, ClassifyParams, Ranked, best_first
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
 from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, Truncate, most_read, read_truncate
@@ -50,7 +51,7 @@ from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_
 from h2o_flexgen.session.plan_finder import AutoPlan
 from h2o_flexgen.text.answer_reader import with_message
 from h2o_flexgen.text.dialogue import choose_style
-from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts, shortened
+from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_documents, read_prompts, shortened
 from h2o_flexgen.text.template_settings import read_settings
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.text.tools import read_tool_use
@@ -59,6 +60,15 @@ from h2o_flexgen.text.word_tokenizer import WordTokenizer
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+
+class Heard(NamedTuple):
+    """The listeners of a call, and whether its blocks may go on smaller."""
+
+    on_stage: OnStage | None
+    on_visit: OnVisit | None
+    on_shrink: OnShrink | None
+    may_shrink: bool
 
 
 class LLM:
@@ -460,21 +470,70 @@ class LLM:
         the model can read."""
         refuse_unknown("argument", unknown, arguments_of(LLM.embed), INSTEAD)
         asked = PoolingParams(pooling=pooling, normalize=normalize)
+        heard = Heard(on_stage, on_visit, on_shrink, may_shrink)
+        return [row.embedded() for row in self._pooled(read_prompts(prompts, self.tokenizer), asked, truncate, heard)]
+
+    def classify(
+        self,
+        prompts: Prompts,
+        *,
+        truncate: Truncate = None,
+        on_stage: OnStage | None = None,
+        on_visit: OnVisit | None = None,
+        on_shrink: OnShrink | None = None,
+        may_shrink: bool = True,
+        **unknown: object,
+    ) -> list[Classification]:
+        """Returns the scores of the model's labels for each prompt, of its last token that is no pad, with their probabilities.
+        The model is a checkpoint of a ...ForSequenceClassification. `truncate` is that of `embed`."""
+        refuse_unknown("argument", unknown, arguments_of(LLM.classify), CLASSIFYING)
+        heard = Heard(on_stage, on_visit, on_shrink, may_shrink)
+        read = read_prompts(prompts, self.tokenizer)
+        return [row.classified() for row in self._pooled(read, ClassifyParams(), truncate, heard)]
+
+    def rank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        top_n: int | None = None,
+        template: str | None = None,
+        truncate: Truncate = None,
+        on_stage: OnStage | None = None,
+        on_visit: OnVisit | None = None,
+        on_shrink: OnShrink | None = None,
+        may_shrink: bool = True,
+        **unknown: object,
+    ) -> list[Ranked]:
+        """Returns the documents, those first that answer the query best, or the best `top_n`. The model is a checkpoint of a
+        ...ForSequenceClassification with one label. A query and a document are read as the tokenizer puts pairs of texts
+        together, or in a `template`, a text with {query} and {document}. `truncate` is that of `embed`."""
+        refuse_unknown("argument", unknown, arguments_of(LLM.rank), RANKING)
+        pairs = read_documents(query, documents, template)
+        heard = Heard(on_stage, on_visit, on_shrink, may_shrink)
+        read = [pair.read_with(self.tokenizer) for pair in pairs]
+        each = [row.classified() for row in self._pooled(read, ClassifyParams(ranks=True), truncate, heard)]
+        told = zip(each, pairs, strict=True)
+        return best_first([Ranked(one.index, pair.document, one.probs[0], one.truncated_tokens) for one, pair in told], top_n)
+
+    def _pooled(self, prompts: Sequence[Prompt], asked: PoolingParams, truncate: Truncate, heard: Heard) -> Sequence[RowState]:
+        """The rows of prompts that are only read."""
         most = most_read(read_truncate(truncate), self._row_maker.longest_prompt)
-        read = [shortened(one, most, self.tokenizer) for one in read_prompts(prompts, self.tokenizer)]
-        rows = self._row_maker.rows(read, asked)
+        rows = self._row_maker.rows([shortened(one, most, self.tokenizer) for one in prompts], asked)
         if not rows:
             return []
-        prepared = self._prepared(rows, on_stage)
+        prepared = self._prepared(rows, heard.on_stage)
         picker = Picker(Sampler(0), prompt_positions=prepared.planned.scored_at_once)
-        running = Running(self.loaded.ready(on_stage), picker, on_visit, on_shrink, may_shrink)
+        running = Running(self.loaded.ready(heard.on_stage), picker, heard.on_visit, heard.on_shrink, heard.may_shrink)
         running.to_the_end([prepared])
         self.stats = Stats.of(rows, running.done, self.peaks())
-        return [row.embedded() for row in rows]
+        return rows
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """Opens a text that continues turn by turn, and keeps its KV cache. It may grow to `context` tokens (default: the
         model's positions); with rolling positions it has no limit. Until it is closed nothing else can be generated."""
+        if self.spec.labels is not None:
+            raise ValueError(f"{self.name} scores texts by labels and picks no tokens; use classify, rank or embed")
         if self._auto is not None and not self._auto.has_plan:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
         extent = Extent.of(self.spec, self.plan, context)

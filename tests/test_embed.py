@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import SamplingParams
+from h2o_flexgen.core.buffer_layout import region_bytes
+from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.sampling.pooling import CLS, LAST, MEAN, PoolingParams
 from h2o_flexgen.text.prompts import Prompt, shortened
 from h2o_flexgen.text.tokenizer import ByteTokenizer
@@ -105,6 +109,31 @@ def test_a_row_of_a_running_block_asks_beside_others_and_with_what_they_share(
             assert one.embedding is not None and one.token_ids == ()
             ids: Any = request.prompt
             assert near(one.embedding, by_transformers(model, ids, params.pooling, params.normalize)), one.index
+
+
+@pytest.mark.parametrize("percent", [RESIDENT, ON_DISK, MIXED])
+def test_layers_keep_keys_and_values_of_prompts_in_one_place(
+    percent: tuple[float, ...], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the shares of a plan: as much is promised and held as one layer of one batch keeps, and none of it moves."""
+    homes, allocate = list[int](), KVStore._allocate
+
+    def noted(store: KVStore, held: Any) -> None:
+        allocate(store, held)
+        homes.append(len({one.data_ptr() for one in store._in_memory.values()}) + len(store._on_disk))
+
+    monkeypatch.setattr(KVStore, "_allocate", noted)
+    case = Case("llama-gqa", percent, policy=EVICTING, num_gpu_batches=2)
+    with case.open(checkpoints, offload) as llm:
+        read, grown = (llm.planned(Workload((40,) * 4, gen_len)) for gen_len in (1, 2))
+        llm.embed(drawn())
+        streamed = [*llm.generate_stream([Request(ids, PoolingParams()) for ids in drawn()])]
+        llm.generate(drawn(), SamplingParams(2))
+    assert len(streamed) == len(LENGTHS) and homes[-1] > 1 and homes[0] == homes[1] == 1, homes
+    block = read.blocks.first
+    of_layers = [block.kv.image_bytes(layer, 0) for layer in block.spec.kv_layers]
+    assert {*block.placement.kv.values()} == {HOST} and read.footprint.parts[HOST]["KV"] == region_bytes(max(of_layers))
+    assert percent != RESIDENT or grown.footprint.parts[HOST]["KV"] >= 2 * sum(of_layers), "of two batches"
 
 
 def test_a_prompt_that_is_cut_says_so_and_a_long_one_is_refused(checkpoints: Checkpoints, offload: Path) -> None:

@@ -231,7 +231,7 @@ class BatchJob:
             say_threads(self.request.others, self.request.site.threads, self.plan_report.arithmetic)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
-        records = RecordMaker(Answers(self.request.model.name, self.prepared.style), manifest.created)
+        records = RecordMaker(Answers(self.request.model.name, self.prepared.style, self.llm.spec.labels), manifest.created)
         run = JobRun(
             self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, self._elsewhere(manifest.seed)
         )

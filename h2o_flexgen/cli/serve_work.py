@@ -163,7 +163,7 @@ class Server:
         llm, request = self._llm, self._request
         size_of, style = RowMaker(llm.spec, llm.plan, llm.tokenizer).size, choose_style(request.style, llm.tokenizer)
         reading = LineReading(llm.tokenizer, style, size_of, longest=self._arrivals.longest_prompt)
-        answers = Answers(request.name, style)
+        answers = Answers(request.name, style, llm.spec.labels)
         of_prompts, of_chats = usual_options(self._arrivals.most_tokens)
         return Service(self.desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import ceil, inf, log1p, nextafter, prod
 from typing import Any, NamedTuple
 
+from h2o_flexgen.core.labels import Labels
 from h2o_flexgen.formats.kernel_table import EXACT, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.formats.table import FORMATS, PLAIN, can_be_parted, matrix_format
 
@@ -310,6 +311,7 @@ class ModelSpec:
     values_in_keys: int = 0  # so many last values of a key are the values of its head, which are stored once; 0: they are apart
     prompt_heads: PromptHeads | None = None  # with which prompts may be attended, where keys have their values in them
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
+    labels: Labels | None = None  # that its head scores a text by, instead of the tokens of the vocabulary
 
     @property
     def itemsize(self) -> int:

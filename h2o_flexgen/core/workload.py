@@ -135,6 +135,15 @@ class Block:
         """Whether rows come and go."""
         return any(batch.seats is not None for batch in self.batches)
 
+    @cached_property
+    def only_reads(self) -> bool:
+        """Whether no row has more than the token that its prompt's pass picks. What a layer keeps of them is then needed in its
+        own visit alone, and all layers keep it in one place."""
+        if any(batch.context is not None or any(batch.seen) for batch in self.batches):
+            return False
+        growing = (need.gen_len for batch in self.batches if batch.seats is not None for need in batch.seats.largest)
+        return max(growing, default=1) <= 1 if self.is_running else self.gen_len == 1
+
     @property
     def prefix_room(self) -> int:
         """Tokens of shared prefixes that are held at once, at most."""

@@ -113,7 +113,7 @@ def _logprobs(each: Sequence[_Scored], logits_of: LogitsOf, positions: int) -> l
 
 
 class OfHead(NamedTuple):
-    """What the head of the model makes of hidden states."""
+    """What the head of the model makes of hidden states. Its logits are of tokens, or of labels."""
 
     logits: LogitsOf
     states: StatesOf
@@ -136,7 +136,7 @@ class Picker:
     def __call__(self, rows: BatchRows, hidden: Tensor, made: OfHead, step: int) -> int:
         if self.prompt_positions and rows.prompt_tokens:
             read_prompts(rows, hidden, made.logits, self.prompt_positions)
-            pool_prompts(rows, hidden, made.states)
+            pool_prompts(rows, hidden, made.states, made.logits)
         last = rows.last_hidden(hidden)
         growing = rows.growing()
         if not growing:

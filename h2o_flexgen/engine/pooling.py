@@ -14,19 +14,39 @@ from torch import Tensor
 
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.sampling.classifying import ClassifyParams
 from h2o_flexgen.sampling.pooling import CLS, MEAN, PoolingParams
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 
 StatesOf = Callable[[Tensor], Tensor]  # hidden (positions, width) -> the same behind the last norm of the model
+ScoresOf = Callable[[Tensor], Tensor]  # hidden (positions, width) -> (positions, labels)
 STATES_AT_ONCE = 256  # tokens of a row that pass the norm together
 SHORTEST = 1e-12  # as torch normalises: a vector that is shorter is divided by this
 
 
-def pool_prompts(rows: BatchRows, hidden: Tensor, states_of: StatesOf) -> None:
-    """Gives rows that ask for it the vector of their prompts. What they share with others is kept with its states."""
+def pool_prompts(rows: BatchRows, hidden: Tensor, states_of: StatesOf, scores_of: ScoresOf) -> None:
+    """Gives rows that ask for it the vector of their prompts, or the scores of labels. What they share with others is kept with
+    its states."""
     for row, own in rows.prompts(hidden):
-        if (asked := row.pooling) is not None and row.embedding is None:
-            row.embedding = _checked(row, _pooled(asked, _states(rows, row, own), states_of))
+        asked = row.pooling
+        if asked is None or row.embedding is not None:
+            continue
+        states = _states(rows, row, own)
+        if isinstance(asked, ClassifyParams):
+            assert asked.labels is not None, "they are known when a row is made"
+            one = _state_at(states, asked.labels.last_place(row.prompt_ids))
+            row.embedding = _checked(row, "classification", scores_of(one)[0])
+        else:
+            row.embedding = _checked(row, "embedding", _pooled(asked, states, states_of))
+
+
+def _state_at(states: Sequence[Tensor], place: int) -> Tensor:
+    """The state of one token, (1, width)."""
+    for each in states:
+        if place < len(each):
+            return each[place : place + 1]
+        place -= len(each)
+    raise AssertionError("there is a state for each token of a prompt")
 
 
 def _states(rows: BatchRows, row: RowState, own: Tensor) -> Sequence[Tensor]:
@@ -50,13 +70,13 @@ def _pooled(asked: PoolingParams, states: Sequence[Tensor], states_of: StatesOf)
     return vector / vector.norm().clamp_min(SHORTEST) if asked.normalize else vector
 
 
-def _checked(row: RowState, vector: Tensor) -> array[float]:
+def _checked(row: RowState, what: str, vector: Tensor) -> array[float]:
     values = vector.float().cpu()
     if not bool(values.isfinite().all()):
         broken = NoTokenLeft(
             0,
             row.index,
-            f"the embedding of prompt {row.index} is not finite; "
+            f"the {what} of prompt {row.index} is not finite; "
             "the checkpoint is broken or overflows its dtype: try bfloat16 or float32",
         )
         broken.row = row.row

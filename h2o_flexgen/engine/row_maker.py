@@ -17,7 +17,9 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, longest_text, most_tokens
 from h2o_flexgen.policies.levels import Level
+from h2o_flexgen.sampling.classifying import ClassifyParams
 from h2o_flexgen.sampling.params import SamplingParams, one_params
+from h2o_flexgen.sampling.pooling import PoolingParams
 from h2o_flexgen.text.prompts import Prompt, token_ids
 from h2o_flexgen.text.tokenizer import Tokenizer
 
@@ -88,6 +90,10 @@ class RowMaker:
 
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
         """The parameters with the number of tokens that may come. What this model cannot do after this prompt is refused."""
+        if isinstance(params, ClassifyParams):
+            params = params.under(self.spec.labels, self.spec.name)
+        elif self.spec.labels is not None and not isinstance(params, PoolingParams):
+            raise ValueError(f"{self.spec.name} scores texts by labels and picks no tokens; use classify, rank or embed")
         params.check_vocabulary(self.spec.vocab, self.spec.name)
         if params.held_to is not None:
             self.tokenizer.grammars.check(params.held_to)

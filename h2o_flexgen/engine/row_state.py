@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from h2o_flexgen.sampling.classifying import Classification, ClassifyParams
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.constraint import Constraint, ConstraintBroken
 from h2o_flexgen.sampling.logits import History
@@ -186,6 +187,13 @@ class RowState:
     def embedded(self) -> Embedding:
         assert self.embedding is not None, f"row {self.row} was not embedded"
         return Embedding(self.index, self.prompt, tuple(self.prompt_ids), self.embedding, self.truncated_tokens)
+
+    def classified(self) -> Classification:
+        asked = self.params
+        assert isinstance(asked, ClassifyParams) and asked.labels is not None, f"row {self.row} was not to be classified"
+        assert self.embedding is not None, f"row {self.row} was not classified"
+        told = self.index, self.prompt, tuple(self.prompt_ids), asked.labels, self.embedding, self.truncated_tokens
+        return Classification(*told)
 
     def completion(self, others: Sequence[RowState] = ()) -> Completion:
         """The completion of a prompt, from its first row and its others."""

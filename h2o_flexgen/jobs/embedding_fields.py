@@ -24,4 +24,4 @@ def read_embedding_options(given: Mapping[str, object], beside: Collection[str])
         UNUSED[name].value(name, found[name])
     params = PoolingParams(**{name: found[name] for name in OF_PARAMS if name in found})  # type: ignore[arg-type]
     encoding = _ENCODINGS.value(ENCODING, found.get(ENCODING, FLOAT))
-    return Options(params, embedded=EmbeddingForm(read_truncate(found.get(TRUNCATE)), encoding == BASE64))
+    return Options(params, form=EmbeddingForm(read_truncate(found.get(TRUNCATE)), encoding == BASE64))

@@ -42,7 +42,7 @@ class LineReading:
 
     def request(self, number: int, line: Line) -> Request:
         prompt, params = line.read_with(self.tokenizer, self.style)
-        if (form := line.options.embedded) is not None:
+        if (form := line.options.form) is not None:
             prompt = shortened(prompt, most_read(form.truncate, self.longest), self.tokenizer)
         return Request(prompt, params, number)
 

@@ -11,15 +11,18 @@ from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.embedding_fields import read_embedding_options
 from h2o_flexgen.jobs.input_file import LONGEST_LINE
+from h2o_flexgen.jobs.label_fields import CLASSIFY, PAIRS, RERANK, SCORE, read_label_options
 from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style
-from h2o_flexgen.text.prompts import Prompt, read_chat, token_ids
+from h2o_flexgen.text.prompts import Prompt, TextPair, read_chat, token_ids
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
 
 CUSTOM_ID, PROMPT, MESSAGES, INPUT, BODY = "custom_id", "prompt", "messages", "input", "body"
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-URLS = f'"{COMPLETIONS}", "{CHAT}" and "{EMBEDDINGS}"'
+READING = (EMBEDDINGS, CLASSIFY, SCORE, RERANK)  # prompts are only read there
+EVERY_URL = (COMPLETIONS, CHAT, *READING)
+URLS = " and ".join((", ".join(f'"{url}"' for url in EVERY_URL[:-1]), f'"{EVERY_URL[-1]}"'))
 ENVELOPE = (CUSTOM_ID, "method", "url", BODY)
 FORMS = f'a line is {{"{PROMPT}": ...}}, {{"{MESSAGES}": [...]}}, or a request in the form of OpenAI\'s batches'
 BODIES = f'a request has a "{PROMPT}", or "{MESSAGES}" for a chat'
@@ -33,7 +36,7 @@ class Line:
     """A request. `custom_id` is None where the line has none."""
 
     custom_id: str | None
-    prompt: str | tuple[int, ...] | Sequence[Message]
+    prompt: str | tuple[int, ...] | Sequence[Message] | TextPair
     is_chat: bool
     options: Options
 
@@ -42,6 +45,8 @@ class Line:
         params = self.options.params
         if self.is_chat:
             return style.asked(self.prompt, params, self.options.tools, self.options.settings)  # type: ignore[arg-type]
+        if isinstance(self.prompt, TextPair):
+            return self.prompt.read_with(tokenizer), params
         if isinstance(self.prompt, str):
             return Prompt(self.prompt, tuple(tokenizer.encode(self.prompt))), params
         return Prompt(None, self.prompt), params  # type: ignore[arg-type]
@@ -64,7 +69,7 @@ class LineReader:
     url: str | None = None  # that all requests are for, in the form of OpenAI's batches; None: any form will do
     read_body: ReadBody | None = None  # if bodies are not read as those of files are
     most_bytes: int = LONGEST_LINE
-    read_inputs: ReadInputs | None = None  # the same of bodies that ask for embeddings
+    read_inputs: ReadInputs | None = None  # the same of bodies with prompts that are only read
 
     def read(self, data: bytes) -> Line:
         try:
@@ -96,14 +101,14 @@ class LineReader:
         if given.get("method", "POST") != "POST":
             raise ValueError(f'method is {shown(given["method"])}; only "POST" is known')
         url, body = given.get("url"), given.get(BODY)
-        if url not in (COMPLETIONS, CHAT, EMBEDDINGS):
+        if not isinstance(url, str) or url not in EVERY_URL:
             raise ValueError(f"url is {shown(url)}; known are {URLS}")
         if self.url not in (None, url):
             raise ValueError(f'url is "{url}", but this batch is for "{self.url}"')
         if not isinstance(body, dict):
             raise ValueError(f"{BODY} is {shown(body)}; it is the request, an object")
-        if url == EMBEDDINGS:
-            return _only(custom_id, INPUT, (self.read_inputs or read_inputs)(body))
+        if url in READING:
+            return _only(custom_id, INPUT if url not in PAIRS else PAIRS[url][0], (self.read_inputs or read_inputs)(url, body))
         return self._read_body(custom_id, body, url == CHAT)
 
     def _read_body(self, custom_id: str | None, body: Mapping[str, object], is_chat: bool) -> Line:
@@ -116,7 +121,7 @@ def _only(custom_id: str | None, name: str, lines: Sequence[Line]) -> Line:
     return replace(lines[0], custom_id=custom_id)
 
 
-ReadInputs: TypeAlias = Callable[[Mapping[str, object]], list[Line]]
+ReadInputs: TypeAlias = Callable[[str, Mapping[str, object]], list[Line]]
 ReadBody: TypeAlias = Callable[[Mapping[str, object], bool, Options], list[Line]]
 
 
@@ -153,9 +158,13 @@ def read_body(body: Mapping[str, object], is_chat: bool, defaults: Options) -> l
     return [Line(None, prompt, is_chat, options) for prompt in prompts]
 
 
-def read_inputs(body: Mapping[str, object]) -> list[Line]:
-    """The requests of a body that asks for embeddings, one for each of its inputs."""
-    options = read_embedding_options({name: value for name, value in body.items() if name != INPUT}, (INPUT,))
+def read_inputs(url: str, body: Mapping[str, object]) -> list[Line]:
+    """The requests of a body with prompts that are only read: one for each of its inputs, or pairs of texts."""
+    if url in PAIRS:
+        pairs, options = PAIRS[url][1](body)
+        return [Line(None, pair, False, options) for pair in pairs]
+    read_options_of = read_embedding_options if url == EMBEDDINGS else read_label_options
+    options = read_options_of({name: value for name, value in body.items() if name != INPUT}, (INPUT,))
     if body.get(INPUT) is None:
         raise ValueError(f"{INPUT} is missing; it is a text or token ids, or a list of such")
     return [Line(None, prompt, False, options) for prompt in _prompts(INPUT, body[INPUT])]

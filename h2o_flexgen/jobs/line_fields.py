@@ -4,15 +4,15 @@ known is refused; what has no bearing on it is let pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Rule, mapping, whole_number
+from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Choice, Rule, mapping, whole_number
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
 from h2o_flexgen.sampling.pooling import Truncate
 from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
-from h2o_flexgen.text.template_settings import EFFORT, NO_SETTINGS, SETTINGS, TemplateSettings, read_settings
+from h2o_flexgen.text.template_settings import EFFORT, NO_SETTINGS, SETTINGS, VERBOSITY, TemplateSettings, read_settings
 from h2o_flexgen.text.tools import CHOICE, PARALLEL, TOOLS, ToolUse, read_tool_use
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"
@@ -27,17 +27,20 @@ def _text(value: object) -> str:
 
 
 _TEXT = Rule(_text, "a text")
-_TEXTS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-# fields that have no bearing on an answer, or none with a model that lacks what they are about, with the types of OpenAI
+_TEXTS = ("user", "safety_identifier", "prompt_cache_key")
+RETENTIONS = Choice(("in_memory", "in-memory", "24h"))
+# fields that ask for what is done in any case, or that no answer depends on with OpenAI either, with the types there
 UNUSED: Mapping[str, Allowed] = {
-    **dict.fromkeys(("model", *_TEXTS, EFFORT, "verbosity"), _TEXT),
-    "store": TRUTH,
-    "metadata": Rule(mapping(_text, _text), "an object with texts as values"),
+    **dict.fromkeys(("model", *_TEXTS, EFFORT), _TEXT),
+    "prompt_cache_retention": RETENTIONS,
 }
+METADATA, SAID_BACK = "metadata", Rule(mapping(_text, _text), "an object with texts as values")
 NEUTRAL: Mapping[str, tuple[Callable[[object], bool], str]] = {  # fields that are let pass with the value that changes nothing
     "stream": (lambda value: value is False, "records come whole; leave it out"),
     "modalities": (lambda value: value == ["text"], "only text is made"),
     "suffix": (lambda value: value == "", "texts are only continued at their end"),
+    "store": (lambda value: value is False, "nothing is kept; leave it out"),
+    "service_tier": (lambda value: value in ("auto", "default"), "all requests are alike; leave it out"),
 }
 ELSEWHERE: Mapping[str, str] = {
     **{name: advice for name, advice in INSTEAD.items() if name not in (*NEUTRAL, BEST_OF)},
@@ -53,10 +56,10 @@ ELSEWHERE: Mapping[str, str] = {
 
 _TAKEN_AS_THEY_ARE = frozenset(SAMPLING) - {MAX_TOKENS, LOGPROBS, PROMPT_LOGPROBS, BIAS}
 _OF_TOOLS = (TOOLS, CHOICE, PARALLEL)
-_OWN = frozenset((MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS, *_OF_TOOLS))
+_OWN = frozenset((MAX_TOKENS, OTHER_MAX_TOKENS, LOGPROBS, BIAS, BEST_OF, TOKEN_IDS, METADATA, *_OF_TOOLS))
 _BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | _OWN
 OF_PROMPTS = _BOTH | {ECHO}
-OF_CHATS = _BOTH | {TOP_LOGPROBS, SETTINGS}
+OF_CHATS = _BOTH | {TOP_LOGPROBS, SETTINGS, VERBOSITY}
 
 _COUNT = SAMPLING[LOGPROBS].allowed
 
@@ -70,15 +73,25 @@ class EmbeddingForm:
 
 
 @dataclass(frozen=True)
+class LabelForm:
+    """How long a prompt may be that is scored by labels, and in which answer its scores are said."""
+
+    truncate: Truncate
+    url: str  # that was asked
+    top_n: int | None = None  # the best alone, of those that are ranked
+
+
+@dataclass(frozen=True)
 class Options:
     """What is asked for beside the prompt."""
 
     params: SamplingParams
     echo: bool = False  # the prompt comes first in the text
     token_ids: bool = False  # token ids come beside the text
-    embedded: EmbeddingForm | None = None  # None: the prompt is continued
+    form: EmbeddingForm | LabelForm | None = None  # None: the prompt is continued
     tools: ToolUse | None = None  # of a chat
     settings: TemplateSettings = NO_SETTINGS  # of a chat
+    metadata: Mapping[str, str] | None = field(default=None, hash=False)  # which the answer says back
 
     @property
     def only_scores(self) -> bool:
@@ -141,7 +154,9 @@ def _options(
     tools = read_tool_use(*(found.get(name) for name in _OF_TOOLS))
     if tools is not None and not is_chat:
         raise ValueError(f"{TOOLS} is {shown(found[TOOLS])}; tools are for chats, which have messages")
-    return Options(params, echo, token_ids, tools=tools, settings=read_settings(found.get(SETTINGS), found.get(EFFORT)))
+    settings = read_settings(*(found.get(name) for name in (SETTINGS, EFFORT, VERBOSITY)))
+    metadata = SAID_BACK.value(METADATA, found[METADATA]) if METADATA in found else None
+    return Options(params, echo, token_ids, tools=tools, settings=settings, metadata=metadata)
 
 
 def _refuse_to_choose(best_of: object, params: SamplingParams) -> None:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 
+from h2o_flexgen.core.labels import Labels
+from h2o_flexgen.jobs.label_answers import label_body
 from h2o_flexgen.jobs.line import Line
+from h2o_flexgen.jobs.line_fields import EmbeddingForm, LabelForm
 from h2o_flexgen.sampling.completion import AnswerMessage, Completion, Output, StepLogprobs, TokenLogprob
 from h2o_flexgen.text.answer_reader import AnswerReading
 from h2o_flexgen.text.dialogue import Style
@@ -43,6 +46,7 @@ def usage(completions: Iterable[Completion]) -> Said:
 class Answers:
     model: str
     style: Style  # in which chats were written down, and so are answered
+    labels: Labels | None = None  # by which the model scores texts
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -50,8 +54,8 @@ class Answers:
 
     def body(self, name: str, created: int, answered: Sequence[tuple[Line, Completion]]) -> Said:
         """The whole answer to a body; its prompts have a line each; `created`: in seconds since 1970."""
-        if answered[0][0].options.embedded is not None:
-            return self._embeddings(answered)
+        if answered[0][0].options.form is not None:
+            return self._of_prompts(name, created, answered)
         choices: list[Said] = []
         for line, completion in answered:
             for output in completion.outputs:
@@ -59,11 +63,18 @@ class Answers:
         first, _ = answered[0]
         kind = "chat.completion" if first.is_chat else "text_completion"
         completions = [completion for _, completion in answered]
-        return {**self.head(name, created, first.is_chat, kind), "choices": choices, "usage": usage(completions)}
+        said_back: Said = {} if first.options.metadata is None else {"metadata": {**first.options.metadata}}
+        head = self.head(name, created, first.is_chat, kind)
+        return {**head, "choices": choices, "usage": usage(completions), **said_back}
 
-    def _embeddings(self, answered: Sequence[tuple[Line, Completion]]) -> Said:
+    def _of_prompts(self, name: str, created: int, answered: Sequence[tuple[Line, Completion]]) -> Said:
+        """The answer where prompts are only read."""
         counted = usage(completion for _, completion in answered)
         del counted["completion_tokens"]
+        if isinstance(answered[0][0].options.form, LabelForm):
+            assert self.labels is not None, "otherwise nothing is scored by them"
+            head: Said = {"id": name, "created": created, "model": self.model}
+            return label_body(head, counted, self.labels, answered)
         data = [_embedding(place, *one) for place, one in enumerate(answered)]
         return {"object": "list", "data": data, "model": self.model, "usage": counted}
 
@@ -76,7 +87,8 @@ class Answers:
         end = self._end(line, completion, output)
         if not line.is_chat:
             return {"index": index, **self._choice(line, completion, output), **end}
-        message = self.message(line, completion, output, f"{name} {index}")
+        ids = blake2b(repr(completion.prompt_token_ids).encode(), digest_size=12).hexdigest()  # a conversation has an id once
+        message = self.message(line, completion, output, f"{name} {ids} {index}")
         if message.tool_calls and output.finish_reason == STOP:
             end["finish_reason"] = TOOL_CALLS
         logprobs = None if output.logprobs is None else self.chat_logprobs(output.logprobs)
@@ -152,8 +164,8 @@ class Answers:
 
 def _embedding(index: int, line: Line, completion: Completion) -> Said:
     """The vector of a prompt: numbers, or its bytes in fp32. If the prompt may be cut, it says how many tokens are missing."""
-    form, vector = line.options.embedded, completion.embedding
-    assert form is not None and vector is not None, f"{completion.index} was not embedded"
+    form, vector = line.options.form, completion.embedding
+    assert isinstance(form, EmbeddingForm) and vector is not None, f"{completion.index} was not embedded"
     written = b64encode(vector.tobytes()).decode() if form.is_base64 else list(vector)
     cut: Said = {} if form.truncate is None else {"truncated_tokens": completion.truncated_tokens}
     return {"object": "embedding", "index": index, "embedding": written, **cut}

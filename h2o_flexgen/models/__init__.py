@@ -18,7 +18,7 @@ from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, Tensor
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.models.config_values import check_config, parts_beside_text, what_is_unsupported
+from h2o_flexgen.models.config_values import check_config, labels_of, parts_beside_text, what_is_unsupported
 from h2o_flexgen.models.text_parts import TEXT_PARTS, text_part
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
     kind = architecture(_known_type(getattr(config, "model_type", None)))
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_BYTES)}")
+    if labels_of(config) is not None and not kind.classifies:
+        raise ValueError(f"a head for classification is not read of the architecture {config.model_type}; give another model")
     return kind(config, dtype, sep_layer, name)
 
 

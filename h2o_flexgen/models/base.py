@@ -58,6 +58,7 @@ class Model(Protocol):
     patterns: ClassVar[Mapping[str, str]]  # of what its checkpoints call tensors -> the usual names
     turned: ClassVar[tuple[str, ...]]  # ends of the usual names of matrices that its checkpoints have transposed
     gguf: ClassVar[GgufArchitecture | None]  # None: GGUF files of it are not read
+    classifies: ClassVar[bool]  # its checkpoints may have a head for labels
     spec: ModelSpec
 
     @staticmethod
@@ -81,6 +82,7 @@ class InHalves(ABC):
     patterns: ClassVar[Mapping[str, str]] = {}
     turned: ClassVar[tuple[str, ...]] = ()
     gguf: ClassVar[GgufArchitecture | None] = None
+    classifies: ClassVar[bool] = False
     spec: ModelSpec
 
     @staticmethod

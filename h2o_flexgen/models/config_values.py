@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from h2o_flexgen.core.allowed_values import EOS, eos_ids_of
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.labels import KIND, Labels
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH
 
 BLOCKS, HEADS, VOCAB, POSITIONS = 1 << 12, 1 << 14, 1 << 26, 1 << 30  # as with those of a width: far more than any model has
@@ -64,6 +65,15 @@ SHARED_BOUNDS: Bounds = {
 }
 EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"  # transformers reads any name
 TEXT_PART, NO_PARTS = "text_config", ("quantization_config", "generation_config")
+
+
+def labels_of(config: Config) -> Labels | None:
+    """What its head scores a text by; None if it has one for tokens."""
+    named = getattr(config, "architectures", None)
+    if not isinstance(named, (list, tuple)) or not any(str(one).endswith(KIND) for one in named):
+        return None
+    names, problem, pad = (getattr(config, key, None) for key in ("id2label", "problem_type", "pad_token_id"))
+    return Labels.of(names, problem, pad, f"the config of {config.model_type}")
 
 
 def check_config(values: Mapping[str, Any], own: Bounds, name: str) -> None:

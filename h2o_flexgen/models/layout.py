@@ -15,6 +15,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.models.base import HeadFunction, InHalves, LayerFunction
 from h2o_flexgen.models.config_values import Config
 
+LABEL_MATRIX = "score"  # as checkpoints have it, outside of the model
 MLP_STATES = 3  # of the inner width, at once: what goes up, the gate beside it, and what an activation makes of them
 
 

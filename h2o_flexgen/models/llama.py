@@ -20,7 +20,7 @@ from h2o_flexgen.core.model_spec import KVHeads, LayerSpec, ModelSpec, PromptHea
 from h2o_flexgen.kernels.operations import add_scaled, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
-from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.config_values import Config, labels_of
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.norms import BEFORE, RMS, NormKind, NormPlaces
@@ -97,6 +97,7 @@ class Decoder(InHalves):
     rotates_parts = False  # of each head, where the config asks for it
     rotates_neighbours = False  # values that are rotated together follow each other
     rotates = True  # otherwise positions are learned, and added to the embedding
+    classifies = True
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self._traits = self.traits_of(config)
@@ -272,6 +273,9 @@ class Decoder(InHalves):
         most = self._traits.logit_cap
         return logits if most is None else logits.div_(most).tanh_().mul_(most)
 
+    def label_scores(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return tensor_ops.linear(self.last_states(hidden, weights), weights, layout.LABEL_MATRIX)
+
     def last_states(self, hidden: Tensor, weights: Weights) -> Tensor:
         return self.normed(hidden, weights, "norm")
 
@@ -288,13 +292,10 @@ class Decoder(InHalves):
             made = layout.attending_by(self.attention_layer(*widths, origin, window), *self.attends_by(config, index))
             return replace(made, kv_heads=None if own == usual else own), *self.behind_attention(config, sep_layer, origin)
 
-        head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight, "lm_head.bias": "lm_head.bias"})
+        outside = Origin(dtype, "model.")
         tokens = layout.table("embed_tokens", config.vocab_size, width)
         embed = layout.embedding(Decoder.embed, tokens, self.positions_table(config), width, outside)
-        logits = layout.linear("lm_head", config.vocab_size, width, self._traits.head_bias)
-        head = layout.head(Decoder.head, self._traits.norm.parameters("norm", width), logits, outside)
-        layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
+        layers = layout.in_order(embed, config.num_hidden_layers, parts, self._head_layer(config, outside), sep_layer)
         own = {
             "kv_heads": usual.number,
             "head_dim": usual.width,
@@ -304,8 +305,20 @@ class Decoder(InHalves):
             "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
             "sink_scores": self._traits.sinks,
             "rotary": self.rotates,
+            "labels": labels_of(config),
         }
         return layout.model_spec(config, dtype, name, self.inner_of(config), layers, **own)
+
+    def _head_layer(self, config: Config, outside: Origin) -> LayerSpec:
+        """The head of tokens, or of labels."""
+        norm = self._traits.norm.parameters("norm", config.hidden_size)
+        if (labels := labels_of(config)) is not None:
+            matrix = layout.router(layout.LABEL_MATRIX, len(labels.names), config.hidden_size)
+            return layout.head(Decoder.label_scores, norm, matrix, replace(outside, stored_as={name: name for name in matrix}))
+        weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        named = replace(outside, stored_as={"lm_head.weight": weight, "lm_head.bias": "lm_head.bias"})
+        logits = layout.linear("lm_head", config.vocab_size, config.hidden_size, self._traits.head_bias)
+        return layout.head(Decoder.head, norm, logits, named)
 
     def attention_parameters(self, width: int, q_width: int, kv_width: int, head_dim: int) -> tuple[Parameters, Parameters]:
         """Those of attention up to its outcome, and those behind it."""

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import (
     HeldKV,
@@ -59,7 +59,7 @@ class BlockPlan:
         if plan.policy.echoes:
             block = block.echoed(spec.max_positions)
         levels = plan.levels(spec) if levels is None else levels
-        placement = place(spec, plan, block, weights, levels)
+        placement = place(spec, plan, block, weights, levels, DEVICE if site.accelerator else HOST)
         kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline
         schedule = kind(traffic(spec, plan, block, placement, site))
         return cls(spec, plan, block, placement, schedule, levels)

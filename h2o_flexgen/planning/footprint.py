@@ -181,6 +181,12 @@ def _add_level(
     """Adds the KV of one level: what lies at rest, notes of its slots, and buffers. `there`: of places that are alike one, and
     how many there are."""
     traffic, buffers = planned.schedule.traffic, planned.schedule.buffers
+    if planned.block.only_reads:  # in one place for all layers and batches
+        layouts = [layout for layout, _ in there.values()]
+        parts[compute]["KV"] += region_bytes(max(layout.image_bytes for layout in layouts))
+        noted = max(layout.score_bytes(score_bytes) for layout in layouts)
+        parts[compute]["KV notes"] += region_bytes(noted) if score_bytes else 0
+        return
     for place, (layout, count) in there.items():
         tier = traffic.kv[place]
         if score_bytes:

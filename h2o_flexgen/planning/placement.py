@@ -217,14 +217,20 @@ def _placed_weights(sizes: Mapping[str, int], shares: Shares, outsized: Sequence
 
 
 def place(
-    spec: ModelSpec, plan: Plan, block: Block, weights: Mapping[str, str] | None = None, levels: Sequence[Level] | None = None
+    spec: ModelSpec,
+    plan: Plan,
+    block: Block,
+    weights: Mapping[str, str] | None = None,
+    levels: Sequence[Level] | None = None,
+    compute: str = DEVICE,
 ) -> Placement:
-    """Places a block. `weights`: their tiers, if they are known already; `levels`: of KV heads, if they are."""
+    """Places a block. `weights`: their tiers, if they are known already; `levels`: of KV heads, if they are. Keys and values
+    that no later visit needs stay on the tier where it is computed."""
     held = HeldKV.of(spec, plan, block) if levels is None else HeldKV(spec, tuple(levels), block)
     kv, hidden = _kv_sizes(held), _hidden_sizes(spec, block)
     return Placement(
         weights=place_weights(spec, plan) if weights is None else weights,
-        kv=dict(zip(kv, spread(list(kv.values()), plan.kv))),
+        kv=dict.fromkeys(kv, compute) if block.only_reads else dict(zip(kv, spread(list(kv.values()), plan.kv))),
         hidden=spread(hidden, plan.hidden),
     )
 

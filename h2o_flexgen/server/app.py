@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -12,7 +14,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from h2o_flexgen.jobs.line import CHAT, COMPLETIONS, EMBEDDINGS
+from h2o_flexgen.jobs.label_fields import CLASSIFY
+from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
+from h2o_flexgen.jobs.line import READING as READ_THERE
 from h2o_flexgen.server.access import Hosts, Keys
 from h2o_flexgen.server.batches.routes import BatchRoutes, routes_without_folder
 from h2o_flexgen.server.counts import MEDIA_TYPE, ServerCounts, batches_text
@@ -35,9 +39,10 @@ from h2o_flexgen.server.status_page import Facts, page, status
 
 STATUS = "/status"
 READING = ("GET", "HEAD", "OPTIONS")  # changes nothing
-GUARDED = ("/v1", STATUS)  # whatever begins so asks for a key
+GUARDED = ("/v1", CLASSIFY, STATUS)  # whatever begins so asks for a key
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
 OWNER = "h2o_flexgen"
+Answer: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 
 
 def make_app(
@@ -101,13 +106,16 @@ def _completion_routes(service: Service) -> list[Route]:
     async def chat(request: Request) -> Response:
         return await service.answer(request, is_chat=True)
 
-    async def embeddings(request: Request) -> Response:
-        return await service.embed(request)
+    def reading(url: str) -> Answer:
+        async def of_prompts(request: Request) -> Response:
+            return await service.read(request, url)
+
+        return of_prompts
 
     async def responses(request: Request) -> Response:
         return await service.respond(request)
 
-    each = {COMPLETIONS: completions, CHAT: chat, EMBEDDINGS: embeddings, RESPONSES: responses}
+    each = {COMPLETIONS: completions, CHAT: chat, RESPONSES: responses, **{url: reading(url) for url in READ_THERE}}
     return [Route(path, answer, methods=["POST"]) for path, answer in each.items()]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.core.allowed_values import TRUTH
 from h2o_flexgen.core.hints import refuse_unknown, shown
+from h2o_flexgen.jobs.label_fields import PAIRS
 from h2o_flexgen.jobs.line import INPUT, Line, read_body, read_inputs, read_json
 from h2o_flexgen.jobs.line_fields import LOGPROBS, TOP_LOGPROBS, Options, as_given
 from h2o_flexgen.server.problems import Refused, bad_request, unknown_model
@@ -49,11 +50,11 @@ def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> Com
         raise refusal_of(str(error), given) from error
 
 
-def read_asked_inputs(data: bytes, model: str) -> CompletionsRequest:
-    """The same of a body that asks for embeddings."""
+def read_asked_inputs(url: str, data: bytes, model: str) -> CompletionsRequest:
+    """The same of a body with prompts that are only read, for this url."""
     given = read_given(data, model)
     try:
-        lines = _inputs(given)
+        lines = _inputs(url, given)
     except ValueError as error:
         raise refusal_of(str(error), given) from error
     return CompletionsRequest(tuple(lines), False, False, names_of(given))
@@ -81,17 +82,18 @@ def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options
     return list(asked.lines)
 
 
-def read_line_inputs(given: Mapping[str, object], model: str) -> list[Line]:
-    """The same of a line that asks for embeddings."""
+def read_line_inputs(url: str, given: Mapping[str, object], model: str) -> list[Line]:
+    """The same of a line with prompts that are only read."""
     if given.get(MODEL) not in (None, model):
         raise ValueError(unknown_model(given[MODEL], model).message)
-    return _inputs(given)
+    return _inputs(url, given)
 
 
-def _inputs(given: Mapping[str, object]) -> list[Line]:
-    lines = read_inputs(given)
+def _inputs(url: str, given: Mapping[str, object]) -> list[Line]:
+    lines = read_inputs(url, given)
     if len(lines) > MOST_ROWS:
-        raise ValueError(f"{INPUT} has {len(lines)} prompts; allowed are {MOST_ROWS}: ask in parts")
+        name = PAIRS[url][0] if url in PAIRS else INPUT
+        raise ValueError(f"{name} has {len(lines)} prompts; allowed are {MOST_ROWS}: ask in parts")
     return lines
 
 

@@ -65,8 +65,9 @@ class Service:
     async def respond(self, request: HttpRequest) -> Response:
         return await self._answer(request, lambda data: read_response(data, self.of_chats, self.answers.model))
 
-    async def embed(self, request: HttpRequest) -> Response:
-        return await self._answer(request, lambda data: read_asked_inputs(data, self.answers.model))
+    async def read(self, request: HttpRequest, url: str) -> Response:
+        """Answers where prompts are only read."""
+        return await self._answer(request, lambda data: read_asked_inputs(url, data, self.answers.model))
 
     async def _answer(self, request: HttpRequest, read: Callable[[bytes], CompletionsRequest]) -> Response:
         data = await read_body(request, self.limits)

@@ -94,6 +94,9 @@ class FolderTokenizer(WordTokenizer):
     def encode_more(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return list(self._tokenizer(first, second, verbose=False)["input_ids"])
+
     def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         decode = self._tokenizer.decode
         return cast(str, decode(list(ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False))

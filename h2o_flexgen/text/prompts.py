@@ -3,6 +3,7 @@ iterable; lists of messages."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -15,6 +16,8 @@ from h2o_flexgen.text.tokenizer import Message, Tokenizer
 Prompts: TypeAlias = "str | Iterable[object]"  # dicts, tensors and arrays are iterable too
 NOT_READ = ("multi_modal_data", "prompt_embeds", "encoder_prompt", "inputs_embeds", "pixel_values")
 FORMS = 'a prompt is a text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+QUERY, DOCUMENT = "{query}", "{document}"  # their places in a template
+PLACES_OF_PAIR = re.compile("(" + "|".join(map(re.escape, (QUERY, DOCUMENT))) + ")")
 A_CHAT = f"a chat is a list like [{A_MESSAGE}]"
 
 
@@ -59,6 +62,36 @@ def read_pair(place: int, given: object, tokenizer: Tokenizer) -> tuple[tuple[in
         return tuple(whole[:start]), tuple(whole[start:])
     ids = tuple(tokenizer.encode(before)) if isinstance(before, str) else token_ids(f"context {place}", before)
     return ids, tuple(tokenizer.encode_more(after)) if isinstance(after, str) else token_ids(f"continuation {place}", after)
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """Two texts that are read together: what is asked, and a text that may answer it."""
+
+    query: str
+    document: str
+    template: str | None = None  # with their places; None: as the tokenizer puts pairs together
+
+    def read_with(self, tokenizer: Tokenizer) -> Prompt:
+        if self.template is None:
+            return Prompt(None, tuple(tokenizer.encode_pair(self.query, self.document)))
+        parts = PLACES_OF_PAIR.split(self.template)
+        text = "".join({QUERY: self.query, DOCUMENT: self.document}.get(part, part) for part in parts)
+        return Prompt(text, tuple(tokenizer.encode(text)))
+
+
+def read_documents(query: object, documents: object, template: object = None) -> list[TextPair]:
+    """The pairs of a query and each of its documents."""
+    if not isinstance(query, str) or not query:
+        raise ValueError(f"the query is {shown(query)}; it is a text")
+    if isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable):
+        raise ValueError(f"the documents are {shown(documents)}; give a list of texts")
+    texts = list(documents)
+    if wrong := [one for one in texts if not isinstance(one, str) or not one]:
+        raise ValueError(f"a document is {shown(wrong[0])}; a document is a text")
+    if template is not None and (not isinstance(template, str) or {QUERY, DOCUMENT} - {*PLACES_OF_PAIR.findall(template)}):
+        raise ValueError(f"the template is {shown(template)}; it is a text with {QUERY} and {DOCUMENT} in it")
+    return [TextPair(query, one, template) for one in texts]
 
 
 def token_ids(what: str, given: object) -> tuple[int, ...]:

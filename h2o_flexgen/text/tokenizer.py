@@ -47,6 +47,9 @@ class Tokenizer(Protocol):
     def encode_more(self, text: str) -> list[int]:
         """Encodes text that continues other text: no special tokens but those written in it."""
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Encodes two texts that are read together, as the tokenizer puts pairs of texts together."""
+
     def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         """Decodes tokens, without special ones unless they are asked for."""
 
@@ -89,6 +92,9 @@ class ByteTokenizer:
 
     def encode_more(self, text: str) -> list[int]:
         return self.encode(text)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return self.encode(first + second)
 
     def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         return b"".join(map(self._bytes_of, ids)).decode("utf-8", errors="replace")
@@ -137,6 +143,9 @@ class NoTokenizer:
 
     def encode_more(self, text: str) -> list[int]:
         return self.encode(text)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return self.encode(first)
 
     def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         return ""

@@ -40,6 +40,9 @@ class WordTokenizer(ABC):
     @abstractmethod
     def encode_more(self, text: str) -> list[int]: ...
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return [*self.encode(first), *self.encode_more(second)]
+
     @abstractmethod
     def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         """Keeps spaces as they are in the tokens: "cleaning up" would change text that is already shown."""

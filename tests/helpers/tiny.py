@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from h2o_flexgen.models import tensor_names
@@ -272,9 +272,9 @@ def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return random_model(tiny_config(kind, **changes), seed)
 
 
-def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, seed: int = 0, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """A model in fp32. Every parameter is random, norms and biases too, so that none can be forgotten unnoticed."""
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = kind.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     counts_from_one = model.config.model_type in ("gemma", "gemma2", "gemma3_text")  # the weights of norms
     for name, parameter in model.named_parameters():
@@ -358,6 +358,13 @@ def save_tiny(
     if not safe:
         _to_bin(Path(folder))
     return _cast(model, torch.float32)
+
+
+def save_classifier(kind: str, folder: Path, labels: int = 3, **changes: Any) -> PreTrainedModel:
+    """The same for a checkpoint that scores texts by labels."""
+    model = random_model(tiny_config(kind, num_labels=labels, **changes), kind=AutoModelForSequenceClassification)
+    model.save_pretrained(folder)
+    return model
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OfChats
+from openai.types.completion_create_params import CompletionCreateParamsBase as OfPrompts
 
 from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.sampling.params import SamplingParams
@@ -63,7 +65,7 @@ def test_biases_have_token_ids_as_names() -> None:
 
 
 def test_what_changes_no_answer_is_let_pass() -> None:
-    harmless = {"model": "x", "user": "me", "metadata": {"a": "b"}, "stream": False, "store": True, "tools": []}
+    harmless = {"model": "x", "user": "me", "metadata": {"a": "b"}, "stream": False, "store": False, "tools": []}
     neutral = {"response_format": {"type": "text"}, "tool_choice": "none", "suffix": "", "modalities": ["text"]}
     assert options(**harmless, **neutral).params == DEFAULTS.params
 
@@ -101,9 +103,9 @@ def test_a_line_is_held_to_what_it_says_and_not_to_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "sound"),
     [
-        *((name, 5, "x") for name in ("model", "user", "service_tier", "safety_identifier", "prompt_cache_key")),
-        *((name, [], "low") for name in ("reasoning_effort", "verbosity", "prompt_cache_retention")),
-        *((name, "yes", True) for name in ("store", "parallel_tool_calls")),
+        *((name, 5, "x") for name in ("model", "user", "safety_identifier", "prompt_cache_key")),
+        ("reasoning_effort", [], "low"),
+        ("parallel_tool_calls", "yes", True),
         ("metadata", {"a": 1}, {}),
         ("metadata", "a", {"a": "b"}),
     ],
@@ -112,6 +114,42 @@ def test_what_changes_no_answer_has_a_type_all_the_same(name: str, wrong: object
     for is_chat in (False, True):
         assert options(is_chat, **{name: sound}).params == options(is_chat, **{name: None}).params == DEFAULTS.params
         assert refused(is_chat, **{name: wrong}).startswith(f"{name} is {wrong!r}; allowed is ")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "sound", "words"),
+    [
+        *(("store", wrong, False, "; nothing is kept; leave it out") for wrong in ("yes", True, 0)),
+        *(("service_tier", wrong, "default", "; all requests are alike; leave it out") for wrong in (5, "flex")),
+        ("prompt_cache_retention", "for ever", "24h", " is unknown; known: in_memory, in-memory, 24h"),
+    ],
+)
+def test_what_asks_for_more_than_is_done_is_refused(name: str, wrong: object, sound: object, words: str) -> None:
+    for is_chat in (False, True):
+        assert options(is_chat, **{name: sound}).params == DEFAULTS.params
+        assert refused(is_chat, **{name: wrong}).endswith(words) and repr(wrong) in refused(is_chat, **{name: wrong})
+
+
+def test_how_much_is_said_is_told_to_a_template_that_looks_at_it() -> None:
+    asked = {one: options(True, verbosity=one).settings for one in ("low", "medium", "high")}
+    assert asked["low"].of("{{ verbosity }}") == {"verbosity": "low"} and asked["medium"].of("{{ messages }}") == {}
+    with pytest.raises(ValueError, match="verbosity is 'high', at which the chat template does not look; say it in a message"):
+        asked["high"].of("{{ messages }}")
+    with pytest.raises(ValueError, match="verbosity is 'low', and chats are not written by a template here"):
+        asked["low"].refuse_without_template()
+    asked["medium"].refuse_without_template()
+    assert "unknown" in refused(True, verbosity="brief") and "unknown field 'verbosity'" in refused(False, verbosity="low")
+
+
+@pytest.mark.parametrize(("is_chat", "body"), [(True, OfChats), (False, OfPrompts)])
+def test_each_official_field_is_known_or_refused(is_chat: bool, body: type) -> None:
+    """None is ignored: a value that no field has is refused, wherever it stands."""
+    for name in {*body.__annotations__} - {"messages", "prompt", "model"}:
+        assert name in refused(is_chat, **{name: {"no": ["such value"]}}), name
+
+
+def test_what_is_to_be_said_back_is_kept() -> None:
+    assert options(metadata={"a": "b"}).metadata == {"a": "b"} and options().metadata is None
 
 
 @pytest.mark.parametrize(

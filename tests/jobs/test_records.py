@@ -63,9 +63,18 @@ def test_thoughts_and_calls_of_a_chat() -> None:
     assert record == again, "no id is drawn"
     (choice,) = record["response"]["body"]["choices"]
     (call,) = choice["message"].pop("tool_calls")
+    later = answer(fields, completion(text=text, finish_reason="stop", prompt_token_ids=(*IDS, A)), maker)
+    (other,) = later["response"]["body"]["choices"][0]["message"]["tool_calls"]
+    assert other["id"] != call["id"], "a talk that goes on in another job has an id once"
     assert choice["message"] == {"role": "assistant", "content": "So:", "reasoning_content": "Hm."}
     assert call.pop("id").startswith("call_") and choice["finish_reason"] == "tool_calls"
     assert call == {"type": "function", "function": {"name": "go", "arguments": '{"a": 1}'}}
+
+
+def test_metadata_come_back() -> None:
+    body = answer({"metadata": {"batch": "7"}}, completion())["response"]["body"]
+    assert body.pop("metadata") == {"batch": "7"}
+    assert body == answer({}, completion())["response"]["body"], "and change nothing else"
 
 
 def test_an_echo_with_log_probabilities_begins_with_the_prompt() -> None:

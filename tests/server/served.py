@@ -144,7 +144,7 @@ def served(
     computing = threading.Thread(target=lambda: run(desk), name="computing")
     with ExitStack() as stack:
         readers, opened = stack.enter_context(ThreadPoolExecutor(1)), stack.enter_context(bound(HERE))
-        service, batches = Service(desk, reading, Answers(MODEL, style), *usual, limits, readers, 17), None
+        service, batches = Service(desk, reading, Answers(MODEL, style, llm.spec.labels), *usual, limits, readers, 17), None
         if data is not None:
             folder = stack.enter_context(data_folder(data, "--data-dir"))
             work = BatchWork(folder, service, lambda: ({**settings}, {}), told.append, seconds_of_rest)

@@ -16,7 +16,9 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as OfResponses
 
 from h2o_flexgen.llm import LLM
+from tests.helpers.tiny import save_classifier
 from tests.helpers.tool_templates import HERMES
+from tests.server.conftest import SEATS
 from tests.server.served import MODEL, Served, served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -39,6 +41,14 @@ def server_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     folder = tmp_path_factory.mktemp("offload")
     demo = LLM("demo", dtype="float32", device="cpu", offload_dir=folder, gpu_batch_size=2, num_gpu_batches=1)
     with demo, served(demo, room=(300, 60), template=HERMES) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server_that_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("ranking") / "model"
+    save_classifier("llama-gqa", folder, 1)
+    with LLM(folder, dtype="float32", tokenizer="bytes", device="cpu", **SEATS) as llm, served(llm, room=(96, 30)) as server:
         yield server
 
 
@@ -76,9 +86,11 @@ def test_the_examples_in_python_run(
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize("place", range(len(examples("bash"))))
-def test_the_examples_for_a_shell_run(place: int, server: Served, tmp_path: Path) -> None:
-    script = ["bash", "-c", for_test(examples("bash")[place], server)]
+def test_the_examples_for_a_shell_run(place: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    example = examples("bash")[place]
+    server = request.getfixturevalue("server_that_ranks" if "/v1/rerank" in example else "server")
+    script = ["bash", "-c", for_test(example, server)]
     run = subprocess.run(script, capture_output=True, text=True, check=True, cwd=tmp_path)
     events = [line.removeprefix("data: ") for line in run.stdout.splitlines() if line]
-    assert events[-1] == "[DONE]" or {"choices", "input_file_id"} & json.loads(events[-1]).keys()
+    assert events[-1] == "[DONE]" or {"choices", "input_file_id", "results"} & json.loads(events[-1]).keys()
     assert all("error" not in json.loads(event) for event in events if event != "[DONE]")

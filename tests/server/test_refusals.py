@@ -97,9 +97,13 @@ def test_a_wrong_field_of_a_chat_is_named_as_it_was_given(
 
 
 def test_what_changes_no_answer_is_let_pass(http: httpx.Client) -> None:
-    ignored = {"user": "me", "store": True, "metadata": {"a": "b"}, "parallel_tool_calls": True, "reasoning_effort": "low"}
+    ignored = {"user": "me", "store": False, "metadata": {"a": "b"}, "parallel_tool_calls": True, "reasoning_effort": "low"}
+    ignored |= {"service_tier": "auto", "safety_identifier": "a", "prompt_cache_key": "b", "prompt_cache_retention": "24h"}
+    ignored |= {"verbosity": "medium"}
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [], "response_format": {"type": "text"}}
-    assert http.post("/v1/chat/completions", json={**ignored, **chat}).status_code == 200
+    answers = [http.post("/v1/chat/completions", json={**more, **chat, "temperature": 0}) for more in (ignored, {})]
+    assert [one.status_code for one in answers] == [200, 200]
+    assert answers[0].json()["metadata"] == {"a": "b"} and answers[0].json()["choices"] == answers[1].json()["choices"]
 
 
 def test_a_context_too_long_is_refused_with_the_numbers(http: httpx.Client, server: Served) -> None:

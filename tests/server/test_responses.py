@@ -166,7 +166,7 @@ def test_a_class_as_the_client_parses_it(client: OpenAI) -> None:
     either = client.responses.parse(**GREEDY, input="Go on.", text_format=Step, tools=[GO])
     assert isinstance(either.output_parsed, Step) or [item.type for item in either.output] == ["function_call"]
     some = client.responses.create(
-        **GREEDY, input="An object", text={"format": {"type": "json_object"}, "verbosity": "low"}, max_output_tokens=30
+        **GREEDY, input="An object", text={"format": {"type": "json_object"}, "verbosity": "medium"}, max_output_tokens=30
     )
     assert some.output_text.startswith("{")
     unsaid: Any = {"format": None, "verbosity": None}
@@ -264,7 +264,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": "hot"}, "temperature", "temperature is 'hot'; allowed is a number"),
     ({"reasoning": {"summary": "auto"}}, "reasoning", "unknown field of reasoning 'summary': there are no summaries"),
     ({"reasoning": {"effort": 3}}, "reasoning", "reasoning.effort is 3; allowed is a text"),
-    ({"text": {"verbosity": 3}}, "text", "text.verbosity is 3; allowed is a text"),
+    ({"text": {"verbosity": 3}}, "text", "text.verbosity 3 is unknown; known: low, medium, high"),
+    ({"text": {"verbosity": "low"}}, "text", "text.verbosity is 'low', "),
+    ({"service_tier": "flex"}, "service_tier", "service_tier is 'flex'; all requests are alike; leave it out"),
     ({"reasoning": "low"}, "reasoning", "reasoning is 'low'; allowed is an object"),
     ({"text": {"format": {"type": "xml"}}}, "text", "text.format.type 'xml' is unknown; known: text"),
     (

@@ -211,11 +211,17 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
     placement, spec = planned.placement, planned.spec
     return {
         "weights": _per_tier((placement.weights[name], tensor.nbytes) for name, tensor in spec.tensors.items()),
-        "KV": _per_tier((tier, planned.kv.image_bytes(*place)) for place, tier in placement.kv.items()),
+        "KV": _per_tier(_kv_bytes(planned)),
         "activations": _per_tier(
             (tier, hidden_bytes(spec, batch)) for tier, batch in zip(placement.hidden, planned.block.batches)
         ),
     }
+
+
+def _kv_bytes(planned: BlockPlan) -> list[tuple[str, int]]:
+    """The tier and the bytes of each home of keys and values."""
+    each = [(tier, planned.kv.image_bytes(*place)) for place, tier in planned.placement.kv.items()]
+    return [max(each)] if planned.block.only_reads and each else each  # all layers have one
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

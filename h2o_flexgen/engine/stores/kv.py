@@ -72,6 +72,7 @@ class KVStore:
         spec = planned.spec
         self._judges = judges
         self._level = level
+        self._only_reads = planned.block.only_reads
         self._policy = planned.levels[level].policy
         self._memories = memories
         self._cap = spec.attention_cap
@@ -103,7 +104,21 @@ class KVStore:
             self._units[place] = Unit(batch.size, held, journaled=before.journaled if goes_on and before else [])
 
     def _allocate(self, held: ExitStack) -> None:
-        traffic, memories, rooms = self._schedule.traffic, self._memories, self._rooms
+        memories, rooms = self._memories, self._rooms
+        if self._only_reads:
+            self._allocate_one_home(held)
+        else:
+            self._allocate_homes(held)
+        self._host_ring = self._ring(held, memories.host, rooms.on_host)
+        self._device_ring = self._ring(held, memories.compute, rooms.on_device)
+        self._score_ring = Ring(memories.compute, self._schedule.buffers, rooms.noted)
+        held.callback(self._score_ring.free)
+        self._staging = memories.host.alloc(rooms.staged) if rooms.staged else None
+        if self._staging is not None:
+            held.callback(memories.host.free, self._staging)
+
+    def _allocate_homes(self, held: ExitStack) -> None:
+        traffic, memories = self._schedule.traffic, self._memories
         for place, layout in self._layouts.items():
             tier = traffic.kv[place]
             if tier == DISK:
@@ -116,13 +131,20 @@ class KVStore:
             if self._policy.score_bytes:
                 region = self._scores_region(held, layout, traffic.is_beside(*place))
                 self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
-        self._host_ring = self._ring(held, memories.host, rooms.on_host)
-        self._device_ring = self._ring(held, memories.compute, rooms.on_device)
-        self._score_ring = Ring(memories.compute, self._schedule.buffers, rooms.noted)
-        held.callback(self._score_ring.free)
-        self._staging = memories.host.alloc(rooms.staged) if rooms.staged else None
-        if self._staging is not None:
-            held.callback(memories.host.free, self._staging)
+
+    def _allocate_one_home(self, held: ExitStack) -> None:
+        """One home for all layers and batches: each of them is over before the next one begins."""
+        memory, per_slot = self._memories.compute, self._policy.score_bytes
+        if not self._layouts:
+            return
+        home = memory.alloc(max(layout.image_bytes for layout in self._layouts.values()))
+        held.callback(memory.free, home)
+        self._in_memory.update(dict.fromkeys(self._layouts, home))
+        if per_slot:
+            largest = max(self._layouts.values(), key=lambda layout: layout.score_bytes(per_slot))
+            region = self._scores_region(held, largest, on_host=False)
+            for place, layout in self._layouts.items():
+                self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
 
     def _scores_region(self, held: ExitStack, layout: KVLayout, on_host: bool) -> Tensor:
         memory = self._memories.host if on_host else self._memories.compute

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.hints import reason, refuse_unknown, shown
-from h2o_flexgen.jobs.line import CHAT, COMPLETIONS, EMBEDDINGS, URLS, read_json
+from h2o_flexgen.jobs.line import EVERY_URL, URLS, read_json
 from h2o_flexgen.jobs.openai_answers import Said
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.server.batches.batch_threads import BatchWork
@@ -214,7 +214,7 @@ class NewBatch:
         except ValueError as error:
             raise Refused(bad_request(str(error))) from error
         file_id = _one_of(given, INPUT, str, "the id of a file")
-        endpoint = _one_of(given, ENDPOINT, (COMPLETIONS, CHAT, EMBEDDINGS), f"one of {URLS}")
+        endpoint = _one_of(given, ENDPOINT, EVERY_URL, f"one of {URLS}")
         _one_of(given, COMPLETION_WINDOW, (WINDOW,), f'"{WINDOW}"')
         return cls(file_id, endpoint, _metadata(given.get(METADATA)))
 
