@@ -3,6 +3,10 @@ are not, in turn.
 
     python benchmarks/held.py                       # SmolLM2 (scripts/fetch_smollm2), 64 rows, a few minutes
     python benchmarks/held.py --model demo --rows 8 --rounds 2 --output benchmarks/results
+    python benchmarks/held.py --ahead --rows 8      # what tokens bring that are taken without asking the model
+
+With --ahead rows come and go in one block, and the figures are tokens per second where tokens that must come are taken several
+at a time, beside the same job where each takes a pass.
 
 The schema is that of a list of persons, so long that no text ends. Beside the seconds of a step stand those that the thread
 takes to make the masks of a step, and those that the head waits for them. The figures are medians. The last line is one JSON
@@ -16,7 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -31,7 +35,10 @@ from benchmarks.comparison.command import commit
 from benchmarks.instructions import processor_slug
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.core.files import write_text
+from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.masks import BatchMasks
+from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.profiling.measure import describe_machine
 
 AIM = 0.03  # of a step's time
@@ -93,6 +100,46 @@ def measured(llm: LLM, rows: int, tokens: int, rounds: int, temperature: float) 
     return free, held
 
 
+def streamed(llm: LLM, rows: int, tokens: int, rounds: int, temperature: float) -> dict[str, Any]:
+    """Tokens per second of rows that come and go, with and without tokens that are taken ahead, round by round."""
+    requests = [
+        Request(
+            f"Here are {number + 2} persons as JSON:\n",
+            SamplingParams(
+                tokens // 2 + number * 7 % tokens, temperature, ignore_eos=True, structured_outputs={"json": SCHEMA}
+            ),
+        )
+        for number in range(2 * rows)
+    ]
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    passes: dict[bool, int] = {}
+    for number in range(rounds + 1):
+        for ahead, none in ((True, nullcontext()), (False, patch.object(SeatedRows, "_room_ahead", lambda rows: 0))):
+            ticks, begun = list[Tick](), time.perf_counter()
+            with none:
+                done = sum(len(one.token_ids) for one in llm.generate_stream(requests, seed=number, on_tick=ticks.append))
+            passes[ahead] = len(ticks)
+            if number:  # the first is to warm up
+                rates[ahead].append(done / (time.perf_counter() - begun))
+    fast, slow = median(rates[True]), median(rates[False])
+    return {
+        "tokens_per_second_one_by_one": round(slow, 1),
+        "tokens_per_second_ahead": round(fast, 1),
+        "gain": round(fast / slow - 1, 4),
+        "passes_one_by_one": passes[False],
+        "passes_ahead": passes[True],
+    }
+
+
+def about(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "threads": args.threads,
+        "machine": describe_machine(llm.device),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+    }
+
+
 def as_json(llm: LLM, args: argparse.Namespace, free: Seconds, held: Seconds) -> dict[str, Any]:
     plain, with_masks = median(free.steps), median(held.steps)
     return {
@@ -107,10 +154,7 @@ def as_json(llm: LLM, args: argparse.Namespace, free: Seconds, held: Seconds) ->
         "us_to_make_a_mask": round(1e6 * median(held.made) / args.rows, 2),
         "ms_waited_at_the_head": round(1e3 * median(held.waited), 3),
         "steps": len(held.steps),
-        "threads": args.threads,
-        "machine": describe_machine(llm.device),
-        "commit": commit(),
-        "date": date.today().isoformat(),
+        **about(llm, args),
     }
 
 
@@ -122,13 +166,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ahead", action="store_true", help="measure tokens that are taken without asking the model")
+    parser.add_argument("--percent", type=float, nargs=6, help="where weights, KV and activations lie (default: in memory)")
     parser.add_argument("--output", help="also write a JSON document into this folder")
     args = parser.parse_args(argv)
-    with LLM(args.model, gpu_batch_size=args.rows, num_gpu_batches=1, threads=args.threads) as llm:
-        document = as_json(llm, args, *measured(llm, args.rows, args.tokens, args.rounds, args.temperature))
+    asked = args.rows, args.tokens, args.rounds, args.temperature
+    with LLM(args.model, gpu_batch_size=args.rows, num_gpu_batches=1, threads=args.threads, percent=args.percent) as llm:
+        if args.ahead:
+            told = {"model": args.model, "rows": args.rows, "percent": args.percent, "temperature": args.temperature}
+            document = {**told, **streamed(llm, *asked), **about(llm, args)}
+            line = f"{document['tokens_per_second_ahead']} tokens/s instead of {document['tokens_per_second_one_by_one']}"
+        else:
+            document = as_json(llm, args, *measured(llm, *asked))
+            line = f"a step {document['ms_of_a_step']} ms, held {document['ms_of_a_held_step']} ms: {document['cost']:+.1%}"
     if args.output:
-        write_text(Path(args.output) / f"held-{processor_slug()}.json", json.dumps(document, indent=1) + "\n")
-    print(f"a step {document['ms_of_a_step']} ms, held {document['ms_of_a_held_step']} ms: {document['cost']:+.1%}")
+        name = f"held-{'ahead-' * args.ahead}{processor_slug()}.json"
+        write_text(Path(args.output) / name, json.dumps(document, indent=1) + "\n")
+    print(line)
     print(json.dumps(document))
     return 0
 

@@ -104,7 +104,7 @@ def hold_contract(case: Case, growth: Sequence[int], checkpoints: Checkpoints, o
         completions = streamed(llm, requests_of(case, growth))
         assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     compare_each_alone(case, growth, checkpoints, completions)
-    assert len(logits) == sum(growth)
+    assert len(logits) == sum(growth) or (case.held and len(logits) < sum(growth)), "only what must come is not asked for"
 
 
 def test_who_is_done_is_handed_out_at_once_and_seats_are_taken_again(checkpoints: Checkpoints, offload: Path) -> None:

@@ -420,7 +420,7 @@ class Engine:
         batch, policies = block.batches[place], [level.policy for level in planned.levels]
         there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back, masks
         if isinstance(rows, Waiting):
-            return SeatedRows(place, batch, rows, prefixes, *there)
+            return SeatedRows(place, batch, rows, prefixes, *there, planned.schedule.traffic.spares_passes(place))
         return BatchRows(batch, [rows[row] for row in batch.rows], *there)
 
     def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:
@@ -579,7 +579,8 @@ class Engine:
         if self._is_asking(visit, part, state):
             return partial(state.asked.ask, visit.batch, cache, part.levels)
         is_all = len(state.rows[visit.batch].parts) == 1
-        return partial((cache if is_all else _cache_of(part, cache)).attend, part.levels)
+        own = cache if is_all else _cache_of(part, cache)
+        return partial(own.attend_in_turn, part.levels, part.ahead) if part.ahead else partial(own.attend, part.levels)
 
     def _layer(
         self,
@@ -641,7 +642,7 @@ class Engine:
     ) -> Tensor:
         """Computes a part, or a piece of it: `hidden` has the states of its tokens."""
         chosen = chosen or partial(self._weights_for(visit).wanted.chose, visit)
-        positions = part.now.text_positions if piece == WHOLE else part.now.text_positions[:, piece]
+        positions = part.positions if piece == WHOLE else part.positions[:, piece]
         given = base.Given(positions, attend or base.nothing_to_attend, chosen, part.now.is_prefill, may_overwrite)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])

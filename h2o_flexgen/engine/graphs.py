@@ -161,9 +161,9 @@ class StepGraphs:
         return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 
     def take(self, rows: BatchRows) -> bool:
-        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them."""
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, with a token of each."""
         (part, *others) = rows.parts
-        return not others and not part.now.is_prefill and self.given_up is None
+        return not others and not part.now.is_prefill and not part.ahead and self.given_up is None
 
     def is_past(self, task: Task) -> bool:
         """Whether a chain has computed it."""

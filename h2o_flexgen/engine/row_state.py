@@ -51,6 +51,7 @@ class RowState:
         self._ends_with_token = False  # which belongs to no text
         self._streamed = streamed
         self.forced = tuple(forced)  # its first tokens, given instead of picked; they never end it
+        self.ahead = 0  # its newest tokens that were taken without asking the model, and are not computed yet but for the first
         self._known: list[tuple[int, StepLogprobs | None]] = []  # tokens generated before the row started again
         self._tokenizer = tokenizer
         self._decoder: TextDecoder = tokenizer if params.skip_special_tokens else WithSpecials(tokenizer)
@@ -157,6 +158,16 @@ class RowState:
             return self.known[0]
         return self.forced[self.num_generated] if self.num_generated < len(self.forced) else None
 
+    @property
+    def only_token(self) -> int | None:
+        """The next token, where the model need not be asked: no other may come, and none of its numbers are to be told."""
+        if self.constraint is None or self.finished or self.params.logprobs is not None:
+            return None
+        if self.params.allowed_token_ids is not None:
+            return None  # perhaps it may not come either, which is an error
+        token = self.constraint.only_token
+        return None if token in self.history.ends else token
+
     def start_anew(self) -> None:
         """Starts again at the prompt, when the row's cache is lost. The tokens generated so far are replayed, not picked again:
         beside other rows the last bits of logits differ, and could give other tokens."""
@@ -164,6 +175,7 @@ class RowState:
         silent: list[StepLogprobs | None] = [None] * self.num_generated
         self._known[: self.num_generated] = zip(self.token_ids, self.logprobs or silent, strict=True)
         del self.seen[self.prompt_len :]
+        self.ahead = 0
         self.logprobs = []
         if self.constraint is not None:
             self.constraint.restart()

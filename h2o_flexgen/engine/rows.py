@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,13 @@ OnToken = Callable[[int, int, str | None], object]  # row, token, new text if th
 OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a copy of its logits (vocab,)
 
 
+class TokensAhead(NamedTuple):
+    """A token of each of some neighbouring rows that follows others of its row in a decode step."""
+
+    rows: slice  # their places in the batch
+    levels: tuple[KVStep, ...]  # the step of these rows and tokens alone
+
+
 @dataclass(frozen=True)
 class RowsPart:
     """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts; or one piece by piece. Or a
@@ -42,6 +50,23 @@ class RowsPart:
     tokens: Tensor  # (rows, tokens)
     prefix: int | None = None  # the number of its group
     at_once: int | None = None  # the most tokens that a layer computes at once; None: all
+    ahead: tuple[TokensAhead, ...] = ()  # in a decode step: each token is a row of `tokens` of its own, behind the others
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The positions of all tokens in their texts."""
+        own = self.now.text_positions
+        return torch.cat([own, *(one.levels[0].text_positions for one in self.ahead)]) if self.ahead else own
+
+    def on(self, device: Device) -> RowsPart:
+        """The same, on another device."""
+        target = device.torch_device
+
+        def there(levels: Iterable[KVStep]) -> tuple[KVStep, ...]:
+            return tuple(now.on(target, device.upload) for now in levels)
+
+        ahead = tuple(one._replace(levels=there(one.levels)) for one in self.ahead)
+        return replace(self, levels=there(self.levels), tokens=self.tokens.to(target, non_blocking=True), ahead=ahead)
 
     @property
     def pieces(self) -> tuple[slice, ...]:
@@ -89,6 +114,7 @@ class BatchRows:
         self._upload, self._read_back = upload, read_back
         self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
         self._mask_maker = masks
+        self._most_ahead = 0  # tokens that a row may take without asking the model
         self.parts = self._prompts(plan.prefill_tokens)
         self._masks = self._begin_masks()
 
@@ -141,9 +167,10 @@ class BatchRows:
 
     def changed(self, level: int) -> tuple[int, int]:
         """The range of slots that this step writes in the heads of a level, over all rows."""
-        if len(self.parts) == 1:
+        if len(self.parts) == 1 and not self.parts[0].ahead:
             return self.parts[0].levels[level].slots.changed
-        ranges = [part.levels[level].slots.changed for part in self._own_parts]
+        steps = ((part.levels, *(one.levels for one in part.ahead)) for part in self._own_parts)
+        ranges = [levels[level].slots.changed for of_part in steps for levels in of_part]
         return min(first for first, _ in ranges), max(last for _, last in ranges)
 
     @property
@@ -177,7 +204,19 @@ class BatchRows:
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
         """The hidden states of each row's last token, for logits: (rows, width)."""
-        return torch.cat([_last(part, states) for part, states in self.split(hidden) if part.prefix is None])
+        return torch.cat([self._last(part, states) for part, states in self.split(hidden) if part.prefix is None])
+
+    def _last(self, part: RowsPart, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] > 1:
+            return hidden[part.now.row_index, part.now.lengths[:, 0, 0] - 1]
+        if not part.ahead:
+            return hidden[:, 0]
+        last, place = [*range(part.now.rows)], part.now.rows
+        for later in part.ahead:
+            count = later.rows.stop - later.rows.start
+            last[later.rows] = range(place, place + count)
+            place += count
+        return self.at(last, hidden[:, 0])
 
     def note_prefixes(self, hidden: Tensor) -> None:
         """Keeps the hidden states of shared prefixes that are computed now, for rows that ask for their log-probabilities."""
@@ -238,7 +277,8 @@ class BatchRows:
         on_logits: OnLogits | None = None,
     ) -> int:
         """Picks a token for every growing row without a given one, drops finished rows, and returns the number of tokens. A row
-        that starts again is given the tokens it had, and listeners do not get them again."""
+        that starts again is given the tokens it had, and listeners do not get them again. Behind its token a row takes those
+        that must follow, unless a listener is to have their logits."""
         growing = self.growing()
         rows = self._rows if len(growing) == len(self._rows) else [self._rows[place] for place in growing]
         params, indices, histories = zip(*[(row.params, row.index, row.history) for row in rows])
@@ -255,8 +295,25 @@ class BatchRows:
                 text = row.push(token, logprobs if known is None else known[1])
             if known is None and on_token is not None:
                 on_token(row.row, token, text)
+        ahead = 0
+        if self._most_ahead and on_logits is None:
+            ahead = sum(self._run_ahead(rows, place, on_token) for place, row in enumerate(rows) if row.constraint is not None)
         self._drop(step, growing)
-        return len(rows)
+        return len(rows) + ahead
+
+    def _run_ahead(self, rows: Sequence[RowState], place: int, on_token: OnToken | None) -> int:
+        """Takes the tokens of a row that must come next, and returns their number. The next pass computes them with the one
+        before."""
+        row = rows[place]
+        row.ahead = 0
+        with _naming(rows, place):
+            while row.ahead < self._most_ahead and (token := row.only_token) is not None:
+                known = row.known
+                row.ahead += 1
+                text = row.push(token, None if known is None else known[1])
+                if known is None and on_token is not None:
+                    on_token(row.row, token, text)
+        return row.ahead
 
     def _begin_masks(self) -> BatchMasks | None:
         """Asks for the masks of the next tokens."""
@@ -327,12 +384,6 @@ def padded(rows: Sequence[RowState], lengths: Sequence[int], readings: int = 1) 
     return tokens.repeat(1, readings)
 
 
-def _last(part: RowsPart, hidden: Tensor) -> Tensor:
-    if hidden.shape[1] == 1:
-        return hidden[:, 0]
-    return hidden[part.now.row_index, part.now.lengths[:, 0, 0] - 1]
-
-
 class PartsThere:
     """The parts of a step on a device other than the one that picked their tokens. It serves one device. The data of a step are
     copied to it once for all its layers."""
@@ -344,8 +395,6 @@ class PartsThere:
     def of(self, batch: int, part: RowsPart) -> RowsPart:
         known = self._known.get((batch, part.rows.start))
         if known is None or known[0] is not part:
-            target = self._device.torch_device
-            levels = tuple(now.on(target, self._device.upload) for now in part.levels)
-            known = part, replace(part, levels=levels, tokens=part.tokens.to(target, non_blocking=True))
+            known = part, part.on(self._device)
             self._known[batch, part.rows.start] = known
         return known[1]

@@ -9,6 +9,7 @@ and that is not kept yet, is a part of its own before theirs; it may begin with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, padded
+from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, TokensAhead, padded
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import KVStep, Upload
@@ -49,7 +50,7 @@ def held_bytes(planned: BlockPlan, rows: Sequence[tuple[RowState, SeatNeed | Non
 
 def _slots(planned: BlockPlan, level: int, row: RowState, need: SeatNeed) -> int:
     """Slots that a row holds in each head of a level, between two passes."""
-    return planned.levels[level].policy.alone(need).counts(row.num_generated)[0]
+    return planned.levels[level].policy.alone(need).counts(row.num_generated - row.ahead)[0]
 
 
 class SeatedRows(BatchRows):
@@ -66,7 +67,9 @@ class SeatedRows(BatchRows):
         upload: Upload,
         read_back: Callable[[Tensor], Tensor],
         masks: MaskMaker | None = None,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: rows take tokens that must come without asking the model."""
         self._place = place
         self._prefixes = prefixes
         self._copies = plan.copies_prefixes
@@ -76,8 +79,15 @@ class SeatedRows(BatchRows):
         self._shared: dict[int, SharedPrefix | None] = {}  # what each row shares
         self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
         super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back, masks)
+        self._most_ahead = self._room_ahead() if runs_ahead else 0
         if not self._rows:
             self.last_step = 0  # no row came
+
+    def _room_ahead(self) -> int:
+        """The tokens of each row for which there is room in a pass beside the newest: where all have their prompts read, there
+        is room for those."""
+        longest = 0 if self._batch.seats is None else self._batch.seats.longest_prompt
+        return max(0, min(longest, self._prefill_tokens // self._batch.size) - 1)
 
     def _prompts(self, tokens: int) -> tuple[RowsPart, ...]:
         return self._next_parts(0)
@@ -85,7 +95,7 @@ class SeatedRows(BatchRows):
     def _next_parts(self, step: int) -> tuple[RowsPart, ...]:
         """The decode step of the rows that stay, and the prompts of the new rows."""
         staying = slice(len(self._rows))
-        parts = (RowsPart(staying, self._decoding(), self._newest[:, None]),) if self._rows else ()
+        parts = (self._decoding(staying),) if self._rows else ()
         return (*parts, *self._join(), *(self._reading(rows) for rows in self._together(staying.stop)))
 
     def _join(self) -> list[RowsPart]:
@@ -112,9 +122,25 @@ class SeatedRows(BatchRows):
         levels = self._steps_of(slots, () if source is None else (source,), capacity=length)
         return RowsPart(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
 
-    def _decoding(self) -> tuple[KVStep, ...]:
-        each, steps = [self._slots[row.row] for row in self._rows], [row.num_generated for row in self._rows]
-        prefixes = () if self._copies else [self._shared[row.row] for row in self._rows]
+    def _decoding(self, staying: slice) -> RowsPart:
+        """The step of the rows that stay, with what they have taken ahead."""
+        levels = self._steps_at([(row, row.num_generated - row.ahead) for row in self._rows])
+        most = max(row.ahead for row in self._rows)
+        if not most:
+            return RowsPart(staying, levels, self._newest[:, None])
+        ahead, tokens = list[TokensAhead](), list[int]()
+        for turn in range(most):
+            for rows in _neighbours([turn < row.ahead for row in self._rows]):
+                own = [(row, row.num_generated - row.ahead + turn + 1) for row in self._rows[rows]]
+                ahead.append(TokensAhead(rows, self._steps_at(own)))
+                tokens += [row.seen[row.prompt_len + step - 1] for row, step in own]
+        all_tokens = torch.cat((self._newest, self._uploaded(torch.tensor(tokens))))
+        return RowsPart(staying, levels, all_tokens[:, None], ahead=tuple(ahead))
+
+    def _steps_at(self, rows: Sequence[tuple[RowState, int]]) -> tuple[KVStep, ...]:
+        """The decode step of rows that are each at a step of their own."""
+        each, steps = [self._slots[row.row] for row, _ in rows], [step for _, step in rows]
+        prefixes = () if self._copies else [self._shared[row.row] for row, _ in rows]
         return self._steps_of((Occupancy.apart([*zip(slots, steps)]) for slots in zip(*each)), prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
@@ -165,6 +191,16 @@ class SeatedRows(BatchRows):
 
     def _keep(self, places: Sequence[int]) -> None:
         """The seats stay as they are, whichever row leaves."""
+
+
+def _neighbours(are_meant: Sequence[bool]) -> Iterator[slice]:
+    """The ranges of neighbouring places that are meant."""
+    start = 0
+    for is_meant, own in groupby(are_meant):
+        count = len([*own])
+        if is_meant:
+            yield slice(start, start + count)
+        start += count
 
 
 def _first(slots: Occupancy, need: SeatNeed) -> StepSlots:

@@ -60,6 +60,17 @@ class LayerCache:
             _put(out, heads, cache.attend(now[level], tokens.of_heads(heads)))
         return out.flatten(2)
 
+    def attend_in_turn(self, now: Steps, ahead: Sequence[tuple[slice, Steps]], tokens: NewTokens) -> Tensor:
+        """A decode step, and behind it tokens that follow the newest ones of some rows, each as in a later step. What rows hold
+        afterwards, and what each token has seen, is what it would be with a pass for each token."""
+        start = now[0].rows
+        out = [self.attend(now, tokens.of_rows(slice(start)))]
+        for rows, own in ahead:
+            end = start + own[0].rows
+            out.append(self.part(rows).attend(own, tokens.of_rows(slice(start, end))))
+            start = end
+        return torch.cat(out)
+
     def share(self, prefixes: Mapping[int, LayerCache]) -> None:
         """Sets the prefixes that rows share now."""
         self.prefixes = prefixes

@@ -72,6 +72,11 @@ class NewTokens:
         x = None if self.x is None else self.x[:, tokens]
         return replace(self, q=self.q[:, tokens], k=self.k[:, tokens], v=self.v[:, tokens], x=x)
 
+    def of_rows(self, rows: slice) -> NewTokens:
+        """All tokens of some rows."""
+        x = None if self.x is None else self.x[rows]
+        return replace(self, q=self.q[rows], k=self.k[rows], v=self.v[rows], x=x)
+
     def of_heads(self, heads: Tensor) -> NewTokens:
         """Some KV heads, with the queries of their groups."""
         kv_heads, sinks = self.k.shape[2], self.sink_scores

@@ -17,6 +17,10 @@ class Constraint(Protocol):
     def is_over(self) -> bool:
         """Whether it is whole, and nothing but its end may follow."""
 
+    @property
+    def only_token(self) -> int | None:
+        """The one token that may come next; None if there are several or none, or if the text may end here."""
+
     def take(self, token: int) -> None:
         """Takes the next token of the text. A ConstraintBroken refuses one that may not come."""
 

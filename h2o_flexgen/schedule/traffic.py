@@ -142,6 +142,12 @@ class Traffic:
     def kv_on_disk(self, layer: int, batch: int) -> bool:
         return self.kv.get((layer, batch)) == DISK
 
+    def spares_passes(self, batch: int) -> bool:
+        """Whether a pass fewer moves less: weights come for each pass, and keys and values stay where they are. Otherwise a
+        step that stores more than the newest of each row would move more than it spares."""
+        keeps = not any(self.moves_kv(*place) for place in self.kv if place[1] == batch)
+        return keeps and any(map(self.moves_weights, range(self.layers)))
+
     def moves_hidden(self, batch: int) -> bool:
         return bool(self.hidden) and (self.hidden[batch] == DISK or (self.accelerator and self.hidden[batch] == HOST))
 

@@ -257,6 +257,18 @@ class HeldText:
     def is_over(self) -> bool:
         return self._matcher.is_stopped()
 
+    @property
+    def only_token(self) -> int | None:
+        if self.is_whole or not self._matcher.compute_ff_bytes():
+            return None  # the next byte is open, and so is the token
+        if forced := self._matcher.compute_ff_tokens():
+            return forced[0]  # which masks have alone
+        self._make_mask()
+        places = [place for place, word in enumerate(self._words) if word]
+        if len(places) != 1 or (word := self._words[places[0]]) & (word - 1):
+            return None
+        return places[0] * WORD_BITS + word.bit_length() - 1
+
     def take(self, token: int) -> None:
         if not self._matcher.consume_token(token):
             self._refuse_broken()

@@ -125,6 +125,27 @@ def test_a_row_is_whole_over_and_forgotten(tokenizer: Tokenizer) -> None:
     assert [held.holds(text) for text in ("is", "isis", "i", "isi", "")] == [True, True, False, False, False]
 
 
+def test_the_only_token_that_may_come_is_known_without_a_mask(tokenizer: Tokenizer) -> None:
+    """It is the one of the mask, and wherever a mask has one token, and the text may not end, it is known."""
+    vocab, singles = 500, 0
+    for place, what in enumerate((*(own for own, _ in HELD.values()), asked(regex="FIXED TEXT[0-9]{2}, and more of it"))):
+        random, held, words = Random(place), tokenizer.grammars.constraint(what, [1]), room_for_mask(vocab)
+        for _ in range(40):
+            only = held.only_token
+            held.write_mask(words)
+            may_come = [token for token in allowed(words) if token != 1]
+            is_single = len(may_come) == 1 and not held.is_whole
+            assert only == (may_come[0] if is_single else None)
+            singles += is_single
+            if not may_come:
+                break
+            held.take(random.choice(may_come))
+            if held.is_over:
+                assert held.only_token is None
+                break
+    assert singles > 20
+
+
 def test_a_token_that_may_not_come_is_refused(tokenizer: Tokenizer) -> None:
     held = tokenizer.grammars.constraint(asked(regex="[0-9]+"), [])
     wrong = tokenizer.encode_more("a")[-1]
