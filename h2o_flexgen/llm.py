@@ -46,8 +46,8 @@ from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, Own
 from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, Truncate, most_read, read_truncate
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.loaded_model import LoadedModel
-from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
-from h2o_flexgen.session.options import arguments_of, asked_plan, name_of, what_is_searched
+from h2o_flexgen.session.open_request import PREFIX_BYTES, ModelRequest, OpenRequest, SiteRequest
+from h2o_flexgen.session.options import adapters_of, arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.session.plan_finder import AutoPlan
 from h2o_flexgen.text.answer_reader import with_message
 from h2o_flexgen.text.dialogue import choose_style
@@ -82,6 +82,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         tokenizer: str | Path = AUTO,
+        adapter: str | Path | Sequence[str | Path] | None = None,
         percent: Sequence[float] | str | None = None,
         plan: Plan | None = None,
         dtype: str | torch.dtype = "auto",
@@ -89,6 +90,8 @@ class LLM:
         gpu_mem: int | str | None = None,
         cpu_mem: int | str | None = None,
         offload_dir: str | Path | None = None,
+        prefix_dir: str | Path | None = None,
+        prefix_dir_size: int | str = PREFIX_BYTES,
         dummy_weights: bool = False,
         overlap: bool = True,
         threads: int | None = None,
@@ -99,8 +102,9 @@ class LLM:
         """`threads` compute on the CPU, for the whole process (default: torch's number). `trace`: the trace of a run on a GPU
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
-        the path of a file, or "own", the file beside the model. Arguments of vLLM and llama-cpp-python that change nothing here
-        are accepted."""
+        the path of a file, or "own", the file beside the model. `adapter`: the folder of a LoRA that is merged, or several;
+        "=0.5" behind one is its weight. `prefix_dir`: where prefixes that requests share outlive the process. Arguments of vLLM
+        and llama-cpp-python that change nothing here are accepted."""
         given = {name: value for name, value in (("model", model), ("threads", threads)) if value is not None}
         own = OwnOptions.of({**plan_options, **given})
         plan_options = {name: value for name, value in own.options.items() if name not in OF_CONSTRUCTORS}
@@ -109,8 +113,9 @@ class LLM:
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), source)
         asked = asked if overlap else asked.without_overlap()
         searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
-        named = ModelRequest(source, source, dummy_weights, dtype_called(dtype), name_of("tokenizer", tokenizer))
-        site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir)
+        how = dtype_called(dtype), name_of("tokenizer", tokenizer), adapters_of(adapter)
+        named = ModelRequest(source, source, dummy_weights, *how)
+        site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir, prefix_dir, prefix_dir_size)
         self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage), searched)
         own.refuse_longer(self.spec.max_positions, self.name)
 

@@ -22,10 +22,10 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
 
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
 `compare.py`, `checkpoints.py`, `steps.py`, `planner.py`, `products.py`, `host.py`, `eviction.py --quality`,
-`published.py --gpus`, `published_mixtures.py`, `published_data_wrangling.py`, `serving.py` and `moe.py` in benchmarks write
-brings a table of its own. Besides, what `moe.py` writes is a line in the table of all mixtures, what `compare.py` writes a
-column in that of all comparisons (on a GPU: lines in a table of their own), and what `steps.py` writes a line for each number
-of rows in that of all steps.
+`published.py --gpus`, `published_mixtures.py`, `published_data_wrangling.py`, `serving.py`, `lasting.py` and `moe.py` in
+benchmarks write brings a table of its own. Besides, what `moe.py` writes is a line in the table of all mixtures, what
+`compare.py` writes a column in that of all comparisons (on a GPU: lines in a table of their own), and what `steps.py` writes a
+line for each number of rows in that of all steps.
 """
 
 from __future__ import annotations
@@ -260,6 +260,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "published data wrangling": _table_of_its_own,
     "eviction and quality": _table_of_its_own,
     "serving": _table_of_its_own,
+    "lasting": _table_of_its_own,
     "moe": _with_headline,
 }
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from h2o_flexgen.checkpoints.adapters import NO_ADAPTERS, Adapters
 from h2o_flexgen.checkpoints.convert import convert
 from h2o_flexgen.checkpoints.derived import Copy
 from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
@@ -21,12 +22,11 @@ from h2o_flexgen.checkpoints.named_tensors import each_expert, heads_apart, matr
 from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
-from h2o_flexgen.checkpoints.stored_architecture import USUAL_NAMES, GgufModel, TensorNames
+from h2o_flexgen.checkpoints.stored_architecture import USUAL_NAMES, GgufModel, TensorNames, bare_name
 from h2o_flexgen.checkpoints.stored_tensors import DECODED, Located, StoredAs, StoredMatrix, StoredTensor, unchecked
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.table import PLAIN
-
-BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # missing in base models' files, added with a head
 
 
 class WeightSource(Protocol):
@@ -83,7 +83,7 @@ class Checkpoint:
         self._tensors, self._matrices = tensors, matrices or {}
         self._by_bare_name: dict[str, list[str]] = defaultdict(list)
         for name in (*self._tensors, *self._matrices):
-            self._by_bare_name[_bare_name(name)].append(name)
+            self._by_bare_name[bare_name(name)].append(name)
 
     @property
     def dtype(self) -> str:
@@ -122,9 +122,10 @@ class Checkpoint:
 
     def stored_as(self, name: str) -> StoredAs:
         found = self._find(name)
-        if isinstance(found, StoredMatrix):
+        if isinstance(found, StoredMatrix) and found.merged is None:
             return StoredAs(1, found.format)
-        return StoredAs(DTYPE_BYTES[found.dtype])
+        itemsize = DTYPE_BYTES[found.dtype] if isinstance(found, StoredTensor) else FLOAT_BYTES
+        return StoredAs(itemsize, is_merged=found.merged is not None)
 
     def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
         return {tensor.name: self.located(tensor) for tensor in tensors}
@@ -149,6 +150,8 @@ class Checkpoint:
 
     def _is_there(self, tensor: TensorSpec) -> bool:
         stored = self._find(tensor.name)
+        if stored.merged is not None:
+            return False
         if isinstance(stored, StoredTensor):
             return tensor.format == PLAIN and stored.arranged is None
         return stored.is_in_place and stored.format == tensor.format
@@ -180,18 +183,15 @@ class Checkpoint:
     def _places(self, name: str) -> Sequence[str]:
         """The names that the checkpoint may have for a tensor."""
         known = name in self._tensors or name in self._matrices
-        return [name] if known else self._by_bare_name.get(_bare_name(name), [])
-
-
-def _bare_name(name: str) -> str:
-    for prefix in BASE_PREFIXES:
-        if name.startswith(prefix):
-            return _bare_name(name.removeprefix(prefix))
-    return name
+        return [name] if known else self._by_bare_name.get(bare_name(name), [])
 
 
 def folder_checkpoint(
-    folder: Path, copy: Copy | None = None, quantisation: Quantisation | None = None, names: TensorNames = USUAL_NAMES
+    folder: Path,
+    copy: Copy | None = None,
+    quantisation: Quantisation | None = None,
+    names: TensorNames = USUAL_NAMES,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Checkpoint:
     """Reads and checks every header in a folder of safetensors."""
     shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # named by its manifest
@@ -201,7 +201,7 @@ def folder_checkpoint(
     held = {file: {tensor.name: tensor for tensor in read(file)} for file in shards.files}
     shards.check(held)
     tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
-    found = find_matrices(quantisation, tensors)
+    found = adapters.on(find_matrices(quantisation, tensors), names, folder)
     apart = heads_apart(each_expert(found.tensors, names), matrices_of_each(found.matrices, names), names)
     return Checkpoint(folder, *apart, copy)
 
@@ -212,20 +212,23 @@ def open_checkpoint(
     progress: Progress | None = None,
     names: TensorNames = USUAL_NAMES,
     read: Callable[[Path], Gguf] = read_gguf,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Checkpoint:
     """Opens safetensors and GGUF files directly, and .bin files through a converted copy in `cache_dir`, which is made once.
-    `names` are those of the model's architecture; a GGUF file is not read without them. `read` reads its header."""
+    `names` are those of the model's architecture; a GGUF file is not read without them. `read` reads its header. `adapters` are
+    merged into matrices when these are copied."""
     if is_gguf(place):
+        adapters.refuse("a GGUF file")
         assert names.gguf is not None, names
         return Checkpoint(place, *heads_apart(*stored_in(GgufModel(read(place), names.gguf, names.model_type)), names))
     if not place.is_dir():
         raise ValueError(f"model folder {place} does not exist")
     quantisation = folder_quantisation(place)
     if any((place / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
-        return folder_checkpoint(place, quantisation=quantisation, names=names)
+        return folder_checkpoint(place, quantisation=quantisation, names=names, adapters=adapters)
     if any((place / name).exists() for name in (TORCH.single, TORCH.index)):
         copy = convert(place, cache_dir, progress)
-        return folder_checkpoint(copy.path, copy, quantisation, names)
+        return folder_checkpoint(copy.path, copy, quantisation, names, adapters)
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
     advice = "give another folder, or dummy weights (--dummy-weights)"
     raise ValueError(f"{place} has no weights: none of {looked_for} is there; {advice}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from h2o_flexgen.checkpoints.file_reading import PART_BYTES, read_range, read_rows, read_whole
-from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import Added, StoredMatrix, StoredTensor
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import Sectioned, parts_of_sections, section_starts
 from h2o_flexgen.formats.table import FORMATS
@@ -23,6 +23,11 @@ def stored_values(stored: StoredTensor | StoredMatrix, together: int) -> Iterato
     """The rows (rows, columns), some times `together` of them at once but for the last ones."""
     if isinstance(stored, StoredTensor):
         return _plain(stored, together)
+    rows = _decoded_rows(stored, together)
+    return rows if stored.added is None else _with_added(rows, stored.added)
+
+
+def _decoded_rows(stored: StoredMatrix, together: int) -> Iterator[torch.Tensor]:
     format = FORMATS[stored.format]
     if isinstance(format, Blocked):
         return _blocked(format, stored, together)
@@ -30,20 +35,30 @@ def stored_values(stored: StoredTensor | StoredMatrix, together: int) -> Iterato
     return _sectioned(format, stored, -(-CUTS // together) * together)
 
 
+def _with_added(each: Iterable[torch.Tensor], added: Added) -> Iterator[torch.Tensor]:
+    first = 0
+    for rows in each:
+        yield added.to(first, rows)
+        first += len(rows)
+
+
 def plain_rows(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:
-    """The rows in the type of the file, some times `together` of them at once but for the last ones."""
+    """The rows in the type of the file, or in float32 where something is added to them, some times `together` of them at once
+    but for the last ones."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if stored.arranged is not None:  # rows lie in no range, so all are read, which are those of an expert or of an attention
         yield from stored.arranged.of(_whole(stored, dtype)).split(_rows_at_once(stored.shape[1], together))
         return
-    for rows in read_rows(stored, stored.shape[-1] * dtype.itemsize, together):
-        yield rows.view(dtype)
+    each = (rows.view(dtype) for rows in read_rows(stored, stored.shape[-1] * dtype.itemsize, together))
+    yield from each if stored.added is None else _with_added(each, stored.added)
 
 
 def _whole(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    if stored.matrix is None:
-        return read_whole(stored).view(dtype)
-    return torch.cat([values.to(dtype) for values in stored_values(stored.matrix, 1)])
+    if stored.matrix is not None:
+        rows = stored_values(stored.matrix, 1)
+        return torch.cat([*rows] if stored.merged is not None else [values.to(dtype) for values in rows])
+    values = read_whole(stored).view(dtype)
+    return values if stored.added is None else stored.added.to(0, values.view(stored.added.shape)).flatten()
 
 
 def _plain(stored: StoredTensor, together: int) -> Iterator[torch.Tensor]:

@@ -18,9 +18,9 @@ from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
 from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import Progress, advancing, require_free_space
 from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
-from h2o_flexgen.checkpoints.stored_tensors import Located, StoredAs, StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import DECODED, Located, StoredAs, StoredMatrix, StoredTensor
 from h2o_flexgen.core.buffer_layout import aligned
-from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.formats.table import FORMATS, PLAIN, chosen_format
 from h2o_flexgen.kernels.operations import encode
 
@@ -43,14 +43,24 @@ class PackedCheckpoint:
         self._checkpoint = checkpoint
         self._progress, self._renewing = progress, renewing
         self._tensors = checkpoint.to_write(spec)
+        self._dtype = spec.dtype
         asked = json.dumps([NAMING, *map(self._asked, self._tensors.values())])
         purpose = f"pack the weights of {checkpoint.place}"
         self._folder = DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, purpose, asked, cache_dir)
 
     def _asked(self, tensor: TensorSpec) -> tuple[object, ...]:
         """What a copy depends on. It is not the layout of a format: a copy of an older layout has the same name."""
-        origin = self._checkpoint.located(tensor).description
-        return tensor.name, tensor.shape, chosen_format(tensor.format), *origin
+        stored = self._checkpoint.located(tensor)
+        merged = () if stored.merged is None else (stored.merged.description,)
+        rounded = (self._dtype_of(tensor, stored),) if merged and tensor.format == PLAIN else ()
+        return tensor.name, tensor.shape, chosen_format(tensor.format), *stored.description, *merged, *rounded
+
+    def _dtype_of(self, tensor: TensorSpec, stored: StoredTensor | StoredMatrix) -> str:
+        """The type of plain values in a copy: that of the file, or where something is added that of computation."""
+        if stored.merged is None:
+            assert isinstance(stored, StoredTensor), stored
+            return stored.dtype
+        return self._dtype if tensor.itemsize == DTYPE_BYTES[self._dtype] else DECODED
 
     @property
     def folder(self) -> Path:
@@ -98,9 +108,7 @@ class PackedCheckpoint:
         tensor = self._tensors[packed.name]
         if tensor.format != PLAIN:
             return packed
-        stored = self._checkpoint.located(tensor)
-        assert isinstance(stored, StoredTensor), stored
-        return replace(packed, dtype=stored.dtype, shape=tensor.shape)
+        return replace(packed, dtype=self._dtype_of(tensor, self._checkpoint.located(tensor)), shape=tensor.shape)
 
     def _build(self, folder: Path) -> dict[str, dict[str, Sums]]:
         sums = {}
@@ -118,16 +126,26 @@ class PackedCheckpoint:
         tensor = self._tensors[name]
         out = torch.zeros(aligned(tensor.stored_nbytes), dtype=torch.uint8)
         stored = self._checkpoint.located(tensor)
-        if isinstance(stored, StoredTensor) and tensor.format == PLAIN:
-            torch.cat(
-                [*plain_rows(stored, 1)], out=out[: tensor.stored_nbytes].view(getattr(torch, stored.dtype)).view(tensor.shape)
-            )
+        if tensor.format == PLAIN:
+            dtype: torch.dtype = getattr(torch, self._dtype_of(tensor, stored))
+            _round(tensor, stored, out[: tensor.stored_nbytes].view(dtype).view(tensor.shape))
         elif isinstance(stored, StoredMatrix) and stored.make is not None and stored.format == tensor.format:
             stored.make(out[: tensor.nbytes])
         else:
             _encode(tensor, stored, out)
         advance(len(out))
         return out
+
+
+def _round(tensor: TensorSpec, stored: StoredTensor | StoredMatrix, out: torch.Tensor) -> None:
+    """Fills plain values; those to which something was added are rounded here, once."""
+    first = 0
+    for rows in plain_rows(stored, 1) if isinstance(stored, StoredTensor) else stored_values(stored, 1):
+        out[first : first + len(rows)] = rows
+        first += len(rows)
+    if stored.merged is not None and not bool(out.isfinite().all()):
+        problem = "would hold NaN or infinity with what adapters add to it; give other adapters"
+        raise ValueError(f"tensor {tensor.name} in {stored.file} {problem}")
 
 
 def _encode(tensor: TensorSpec, stored: StoredTensor | StoredMatrix, out: torch.Tensor) -> None:

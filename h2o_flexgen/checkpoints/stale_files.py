@@ -1,9 +1,9 @@
 """Leftovers: files on disk of processes that were killed. Every later run removes them, whatever else it does.
 
-A writer holds a lock until it has ended, however it ends: on its own random weights, on its own temporary folder, or on the
-cache in which it fills a folder. Files without a lock are leftovers. On file systems that other hosts see too, locks may belong
-to one host alone, so only files that this host wrote are removed there; their names say which host wrote them, except
-those of temporary folders, which stay there.
+A writer holds a lock until it has ended, however it ends: on its own random weights, on its own temporary folder, on a file
+that it writes beside its place, or on the cache in which it fills a folder. Files without a lock are leftovers. On file
+systems that other hosts see too, locks may belong to one host alone, so only files that this host wrote are removed there;
+their names say which host wrote them, except those of temporary folders, which stay there.
 """
 
 from __future__ import annotations
@@ -64,6 +64,30 @@ def held_folder(prefix: str, parent: Path) -> Iterator[Path]:
                     return
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def written_beside(place: Path) -> Iterator[int]:
+    """The descriptor of a new file, which takes this place when the context ends well. Until then it lies beside it, locked."""
+    descriptor, name = tempfile.mkstemp(f"{PARTIAL}{writer()}", f"{place.name}-", place.parent)
+    beside = Path(name)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield descriptor
+        os.replace(beside, place)
+    finally:
+        beside.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Removes the files of a folder that processes which were killed have left beside their places."""
+    for place in _glob(folder, f"*{PARTIAL}*"):
+        if place.is_file() and may_be_removed(place):
+            with _lock(place) as is_left, suppress(OSError):
+                if is_left:
+                    place.unlink()
 
 
 def nbytes_in(folder: Path) -> int:

@@ -232,3 +232,12 @@ class TensorNames:
 
 
 USUAL_NAMES = TensorNames()
+BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # missing in base models' files, added with a head
+
+
+def bare_name(name: str) -> str:
+    """A name without what base models' files lack of it."""
+    for prefix in BASE_PREFIXES:
+        if name.startswith(prefix):
+            return bare_name(name.removeprefix(prefix))
+    return name

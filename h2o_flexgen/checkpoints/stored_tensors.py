@@ -22,6 +22,7 @@ class StoredAs(NamedTuple):
 
     itemsize: int  # bytes of a value, where the format is plain
     format: str = PLAIN
+    is_merged: bool = False  # a copy has the values of the file with something added, in the type that is computed with
 
 
 class Segment(NamedTuple):
@@ -48,6 +49,21 @@ def unchecked(located: Located) -> Located:
     return InSegments(tuple(Segment(start, replace(stored, check=None)) for start, stored in located.segments))
 
 
+class Added(Protocol):
+    """What is added to the values that a file has of a matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix in its file."""
+
+    @property
+    def description(self) -> str:
+        """All that it depends on."""
+
+    def to(self, first: int, rows: Tensor) -> Tensor:
+        """Rows of the matrix, from this one on, with what is added to them, in float32."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """The place of one tensor's bytes."""
@@ -61,6 +77,12 @@ class StoredTensor:
     check: Check | None = field(default=None, compare=False)  # None if it is not known what was written
     arranged: Rearranged | None = None  # how it is made of the file's values; None: they are what lies there
     matrix: StoredMatrix | None = None  # it is made of the values of this one, where they are not plain
+    added: Added | None = field(default=None, compare=False)
+
+    @property
+    def merged(self) -> Added | None:
+        """What is added to the values that it is made of."""
+        return self.added if self.matrix is None else self.matrix.added
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -91,6 +113,11 @@ class StoredMatrix:
     shape: tuple[int, ...]
     sections: tuple[StoredTensor, ...]  # its bytes, in the order of the format's; or what they are made of, if `make` is there
     make: Make | None = field(default=None, compare=False)
+    added: Added | None = field(default=None, compare=False)
+
+    @property
+    def merged(self) -> Added | None:
+        return self.added
 
     @property
     def description(self) -> tuple[str, ...]:

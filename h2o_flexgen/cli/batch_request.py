@@ -24,7 +24,7 @@ from h2o_flexgen.cli.common_requests import (
     site_of,
 )
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import NOISE, PLAN, SITE, Group, Parser, add_placement, add_sizes
+from h2o_flexgen.cli.flags import NOISE, PLAN, SITE, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.hints import not_installed
@@ -373,6 +373,7 @@ def _add_plan(group: Group) -> None:
     add_sizes(group, WHERE_FOUND)
     group.option(PLAN["shared_prefixes"])
     group.option(PLAN["prefix_policy"])
+    add_prefix_folder(group)
     group.truth("--dry-run", text="check the input and print the plan and its bytes per tier; no weights are loaded")
 
 

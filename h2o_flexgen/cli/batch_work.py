@@ -17,7 +17,7 @@ from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_pr
 from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.report.entry import Entry, document_of, noted
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
-from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
+from h2o_flexgen.cli.report.summary import peaks_entry, prefix_files_entry, say_broken
 from h2o_flexgen.cli.slow import plan_reasons, say_slow, unrecorded_reason
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import open_llm, say_threads
@@ -25,6 +25,7 @@ from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.stats import Peaks
+from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.jobs.file_job import FileJob, LineReading, RequestSizes
 from h2o_flexgen.jobs.index import SOUND
@@ -77,6 +78,7 @@ class FinishedJob:
     figures: JobFigures | None  # None: nothing was left to be run
     machine: Mapping[str, object]
     peaks: Peaks | None = None  # of this process, where it computed
+    prefix_files: PrefixFileCounts | None = None  # what this process read and wrote of prefixes that outlive it
 
     @property
     def result(self) -> Settings:
@@ -88,6 +90,8 @@ class FinishedJob:
             yield from self.figures.entries()
         if self.peaks is not None:
             yield peaks_entry(self.peaks)
+        if self.prefix_files is not None:
+            yield prefix_files_entry(self.prefix_files)
 
     def as_json(self) -> dict[str, object]:
         return {**self.result, "output": str(self.output), "seed": self.seed}
@@ -240,9 +244,11 @@ class BatchJob:
         finished, machine = output.finished, describe_machine(self.llm.device)
         peaks = None if self.llm.stats is None else self.llm.stats.peaks
         counts = len(self.left.index), finished.num_failed
-        ended = FinishedJob(output.path, *counts, manifest.seed, self.left.sizes, figures, machine, peaks)
+        of_prefixes = self.llm.loaded.prefix_counts
+        ended = FinishedJob(output.path, *counts, manifest.seed, self.left.sizes, figures, machine, peaks, of_prefixes)
         replace(manifest, result=ended.result).write(self.request.files.manifest)
         self.tell(end_lines(finished, output.path, figures))
+        self.tell(prefix_files_entry(of_prefixes).lines if of_prefixes is not None else ())
         if peaks is not None:
             say_broken(peaks)
         if self.llm.stats is not None:

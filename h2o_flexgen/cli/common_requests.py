@@ -37,7 +37,7 @@ PACK = "--compress-weight (4 bits) or --compress-weight 8"
 
 def model_of(flags: Namespace) -> ModelRequest:
     found = choose_model(flags.model, flags.path, flags.dummy_weights)
-    return replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO))
+    return replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO), adapter=tuple(flags.adapter))
 
 
 def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> ModelRequest:

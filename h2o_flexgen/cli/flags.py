@@ -31,6 +31,7 @@ NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": Tr
 REPEATABLE = "may be given several times"
 PLAN, KV = options_of(Plan), options_of(KVOptions)
 MODEL, SITE = options_of(ModelRequest), options_of(SiteRequest)
+OF_PREFIXES = ("prefix_dir", "prefix_dir_size")  # of the site, for commands that share prefixes
 
 
 # -- the parser ---------------------------------------------------------------------------------------------------------
@@ -147,7 +148,8 @@ class Parser(argparse.ArgumentParser):
         group.value("--model", "NAME", named)
         folder = f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen"
         group.value("--path", "FOLDER", folder)
-        for one in (MODEL["dummy_weights"], MODEL["dtype"], *(SITE[name] for name in SITE if name != "gpus")):
+        of_site = (SITE[name] for name in SITE if name not in ("gpus", *OF_PREFIXES))
+        for one in (*(MODEL[name] for name in ("adapter", "dummy_weights", "dtype")), *of_site):
             group.option(one)
 
     def add_tokenizer(self) -> None:
@@ -311,6 +313,12 @@ def add_sizes(group: Group, found: str = "") -> None:
     for one in (PLAN["gpu_batch_size"], PLAN["num_gpu_batches"]):
         group.option(one, f"{one.text} (default: {one.default}{otherwise})", is_open=True)
     group.option(PLAN["schedule"])
+
+
+def add_prefix_folder(group: Group) -> None:
+    """Adds where prefixes that requests share outlive the process."""
+    for name in OF_PREFIXES:
+        group.option(SITE[name])
 
 
 def add_protection(group: Group) -> None:

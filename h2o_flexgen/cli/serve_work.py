@@ -89,7 +89,8 @@ class Preparing:
         self._announce(report, arrivals)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
             self.llm.load(OpeningReport(progress).stage)
-        return Server(self.request, self.llm, arrivals, ServerCounts(), facts_of(self.request.name, report))
+        counts = ServerCounts(lambda: self.llm.loaded.prefix_counts)
+        return Server(self.request, self.llm, arrivals, counts, facts_of(self.request.name, report))
 
     def _room(self) -> SeatNeed:
         """The longest prompt and completion."""

@@ -33,6 +33,7 @@ from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.kv_levels import KVLevels
 from h2o_flexgen.engine.stores.layer_judges import judges_of
+from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
@@ -201,9 +202,19 @@ def _taken(things: list[Thing]) -> list[Thing]:
 
 
 class Engine:
-    def __init__(self, model: base.Model, source: WeightSource, plan: Plan, memories: Memories, times_all: bool = True) -> None:
-        """`times_all`: traces have every task, also where times cost calls to the device's driver."""
+    def __init__(
+        self,
+        model: base.Model,
+        source: WeightSource,
+        plan: Plan,
+        memories: Memories,
+        times_all: bool = True,
+        prefix_files: PrefixFiles | None = None,
+    ) -> None:
+        """`times_all`: traces have every task, also where times cost calls to the device's driver. `prefix_files`: where
+        prefixes that rows share outlive the process."""
         self._times_all = times_all
+        self._prefix_files = prefix_files
         self._model = model
         self._spec = model.spec
         self._plan = plan
@@ -335,7 +346,7 @@ class Engine:
         guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
         with ExitStack() as opened:
             with torch.inference_mode():
-                prefixes = opened.enter_context(self._prefixes(planned, isinstance(rows, Waiting) and rows.keeps_prefixes))
+                prefixes = opened.enter_context(self._prefixes(planned, rows if isinstance(rows, Waiting) else None))
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
                 asked = opened.enter_context(
                     closing(AskedStore(self._spec, bool(self._judges), block, schedule, self._memories))
@@ -382,19 +393,21 @@ class Engine:
             measures.unrecorded = dict(names)
 
     @contextmanager
-    def _prefixes(self, planned: BlockPlan, last: bool) -> Iterator[PrefixStore]:
-        """The store of prefixes that rows of a block share. Where prefixes `last`, they are kept for the next block, unless
-        this block fails or another workload comes between."""
+    def _prefixes(self, planned: BlockPlan, waiting: Waiting | None) -> Iterator[PrefixStore]:
+        """The store of prefixes that rows of a block share. Where prefixes last, they are kept for the next block, unless this
+        block fails or another workload comes between."""
+        last = waiting is not None and waiting.keeps_prefixes
         store, self._lasting = self._lasting, None
         if store is not None and not (last and store.serves(planned)):
             store.close()
             store = None
         if store is None:
-            store = PrefixStore(planned, self._memories, self._judges)
+            asks = waiting is not None and waiting.asks_of_prompts
+            store = PrefixStore(planned, self._memories, self._judges, self._prefix_files, asks)
         try:
             yield store
         except BaseException:
-            store.close()
+            store.abandon()
             raise
         if last:
             self._lasting = store

@@ -179,6 +179,9 @@ class SeatedRows(BatchRows):
         return sum(shared) - sum(part.tokens.numel() for part in self.parts if part.prefix is not None)
 
     def _drop(self, step: int, growing: Sequence[int]) -> None:
+        for part in self.parts:
+            if part.prefix is not None:
+                self._prefixes.computed(part.prefix)
         while self._copied:
             self._prefixes.leave(self._copied.pop())
         for row in self._rows:

@@ -78,7 +78,7 @@ class Stream:
         return any(size.scores for size in self._job.sizes)
 
     def waiting(self) -> WaitingJob:
-        return WaitingJob(self.row)
+        return WaitingJob(self.row, self.asks_of_prompts)
 
     def row(self, place: int) -> RowState:
         """Makes the row at this place of the workload, and with it all others of its request."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import ClassVar, NamedTuple
 
-from h2o_flexgen.core.prefix_groups import Beginnings, SharedPrefix, bytes_of, common_tokens
+from h2o_flexgen.core.prefix_groups import TOKEN, Beginnings, SharedPrefix, bytes_of, common_tokens
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.stores.prefix_store import Prefix, PrefixStore
+from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.queues import Queues
@@ -23,6 +23,7 @@ class Waiting(ABC):
     """The rows that have not ended of a block in which rows come and go."""
 
     keeps_prefixes: ClassVar[bool] = False  # the prefixes that they shared may serve rows of the next block
+    asks_of_prompts: bool = True  # a row may ask for log-probabilities of its prompt, or for its states
 
     @abstractmethod
     def seat_in(self, planned: BlockPlan) -> None:
@@ -51,8 +52,9 @@ class Waiting(ABC):
 
 
 class WaitingJob(Waiting):
-    def __init__(self, make: MakeRow) -> None:
+    def __init__(self, make: MakeRow, asks_of_prompts: bool = True) -> None:
         self._make = make
+        self.asks_of_prompts = asks_of_prompts
         self._begun: dict[int, RowState] = {}  # rows that were seated and have not ended
 
     def seat_in(self, planned: BlockPlan) -> None:
@@ -118,7 +120,7 @@ class Sharing:
     def choice(self, ids: Sequence[int], kept: PrefixStore, room: int) -> SharedBeginning:
         """What a row with this prompt shares. `room`: the tokens of prefixes that may be computed now."""
         most = len(ids) - self._own
-        known = self._known(ids[: max(0, most)], kept)
+        known = self._known_or_stored(bytes_of(ids[: max(0, most)]), kept)
         spared = 0 if known is None else known.tokens
         with self._looking:
             common = self._seen.common(ids)
@@ -129,17 +131,27 @@ class Sharing:
             return SharedBeginning(kept.new(wanted), known, spared)
         return SharedBeginning(known, None, spared)
 
-    def _known(self, ids: Sequence[int], kept: PrefixStore) -> SharedPrefix | None:
+    def _known_or_stored(self, text: bytes, kept: PrefixStore) -> SharedPrefix | None:
+        """The longest prefix that a text begins with. One that lies in the folder of prefixes is kept from now on, if it spares
+        enough."""
+        known = self._known(text, kept)
+        stored = ((self._agreeing(one.text, text, kept.may_cut), one) for one in kept.stored_like(text, self._least))
+        best = max(stored, key=lambda each: each[0], default=None)
+        if best is None or best[0] - (0 if known is None else known.tokens) < self._least:
+            return known
+        kept.take_in(best[1])
+        return self._known(text, kept)  # what was known may have made room
+
+    def _known(self, text: bytes, kept: PrefixStore) -> SharedPrefix | None:
         """The longest kept prefix that a text begins with; of equals the one with most users, which attend to it together."""
-        text = bytes_of(ids)
-        found = ((self._agreeing(prefix, text, kept.may_cut), prefix) for prefix in kept)
+        found = ((self._agreeing(prefix.text, text, kept.may_cut), prefix) for prefix in kept)
         tokens, _, group = max(((tokens, one.users, one.shared.group) for tokens, one in found), default=(0, 0, 0))
         return SharedPrefix(group, tokens) if tokens >= self._least else None
 
-    def _agreeing(self, prefix: Prefix, text: bytes, may_cut: bool) -> int:
+    def _agreeing(self, prefix: bytes, text: bytes, may_cut: bool) -> int:
         """The first tokens of a prefix that a row with this text may share."""
-        tokens = common_tokens(prefix.text, text)
-        if tokens == prefix.shared.tokens:
+        tokens = common_tokens(prefix, text)
+        if tokens * TOKEN == len(prefix):
             return tokens
         return self._whole_pieces(tokens) if may_cut else 0
 

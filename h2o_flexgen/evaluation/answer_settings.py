@@ -33,6 +33,8 @@ PLACES = 64  # samples of a larger file
 def model_identity(llm: LLM) -> dict[str, object]:
     asked = llm.loaded.request.model
     weights = f"random, seed {DUMMY_SEED}: {llm.name}" if asked.dummy_weights else folder_digest(resolve_model(llm.name))
+    if adapters := llm.loaded.opened.adapters:
+        weights = f"{weights} with adapters {adapters.identity}"
     machine = describe_machine(llm.device)
     return {
         "weights": weights,

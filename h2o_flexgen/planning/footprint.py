@@ -96,7 +96,7 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
-    parts[HOST]["disk buffers"] = _disk_buffers(planned)
+    parts[HOST]["disk buffers"] = _disk_buffers(planned, site)
     return {tier: dict(held) for tier, held in parts.items()}
 
 
@@ -224,10 +224,11 @@ def _prefix_bytes(planned: BlockPlan, scored_at_once: int) -> int:
     return region_bytes(PrefixLayout.of(spec, tokens, planned.plan.prefix_note_bytes).nbytes) + tokens * hidden
 
 
-def _disk_buffers(planned: BlockPlan) -> int:
-    """Bytes of the buffers of everything that reads or writes: the disk threads, the workers of both lanes, and the caller.
-    Weights that stay in memory come through them as well."""
-    threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1
+def _disk_buffers(planned: BlockPlan, site: Site) -> int:
+    """Bytes of the buffers of everything that reads or writes: the disk threads, the workers of both lanes, the caller, and the
+    thread that writes prefixes. Weights that stay in memory come through them as well."""
+    writes_prefixes = site.writes_prefixes and planned.block.prefix_room > 0
+    threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1 + writes_prefixes
     on_disk = {planned.kv.layouts(*place) for place, tier in planned.schedule.traffic.kv.items() if tier == DISK}
     layouts = (layout for levels in on_disk for layout in levels if layout is not None)
     return threads * disk_buffer_bytes(max((layout.padded_slot_bytes for layout in layouts), default=0))

@@ -12,6 +12,7 @@ from h2o_flexgen.sampling.params import INSTEAD, SAMPLING
 
 _LEAVE_OUT = "leave it out"
 _GPUS = "`h2o-flexgen run` and `h2o-flexgen batch` start a process with each of several GPUs: --gpus N"
+_MERGED = "write adapter=FOLDER, or a list: LoRA of PEFT is merged into the model"
 _PACKED = 'write weight_codec="group4" or weight_codec="group8", and compute="int8" for products of 8 bits'
 _SHARES = "percent=(...) says how much of weights, KV and activations lies where, and cpu_mem= how much memory may be used"
 
@@ -45,6 +46,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "enable_chunked_prefill": ForeignOption(
         "prefill_tokens= says how many tokens of prompts are computed at once", _TRUE_OR_FALSE
     ),
+    "enable_lora": ForeignOption(_MERGED, (False, None)),
     "enable_prefix_caching": ForeignOption(
         "generate_stream, `h2o-flexgen batch` and `h2o-flexgen serve` compute once what prompts begin with alike, unless "
         "shared_prefixes=False; generate computes each prompt by itself",
@@ -62,6 +64,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "load_in_8bit": ForeignOption(
         'write weight_codec="group8", and compute="int8" if activations are to be rounded to 8 bits, too'
     ),
+    "lora_path": ForeignOption(_MERGED, (None,)),
     "low_cpu_mem_usage": ForeignOption("write cpu_mem=", _TRUE_OR_FALSE),
     "max_memory": ForeignOption("write gpu_mem= and cpu_mem="),
     "max_model_len": ForeignOption(_LENGTH, (None,), is_length=True),
@@ -103,7 +106,7 @@ ARGUMENTS: Mapping[str, str] = {
     "generation_config": "write sampling_params=SamplingParams(...)",
     "input_ids": _FIRST,
     "inputs": _FIRST,
-    "lora_request": f"adapters are not supported; {_LEAVE_OUT}, or merge them into the model",
+    "lora_request": "adapters are those of the model, and not of a request: LLM merges those that it is given as adapter",
     "messages": "write llm.chat(messages)",
     "pad_token_id": f"nothing is padded; {_LEAVE_OUT}",
     "params": "write sampling_params=",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from threading import Lock
 from time import monotonic
 
 from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts
 from h2o_flexgen.server.batches.stored_batches import Batches
 
 PREFIX = "h2o_flexgen"
@@ -46,7 +47,9 @@ class Metric:
 class ServerCounts:
     """Everything since the server began. The thread that computes and the one that answers both count here."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_prefixes: Callable[[], PrefixFileCounts | None] = lambda: None) -> None:
+        """`of_prefixes`: what was read from a folder of prefixes, and written to it; None if there is none."""
+        self._of_prefixes = of_prefixes
         self._lock = Lock()
         self._answers: Counter[int] = Counter()  # by status
         self._ended: Counter[str] = Counter()  # completions, by why they ended
@@ -81,8 +84,10 @@ class ServerCounts:
         self._before = None
 
     def totals(self) -> dict[str, object]:
+        of_prefixes = self._of_prefixes()
         with self._lock:
             return {
+                **({} if of_prefixes is None else {"prefix_files": asdict(of_prefixes)}),
                 "answers": {str(status): count for status, count in sorted(self._answers.items())},
                 "completions": dict(sorted(self._ended.items())),
                 "prompt_tokens": self._tokens["prompt"],
@@ -98,7 +103,7 @@ class ServerCounts:
             return {"now": round(monotonic() - self._began, 3), "counted": round(self._counted_at - self._began, 3)}
 
     def text(self, now: Now) -> str:
-        return _text((*_gauges(now), *self._counters()))
+        return _text((*_gauges(now), *self._counters(), *_prefix_counters(self._of_prefixes())))
 
     def _counters(self) -> list[Metric]:
         with self._lock:
@@ -117,6 +122,17 @@ class ServerCounts:
             _counter("completions_total", "completions that have ended", _labelled("finish_reason", ended)),
             _counter("lane_busy_seconds_total", "seconds in which a lane was busy", _labelled("lane", seconds)),
         ]
+
+
+def _prefix_counters(counts: PrefixFileCounts | None) -> Iterator[Metric]:
+    if counts is None:
+        return
+    yield _counter("prefix_files_found_total", "prefixes that were read from their folder", {"": counts.found})
+    yield _counter("prefix_files_found_tokens_total", "tokens of these", {"": counts.found_tokens})
+    yield _counter("prefix_files_read_bytes_total", "bytes of these", {"": counts.read_bytes})
+    yield _counter("prefix_files_written_total", "prefixes that were written to their folder", {"": counts.written})
+    yield _counter("prefix_files_written_bytes_total", "bytes of these", {"": counts.written_bytes})
+    yield _counter("prefix_files_damaged_total", "files that were damaged, and removed", {"": counts.damaged})
 
 
 def batches_text(batches: Batches) -> str:

@@ -16,6 +16,7 @@ from h2o_flexgen.checkpoints.gguf_format import read_gguf
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.environment import cache_folder, folder_of_sockets
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
@@ -31,6 +32,7 @@ from h2o_flexgen.engine.resources import (
     weighed_anew,
 )
 from h2o_flexgen.engine.stats import Peaks
+from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts, PrefixFiles
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed, keep_little_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories, own_site
@@ -44,6 +46,7 @@ from h2o_flexgen.profiling.gpu_checks import kept_graph_bytes
 from h2o_flexgen.session.machine_source import MachineSource
 from h2o_flexgen.session.open_request import OpenRequest
 from h2o_flexgen.session.opened_model import Mending, OpenedModel
+from h2o_flexgen.session.prefix_folder import PrefixFolder
 
 
 class LoadedModel:
@@ -64,6 +67,7 @@ class LoadedModel:
         self._memories: Memories | None = None
         self._shared: SharedWeights | None = None
         self._engine: Engine | None = None
+        self._prefix_files: PrefixFiles | None = None
         self.device = open_device(site.device)
         if self.device.accelerator and self.device.graph_bytes is None:
             self.device.graph_bytes = kept_graph_bytes(self.device.torch_device)
@@ -73,6 +77,7 @@ class LoadedModel:
         caches = [cache_folder(kind) for kind in COPIES]
         self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
         self._open()
+        self._prefix_folder = PrefixFolder.of(site, self.opened)
         limits = open_limits([self.device, *self.others], site.gpu_mem, site.cpu_mem)
         self.limits = replace(limits, disk=disk_limit(self.offload_folder, self.packing), processes=site.gpus)
 
@@ -131,8 +136,9 @@ class LoadedModel:
 
     @property
     def site(self) -> Site:
-        device = self.device
-        return own_site(device.kind, device.accelerator, self.request.model.dummy_weights, device.graph_bytes)
+        device, request = self.device, self.request
+        own = own_site(device.kind, device.accelerator, request.model.dummy_weights, device.graph_bytes)
+        return own if request.site.prefix_dir is None else replace(own, writes_prefixes=True)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
         """Plans the workload under this model's plan, or under another one."""
@@ -177,7 +183,8 @@ class LoadedModel:
         while True:
             read = cache(read_gguf)  # the header of a GGUF file is read once for all that follows from it
             try:
-                self.opened = OpenedModel.of(asked.source, asked.dummy_weights, asked.dtype, self.site, self.stages, read)
+                how = asked.dtype, self.site, self.stages, read, asked.adapter
+                self.opened = OpenedModel.of(asked.source, asked.dummy_weights, *how)
                 self._put_under_plan()
             except Damaged as damaged:
                 self._mending.discard(damaged)
@@ -190,11 +197,23 @@ class LoadedModel:
         self.source = self.opened.source(self.plan, self.offload_folder, self.stages)  # where its weights come from
         if any(self.spec.windows):  # rows do not keep tokens before a window, so that no prefix is shared
             self.plan = replace(self.plan, shared_prefixes=False)
+        self._refuse_useless_folder()
         check_rolling(self.spec, self.plan)
         if self.plan.head_budgets is not None:
             self.plan.head_budgets.refuse_other(self.spec)
         if self.plan.probe is not None:
             self.plan.probe.refuse_other(self.spec)
+
+    def _refuse_useless_folder(self) -> None:
+        """Refuses a folder of prefixes where none are shared."""
+        if (site := self.request.site).prefix_dir is not None and not self.plan.shares_prefixes:
+            why = (
+                f"schedule {self.plan.schedule!r} cannot"
+                if self.plan.shared_prefixes
+                else "they are off, or layers have windows"
+            )
+            given = site.named("prefix_dir")
+            raise ValueError(f"{given} is {shown(str(site.prefix_dir))}, but no prefixes are shared ({why}); leave {given} out")
 
     @property
     def spec(self) -> ModelSpec:
@@ -249,11 +268,25 @@ class LoadedModel:
             source = HandedSource(source, shared.take)
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared, self.others)
         try:
-            return Engine(self.model, source, self.plan, self._memories, self.request.trace)
+            if self._prefix_folder is not None:
+                self._prefix_files = self._prefix_folder.files(self.spec, self.plan, self.site)
+            return Engine(self.model, source, self.plan, self._memories, self.request.trace, self._prefix_files)
         except BaseException:  # the next attempt starts from nothing
             self.source.close()
-            self._memories.close()
+            self._close_memories()
             raise
+
+    def _close_memories(self) -> None:
+        """Frees all memory, when prefixes that were computed are written."""
+        if self._prefix_files is not None:
+            self._prefix_files.close()
+        if self._memories is not None:
+            self._memories.close()
+
+    @property
+    def prefix_counts(self) -> PrefixFileCounts | None:
+        """What was read from the folder of prefixes, and written to it, since weights were loaded; None if there is none."""
+        return None if self._prefix_files is None else self._prefix_files.counts
 
     def peaks(self) -> Peaks:
         """The most bytes held since the weights were loaded; for the host, the most that the process has ever held."""
@@ -283,8 +316,7 @@ class LoadedModel:
         refuse_forked(self._process, f"this LLM of {self.name}")
         if self.conversation is not None:
             self.conversation.close()
-        if self._memories is not None:
-            self._memories.close()
+        self._close_memories()
         self._memories = self._engine = None  # page-locked until its memory is closed
         gc.collect()
         give_back_freed()
@@ -303,6 +335,5 @@ class LoadedModel:
         try:
             self.source.close()
         finally:
-            if self._memories is not None:
-                self._memories.close()
+            self._close_memories()
             self._engine = self._memories = None  # last: what it holds is page-locked until its memory is closed

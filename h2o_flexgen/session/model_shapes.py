@@ -46,7 +46,8 @@ class ModelShapes:
         """The model from shapes alone, in the type that is usual there: no weights are fetched or converted for it."""
         site, seen = self._site(machine), self.model.without_weights()
         if site not in self._opened:
-            self._opened[site] = OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, site)
+            opened = OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, site, adapters=seen.adapter)
+            self._opened[site] = opened
         return self._opened[site]
 
     def _site(self, machine: Machine) -> Site:

@@ -11,7 +11,7 @@ from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
 from h2o_flexgen.core.environment import Threads, cores, default_offload_folder
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.core.option import check_options, option
+from h2o_flexgen.core.option import check_options, option, options_of
 from h2o_flexgen.core.units import SIZE
 from h2o_flexgen.models import refuse_missing
 from h2o_flexgen.planning.machine import DEVICES, Machine
@@ -19,6 +19,7 @@ from h2o_flexgen.planning.plan import MOST_GPUS, Plan
 from h2o_flexgen.text.tokenizer import BYTES
 
 SAFETENSORS = "*.safetensors"
+PREFIX_BYTES = "10GB"  # of the folder of prefixes, unless another size is asked for
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,17 @@ class ModelRequest:
         f"or {BYTES} for random weights",
     )
 
+    adapter: tuple[str, ...] = option(
+        (),
+        Rule(lambda given: given, "a path, or a list of paths"),
+        "FOLDER[=WEIGHT]",
+        "a LoRA or rsLoRA of PEFT, merged once into the weights that it changes, which are copied into a cache",
+    )
+
     def without_weights(self) -> ModelRequest:
         """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
         has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
-        return self if has_headers else replace(self, dummy_weights=True)
+        return self if has_headers else replace(self, dummy_weights=True, adapter=())
 
     def refuse_missing(self) -> None:
         """Refuses a model that is nowhere on this machine, and no name on the hub, as opening it would but without torch."""
@@ -87,6 +95,15 @@ class SiteRequest:
         "FOLDER",
         "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)",
     )
+    prefix_dir: str | Path | None = option(
+        None,
+        Rule(lambda path: path, "a path"),
+        "FOLDER",
+        "where prefixes that requests share are kept on disk, and found again after a restart (default: they are not)",
+    )
+    prefix_dir_size: int | str = option(
+        PREFIX_BYTES, SIZE, "SIZE", "no more than this is kept there: the longest unused goes first"
+    )
     gpus: int = option(
         1,
         Bounds(1, MOST_GPUS),
@@ -98,6 +115,13 @@ class SiteRequest:
 
     def __post_init__(self) -> None:
         check_options(self, SiteRequest)
+        if self.prefix_dir is None and self.prefix_dir_size != PREFIX_BYTES:
+            size, folder = (self.named(name) for name in ("prefix_dir_size", "prefix_dir"))
+            raise ValueError(f"{size} is for a folder of prefixes; give {folder}, too, or leave {size} out")
+
+    def named(self, name: str) -> str:
+        """An option as messages name it."""
+        return options_of(SiteRequest)[name].flag if self.by_flags else name
 
     @property
     def offload_folder(self) -> Path:

@@ -3,14 +3,17 @@ under any plan."""
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.adapters import NO_ADAPTERS, Adapters
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
-from h2o_flexgen.checkpoints.derived import Damaged
+from h2o_flexgen.checkpoints.derived import Damaged, fingerprint
 from h2o_flexgen.checkpoints.dummy import DummySource, random_format
 from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.model_places import resolve_model
@@ -28,6 +31,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
 
+CONFIG = "config.json"
 DUMMY_SEED = 0
 SILENT = Stages(None)
 
@@ -39,6 +43,7 @@ class OpenedModel:
     dtype: str  # type of the values in computations
     folder: Path | None  # None: weights are random, and no file of them is read
     checkpoint: Checkpoint | None
+    adapters: Adapters = NO_ADAPTERS  # that are merged into it
     _specs: dict[tuple[bool, str, str, str, str, bool], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -50,20 +55,42 @@ class OpenedModel:
         site: Site,
         stages: Stages = SILENT,
         read: Callable[[Path], Gguf] = read_gguf,
+        adapters: Sequence[str] = (),
     ) -> OpenedModel:
         """Opens a folder or a GGUF file, which `read` reads, or a name on the hub. .bin files are converted, and `stages`
-        reports that."""
+        reports that. `adapters`: folders of those that are merged, each with =WEIGHT behind it if that is not 1."""
+        merged = Adapters.of(adapters)
         if dummy_weights:
+            merged.refuse("random weights")
             folder, checkpoint, stored = None, None, None
             config = known_config(name) or load_config(name)
             _refuse_quantised(_quantisation(config))
         else:
             folder = resolve_model(name)
             config = load_config(str(folder), read)
-            checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING), names=tensor_names(config), read=read)
+            converting, names = stages.of(Stage.CONVERTING), tensor_names(config)
+            checkpoint = open_checkpoint(folder, progress=converting, names=names, read=read, adapters=merged)
             stored = checkpoint.dtype if dtype == AUTO else None
         computed = site.usual_dtype(stored) if dtype == AUTO else dtype
-        return cls(name, config, computed, folder, checkpoint and checkpoint.decoding_to(computed))
+        return cls(name, config, computed, folder, checkpoint and checkpoint.decoding_to(computed), merged)
+
+    @cached_property
+    def config_digest(self) -> str:
+        """Identifies what the model says of itself, as its files have it."""
+        if self.folder is not None and (file := self.folder / CONFIG).is_file():
+            said = file.read_bytes()
+        elif self.folder is not None:  # a GGUF file says it among its tensors
+            said = json.dumps(vars(self.config), default=str, sort_keys=True).encode()
+        else:
+            said = self.name.encode()
+        return blake2b(said, digest_size=8).hexdigest()
+
+    @cached_property
+    def identity(self) -> str:
+        """Identifies its config, its weights, of which only parts are read, and its adapters."""
+        if self.checkpoint is None:
+            return f"random, seed {DUMMY_SEED}: {self.config_digest}"
+        return fingerprint(self.checkpoint.origins, f"{self.config_digest} {self.adapters.identity}")
 
     @property
     def quantisation(self) -> str:
@@ -96,7 +123,8 @@ class OpenedModel:
     def _as_stored(self, tensor: TensorSpec) -> TensorSpec:
         assert self.checkpoint is not None
         stored = self.checkpoint.stored_as(tensor.name)
-        return replace(tensor, stored_itemsize=stored.itemsize, format=stored.format)
+        itemsize = tensor.itemsize if stored.is_merged else stored.itemsize
+        return replace(tensor, stored_itemsize=itemsize, format=stored.format)
 
     def source(self, plan: Plan, offload_folder: Path, stages: Stages) -> WeightSource:
         """The source of the weights. Random ones that are to lie on disk are written to `offload_folder`."""

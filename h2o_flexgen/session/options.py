@@ -84,6 +84,12 @@ def what_is_searched(plan: Plan, options: Mapping[str, object]) -> PlanRequireme
     return PlanRequirements(plan, sizes, batches, buffers=() if "buffers" in by_own_names(options, Plan) else BUFFERS)
 
 
+def adapters_of(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    """The folders of adapters, each with its weight behind it, of one or of several."""
+    each = [given] if given is None or isinstance(given, (str, os.PathLike)) else [*given]
+    return tuple(name_of("adapter", one) for one in each if one is not None)
+
+
 def name_of(what: str, given: object) -> str:
     if not isinstance(given, (str, os.PathLike)):
         raise ValueError(f"{what} is a {type(given).__name__}; give a name on the hub, or a folder")

@@ -46,6 +46,9 @@ def test_what_requests_share_has_the_room_that_is_asked_for() -> None:
     assert (asked().prefix_room, asked("--prefix-room", 0).prefix_room) == (None, 0)
     request = asked("--prefix-room", 2048, "--prefix-policy", "judged", "--kv-policy", "h2o")
     assert request.prefix_room == 2048 and request.plan.first_plan.copies_prefixes
+    assert asked().site.prefix_dir is None
+    site = asked("--prefix-dir", "x", "--prefix-dir-size", "2GB").site
+    assert (site.prefix_dir, site.prefix_dir_size) == ("x", "2GB")
 
 
 def test_a_plan_of_ones_own_is_taken_as_it_is() -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from h2o_flexgen.cli.report.entry import Entry, noted, told
+from h2o_flexgen.cli.report.entry import Entry, entry, noted, told
 from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.stats import Peaks, Stats
+from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs
 from h2o_flexgen.schedule.ops import Op, Task
@@ -204,6 +205,15 @@ def peaks_entry(peaks: Peaks) -> Entry:
     """The most that each tier held, in words where that was more than was promised."""
     values = {name: dict(of_tiers) for name, of_tiers in peaks._asdict().items()}
     return told(*(f"{MEMORY}: {line}" for line in _broken_lines(peaks)), **values)
+
+
+def prefix_files_entry(counts: PrefixFileCounts) -> Entry:
+    """What was found in the folder of prefixes, and written to it."""
+    found = f"{counts.found} found, of {counts.found_tokens} tokens in all ({format_bytes(counts.read_bytes)})"
+    written = f"{counts.written} written ({format_bytes(counts.written_bytes)})"
+    damaged = f"; {counts.damaged} were damaged, and made again" if counts.damaged else ""
+    trouble = f"; not all could be written: {counts.trouble}" if counts.trouble else ""
+    return entry("prefixes", f"in their folder: {found}, {written}{damaged}{trouble}", prefix_files=asdict(counts))
 
 
 def say_broken(peaks: Peaks) -> None:

@@ -5,27 +5,37 @@ come.
 All prefixes lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, the prefixes
 after them move up. All heads keep the whole of a prefix, those of a level side by side. A row may share only the first tokens
 of a prefix, and a longer prefix may begin with a copy of them.
+
+Where there is a folder for them (`PrefixFiles`), a prefix that was computed is written there behind the work, and one that lies
+there is read instead of computed. `_parts` says what a prefix consists of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
+from threading import Lock
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.prefix_groups import SharedPrefix, bytes_of
 from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
+from h2o_flexgen.engine.stores.prefix_files import Gone, PrefixFiles
+from h2o_flexgen.engine.stores.stored_prefix import PartInMemory, StoredPrefix
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import Judge
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
 from h2o_flexgen.kv.slots import Coding, SlotScores
+from h2o_flexgen.memory.disk import copy_here
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.sampling.completion import StepLogprobs
+
+KV, HIDDEN = "kv", "hidden"  # parts of a prefix
 
 
 @dataclass
@@ -39,6 +49,7 @@ class Prefix:
     hidden: Tensor | None = None  # (tokens, width) of the last layer, where log-probabilities of prompts are asked for
     logprobs: list[StepLogprobs] = field(default_factory=list)  # of its tokens but the first
     likeliest: int = -1  # how many of the likeliest tokens were asked for beside each of these
+    is_gone: bool = False  # its place may have other data
 
     @property
     def end(self) -> int:
@@ -50,9 +61,21 @@ class Prefix:
 
 
 class PrefixStore:
-    def __init__(self, planned: BlockPlan, memories: Memories, judges: Judges) -> None:
+    def __init__(
+        self,
+        planned: BlockPlan,
+        memories: Memories,
+        judges: Judges,
+        files: PrefixFiles | None = None,
+        notes_hidden: bool = False,
+    ) -> None:
+        """`files`: where prefixes outlive the process. `notes_hidden`: those that lie there are of use with their hidden states
+        alone."""
         spec, device = planned.spec, memories.device
         self._spec = spec
+        self._files, self._notes_hidden = files, notes_hidden
+        self._longest = max((one.seats.prefixes.longest for one in planned.block.batches if one.seats is not None), default=0)
+        self._moving = Lock()  # what lies in the region stays where it is while another thread reads it
         self._policies = [level.policy for level in planned.levels]
         self._noted = planned.plan.prefix_note_bytes
         self._cap = spec.attention_cap
@@ -67,10 +90,26 @@ class PrefixStore:
         self._judges = judges_by_level(judges, planned.levels, dict(zip(spec.kv_layers, self._heads)))
 
     def close(self) -> None:
-        self._kept.clear()
+        """Frees the region, when all that was computed is written."""
+        if self._files is not None:
+            self._files.settle()
+        self._forget_all()
         if self._region is not None:
             self._memories.compute.free(self._region)
             self._region = None
+
+    def abandon(self) -> None:
+        """Frees the region as soon as possible: after an error."""
+        self._forget_all()
+        self.close()
+
+    def _forget_all(self) -> None:
+        with self._moving:
+            while self._kept:
+                self._discard(next(iter(self._kept)))
+
+    def _discard(self, group: int) -> None:
+        self._kept.pop(group).is_gone = True
 
     def __getitem__(self, group: int) -> Prefix:
         return self._kept[group]
@@ -105,8 +144,12 @@ class PrefixStore:
         if source is not None:
             self._take_note(self._kept.pop(source.group))
         kept = self._kept.pop(shared.group, None)
-        self._take_note(kept or Prefix(shared, ids, self._place_for(shared)))
-        return kept is None
+        is_new = kept is None
+        if kept is None:
+            kept = Prefix(shared, ids, self._place_for(shared))
+            is_new = source is not None or self._files is None or not self._read(kept, self._files.of(kept.text))
+        self._take_note(kept)
+        return is_new
 
     def _take_note(self, used: Prefix) -> None:
         used.users += 1
@@ -116,11 +159,15 @@ class PrefixStore:
         self._kept[group].users -= 1
 
     def _place_for(self, shared: SharedPrefix) -> int:
+        with self._moving:
+            return self._room_made_for(shared)
+
+    def _room_made_for(self, shared: SharedPrefix) -> int:
         """Discards prefixes that no row uses, the longest unused first, until there is room."""
         while (held := sum(kept.shared.room for kept in self._kept.values())) + shared.room > self._room:
             unused = next((group for group, kept in self._kept.items() if not kept.users), None)
             assert unused is not None, f"{held} of {self._room} tokens of shared prefixes are in use"
-            del self._kept[unused]
+            self._discard(unused)
         end = 0
         for kept in self._in_place():
             if end + shared.room <= kept.start:
@@ -150,6 +197,66 @@ class PrefixStore:
     def places(self, groups: Collection[int]) -> tuple[int, ...]:
         """The places of these groups' prefixes. A prefix keeps its place unless others need room."""
         return tuple(self._kept[group].start for group in sorted(groups))
+
+    # -- prefixes that outlive the process -------------------------------------------------------------------------------
+
+    def computed(self, group: int) -> None:
+        """Takes note that a prefix is computed, in all layers: it may be written to its folder, behind the work."""
+        if self._files is not None:
+            kept = self._kept[group]
+            sizes = {name: part.nbytes for name, part in self._parts(kept).items()}
+            read = {name: partial(self._read_out, kept, kept.start, name) for name in sizes}
+            self._files.write_behind(kept.text, [PartInMemory(name, sizes[name], read[name]) for name in sizes])
+
+    def stored_like(self, text: bytes, least: int) -> Iterator[StoredPrefix]:
+        """The prefixes in the folder that begin with the same tokens as a text, so many at least, and that may have room."""
+        if self._files is not None:
+            yield from (one for one in self._files.like(text, least) if one.tokens <= self._longest)
+
+    def take_in(self, stored: StoredPrefix) -> bool:
+        """Keeps a prefix that lies in the folder, if there is room beside those in use. No row uses it yet."""
+        shared = SharedPrefix(next(self._numbers), stored.tokens)
+        if shared.room > self.room_beside(None):
+            return False
+        kept = Prefix(shared, stored.ids, self._place_for(shared))
+        if not self._read(kept, stored):
+            return False
+        self._kept[shared.group] = kept
+        return True
+
+    def _parts(self, kept: Prefix) -> Mapping[str, Tensor]:
+        """What a prefix consists of, as bytes where they lie."""
+        nbytes = PrefixLayout.of(self._spec, kept.shared.tokens, self._noted).nbytes
+        parts = {KV: self._part(kept.start * self._token_bytes, nbytes)}
+        if kept.hidden is not None:
+            parts[HIDDEN] = kept.hidden.flatten().view(torch.uint8)
+        return parts
+
+    def _read(self, kept: Prefix, stored: StoredPrefix | None) -> bool:
+        """Fills a new prefix with what lies in the folder, if it is there."""
+        if stored is None or self._files is None:
+            return False
+        device = self._memories.device
+        if self._notes_hidden:
+            dtype: torch.dtype = getattr(torch, self._spec.dtype)
+            kept.hidden = torch.empty(kept.shared.tokens, self._spec.width, dtype=dtype, device=device.torch_device)
+        scratch = self._memories.files.buffer if device.accelerator else None
+        if self._files.read(stored, self._parts(kept), scratch):
+            return True
+        kept.hidden = None
+        return False
+
+    def _read_out(self, kept: Prefix, place: int, part: str, start: int, out: Tensor) -> None:
+        """Copies bytes of a part, in the thread that writes. A prefix that was moved is not written: on an accelerator it might
+        be on its way."""
+        with self._moving:
+            if kept.is_gone or kept.start != place:
+                raise Gone
+            source = self._parts(kept)[part][start : start + len(out)]
+            if self._memories.device.accelerator:
+                out.copy_(source)
+            else:
+                copy_here(source, out)
 
     # -- their data ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,245 @@
+"""Adapters: LoRA as PEFT writes it, merged into the matrices of a checkpoint while these are copied.
+
+An adapter has two thin matrices for each matrix that it changes. W becomes W + factor * (B @ A), in float32, and is then
+rounded or packed once. The factor is alpha / r, with rsLoRA alpha / sqrt(r), times the weight that the user gives. Several
+adapters are added one after the other. What other kinds of adapters would do is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.checkpoints.file_reading import read_whole
+from h2o_flexgen.checkpoints.model_files import read_object
+from h2o_flexgen.checkpoints.quantised import FoundTensors
+from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
+from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
+from h2o_flexgen.core.allowed_values import decimal_number
+from h2o_flexgen.core.hints import reason, shown
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LORA = "LORA"
+PIECE_BYTES = 1 << 24
+WHOLE_NAME = re.compile(r"base_model\.model\.(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<half>[AB])(\.weight)?")
+AGAIN = "give another adapter"
+# names in a config that change no values of a merged matrix; any other that is set is refused
+INERT = frozenset(
+    {
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
+        "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+        "lora_dropout", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+        "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    }
+)  # fmt: skip
+PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")  # of training: others change the model's weights, too
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a matrix: a product of two thin ones, B @ A, times a factor."""
+
+    a: StoredTensor  # (r, columns)
+    b: StoredTensor  # (rows, r)
+    factor: float
+    is_turned: bool  # the model's file has the transposed matrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix in the model's file."""
+        rows, columns = self.b.shape[0], self.a.shape[1]
+        return (columns, rows) if self.is_turned else (rows, columns)
+
+    @cached_property
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        a, b = (read_whole(one).view(getattr(torch, one.dtype)).view(one.shape).float() for one in (self.a, self.b))
+        return (a.T, b.T) if self.is_turned else (b, a)
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Rows of it, in float32."""
+        left, right = self._halves
+        return left[first : first + count] @ right * self.factor
+
+    def forget(self) -> None:
+        self.__dict__.pop("_halves", None)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What adapters add to a matrix."""
+
+    parts: tuple[LowRank, ...]
+    description: str  # all that it depends on
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.parts[0].shape
+
+    def to(self, first: int, rows: Tensor) -> Tensor:
+        """Rows of the model's matrix, from this one on, with what is added to them, in float32."""
+        merged = rows.float()
+        for part in self.parts:
+            merged = merged + part.rows(first, len(rows))
+        if first + len(rows) == self.shape[0]:
+            for part in self.parts:
+                part.forget()
+        return merged
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in a folder, and its weight."""
+
+    folder: Path
+    weight: float
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, given: str) -> Adapter:
+        """Reads what a folder says, which is given as FOLDER or as FOLDER=WEIGHT."""
+        folder, weight = _divided(given)
+        if not folder.is_dir():
+            raise ValueError(f"adapter {folder} is no folder; give one with {CONFIG} and {WEIGHTS}")
+        adapter = cls(folder, weight, read_object(folder / CONFIG, AGAIN))
+        adapter._refuse_other_kinds()
+        if not (folder / WEIGHTS).is_file():
+            raise ValueError(f"adapter {folder} has no {WEIGHTS}; save it as safetensors")
+        return adapter
+
+    def _refuse_other_kinds(self) -> None:
+        kind = self.config.get("peft_type")
+        if kind != LORA:
+            raise self._refused(f"is of the kind {shown(kind)}, and only {LORA} can be merged")
+        if self.config.get("use_dora"):
+            raise self._refused("is of the kind DoRA (use_dora), and only LoRA and rsLoRA can be merged")
+        if (bias := self.config.get("bias", "none")) != "none":
+            raise self._refused(f"has biases of its own (bias {shown(bias)}), which are not merged")
+        if (begun := self.config.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
+            raise self._refused(f"is for a model that its training changed first (init_lora_weights {shown(begun)})")
+        if others := sorted(name for name, value in self.config.items() if value and name not in INERT):
+            raise self._refused(f"sets {others[0]} ({shown(self.config[others[0]])}), which is not supported")
+
+    def _refused(self, what: str) -> ValueError:
+        return ValueError(f"adapter {self.folder} {what}; {AGAIN}")
+
+    @cached_property
+    def identity(self) -> str:
+        """Identifies all that it adds."""
+        digest = blake2b(repr((self.weight, sorted(self.config.items(), key=str))).encode(), digest_size=12)
+        try:
+            with (self.folder / WEIGHTS).open("rb") as file:
+                while piece := file.read(PIECE_BYTES):
+                    digest.update(piece)
+        except OSError as error:
+            raise ValueError(f"{self.folder / WEIGHTS} cannot be read: {reason(error)}; {AGAIN}") from error
+        return digest.hexdigest()
+
+    def parts(self) -> dict[str, LowRank]:
+        """What it adds, by the names of the modules that it changes."""
+        halves: dict[str, dict[str, StoredTensor]] = {}
+        embeddings = set[str]()
+        for tensor in read_header(self.folder / WEIGHTS):
+            named = WHOLE_NAME.fullmatch(tensor.name)
+            if named is None or tensor.dtype not in FLOATS.values() or len(tensor.shape) != 2:
+                raise self._refused(f"has the tensor {shown(tensor.name)} ({tensor.dtype}, {tensor.shape}), no half of a LoRA")
+            halves.setdefault(named["module"], {})[named["half"]] = tensor
+            embeddings |= {named["module"]} if named["kind"] else set()
+        return {module: self._part(module, both, module in embeddings) for module, both in halves.items()}
+
+    def _part(self, module: str, both: Mapping[str, StoredTensor], is_embedding: bool) -> LowRank:
+        if both.keys() != {"A", "B"}:
+            raise self._refused(f"has only one half of {module}")
+        a, b, rank = both["A"], both["B"], self._of_module("r", "rank_pattern", module)
+        if a.shape[0] != b.shape[1] or a.shape[0] != rank:
+            raise self._refused(
+                f"has halves of the shapes {b.shape} and {a.shape} for {module}, and its config says r {rank:g}"
+            )
+        alpha, is_rs = self._of_module("lora_alpha", "alpha_pattern", module), bool(self.config.get("use_rslora"))
+        factor = alpha / (sqrt(rank) if is_rs else rank) * self.weight
+        return LowRank(a, b, factor, is_embedding or bool(self.config.get("fan_in_fan_out")))
+
+    def _of_module(self, name: str, pattern: str, module: str) -> float:
+        """A number of the config, which some modules have their own of."""
+        own = self.config.get(pattern) or {}
+        value = next((own[key] for key in own if re.match(rf"(.*\.)?({key})$", module)), self.config.get(name))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self._refused(f"has the {name} {shown(value)} for {module}, which is no number above 0")
+        return value
+
+
+def _divided(given: str) -> tuple[Path, float]:
+    folder, _, weight = given.rpartition("=")
+    if not folder or Path(given).expanduser().is_dir():
+        return Path(given).expanduser(), 1.0
+    try:
+        found = decimal_number(weight)
+    except ValueError:
+        found = float("nan")
+    if not isfinite(found):
+        raise ValueError(f"adapter {shown(given)} has the weight {shown(weight)}; give FOLDER, or FOLDER=WEIGHT with a number")
+    return Path(folder).expanduser(), found
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """All adapters that are merged, in this order."""
+
+    each: tuple[Adapter, ...] = ()
+
+    @classmethod
+    def of(cls, given: Iterable[str]) -> Adapters:
+        return cls(tuple(map(Adapter.of, given)))
+
+    def __bool__(self) -> bool:
+        return bool(self.each)
+
+    @cached_property
+    def identity(self) -> str:
+        return " ".join(adapter.identity for adapter in self.each)
+
+    def refuse(self, what: str) -> None:
+        """Refuses adapters where nothing can be added."""
+        if self.each:
+            advice = "give the model's folder of safetensors"
+            raise ValueError(f"adapter {self.each[0].folder} cannot be merged into {what}; {advice}, or leave adapter out")
+
+    def on(self, found: FoundTensors, names: TensorNames, place: Path) -> FoundTensors:
+        """The tensors of a checkpoint, each with what is added to it."""
+        if not self.each:
+            return found
+        usual = _by_usual_name([*found.tensors, *found.matrices], names)
+        parts: dict[str, list[tuple[Adapter, LowRank]]] = {}
+        for adapter in self.each:
+            for module, part in adapter.parts().items():
+                name = usual.get(bare_name(names.usual(f"{module}.weight")))
+                if name is None:
+                    raise adapter._refused(f"changes {module}, and {place} has no such matrix: it is of another model")
+                parts.setdefault(name, []).append((adapter, part))
+        changed = {name: self._merged(found, name, own, place) for name, own in parts.items()}
+        tensors = {name: replace(one, added=changed.get(name)) for name, one in found.tensors.items()}
+        return FoundTensors(tensors, {name: replace(one, added=changed.get(name)) for name, one in found.matrices.items()})
+
+    def _merged(self, found: FoundTensors, name: str, own: Sequence[tuple[Adapter, LowRank]], place: Path) -> Merged:
+        matrix: StoredTensor | StoredMatrix = found.tensors.get(name) or found.matrices[name]
+        for adapter, part in own:
+            if matrix.shape != part.shape:
+                wanted = f"{name} of {place} has the shape {matrix.shape}, and what is to be added {part.shape}"
+                raise adapter._refused(f"is of another model: {wanted}")
+        return Merged(tuple(part for _, part in own), " ".join(adapter.identity for adapter, _ in own))
+
+
+NO_ADAPTERS = Adapters()
+
+
+def _by_usual_name(given: Iterable[str], names: TensorNames) -> dict[str, str]:
+    return {bare_name(names.usual(name)): name for name in given}

@@ -1,0 +1,225 @@
+"""PrefixFiles: a folder in which prefixes outlive the process that computed them. The next one finds them there.
+
+A prefix is a file, named by a hash of all that its bytes depend on: what they are of (`kind`: model, codec, policy, ...) and
+its tokens. It is written behind the work, by a thread of its own, beside its place, and renamed when it is whole. Readers take
+no lock. Several processes may use the folder at once; each sees what the others have added.
+
+All files together take no more than a limit: the longest unused go first. What is damaged is removed, and computed again. What
+cannot be written is not kept, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.checkpoints.derived import is_lost
+from h2o_flexgen.checkpoints.stale_files import remove_partial_files, written_beside
+from h2o_flexgen.core.buffer_layout import CHUNK_BYTES
+from h2o_flexgen.core.hints import reason
+from h2o_flexgen.core.prefix_groups import TOKEN
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.stores.stored_prefix import (
+    BrokenPrefix,
+    PartInMemory,
+    Scratch,
+    StoredPrefix,
+    read_head,
+    stored_bytes,
+    write_prefix,
+)
+from h2o_flexgen.memory.threads import started_pool
+
+SUFFIX = ".prefix"
+DIGEST_BYTES = 12  # of the hash in a name
+
+
+class Gone(Exception):
+    """Raised where a prefix that is written has lost its place in memory."""
+
+
+@dataclass(frozen=True)
+class PrefixFileCounts:
+    """What a process has read from the folder of prefixes, and written to it."""
+
+    found: int = 0  # prefixes
+    found_tokens: int = 0
+    read_bytes: int = 0
+    written: int = 0  # prefixes
+    written_bytes: int = 0
+    damaged: int = 0  # files that were not what was written
+    trouble: str | None = None  # why one was not written, last
+
+
+class PrefixFiles:
+    def __init__(self, folder: Path, limit: int, kind: str) -> None:
+        """`limit`: bytes of all files. `kind`: a hash of all that the bytes of a prefix depend on beside its tokens."""
+        self._folder, self._limit, self._kind = folder, limit, kind
+        self._known: dict[str, StoredPrefix] = {}  # of this kind, by the names of their files
+        self._looked_at: int | None = None  # when the folder had last changed
+        self._counting = Lock()
+        self.counts = PrefixFileCounts()
+        remove_partial_files(folder)
+        self._pool = started_pool(1, "prefixes")
+        self._unwritten: deque[Future[None]] = deque()
+
+    def close(self) -> None:
+        """Ends the thread, when it has written what is left."""
+        self._pool.shutdown(wait=True)
+
+    # -- finding -----------------------------------------------------------------------------------------------------------
+
+    def like(self, text: bytes, least: int) -> Iterator[StoredPrefix]:
+        """The prefixes that begin with the same tokens as a text, so many at least."""
+        self._look()
+        beginning = text[: least * TOKEN]
+        return (one for one in self._known.values() if one.text.startswith(beginning))
+
+    def of(self, text: bytes) -> StoredPrefix | None:
+        """The prefix of just these tokens."""
+        self._look()
+        return self._known.get(self._place(text).name)
+
+    def _place(self, text: bytes) -> Path:
+        return self._folder / f"{self._kind}-{blake2b(text, digest_size=DIGEST_BYTES).hexdigest()}{SUFFIX}"
+
+    def _look(self) -> None:
+        """Reads the heads of files that have come, and forgets those that have gone."""
+        with suppress(OSError):
+            changed = self._folder.stat().st_mtime_ns
+            if changed == self._looked_at:
+                return
+            names = {name for name in os.listdir(self._folder) if name.startswith(self._kind) and name.endswith(SUFFIX)}
+            self._known = {name: one for name, one in self._known.items() if name in names}
+            for name in names - self._known.keys():
+                self._take_note(self._folder / name)
+            self._looked_at = changed
+
+    def _take_note(self, file: Path) -> None:
+        try:
+            with file.open("rb") as opened:
+                found = read_head(opened, file)
+            if self._place(found.text) != file:
+                raise BrokenPrefix("it has another name than its tokens")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError) as error:
+            self._discard(file, error)
+            return
+        self._known[file.name] = found
+
+    def _discard(self, file: Path, error: Exception) -> None:
+        """Removes a damaged file. What says nothing about its bytes, as too few descriptors, leaves it there."""
+        if isinstance(error, OSError) and not is_lost(error):
+            return
+        self._count(damaged=1)
+        self._known.pop(file.name, None)
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    def read(self, stored: StoredPrefix, wanted: Mapping[str, Tensor], scratch: Scratch | None) -> bool:
+        """Fills parts of a prefix, as bytes. False if the file has gone, or lacks one, or is damaged: then what they hold means
+        nothing. `scratch`: for memory that no file is read into."""
+        try:
+            with stored.file.open("rb", buffering=0) as opened:
+                now = read_head(opened, stored.file)  # another process may have written it again, with more parts
+                if now.text != stored.text:
+                    raise BrokenPrefix("it has other tokens")
+                if not wanted.keys() <= now.parts.keys():
+                    return False
+                for name, out in wanted.items():
+                    now.parts[name].read(opened, out, scratch)
+            with suppress(OSError):
+                os.utime(stored.file)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, TypeError) as error:
+            self._discard(stored.file, error)
+            return False
+        nbytes = sum(out.nbytes for out in wanted.values())
+        self._count(found=1, found_tokens=stored.tokens, read_bytes=nbytes)
+        return True
+
+    # -- writing -----------------------------------------------------------------------------------------------------------
+
+    def write_behind(self, text: bytes, parts: Sequence[PartInMemory]) -> None:
+        """Lets the thread write a prefix in time. Its parts are read then: one that has lost its place raises Gone."""
+        while self._unwritten and self._unwritten[0].done():
+            self._unwritten.popleft().result()
+        self._unwritten.append(self._pool.submit(self._write, text, parts))
+
+    def settle(self) -> None:
+        """Waits until all that is to be written has been."""
+        while self._unwritten:
+            self._unwritten.popleft().result()
+
+    def _write(self, text: bytes, parts: Sequence[PartInMemory]) -> None:
+        file, nbytes = self._place(text), stored_bytes(text, parts)
+        try:
+            if self._is_there(file, parts):
+                os.utime(file)
+                return
+            if nbytes > self._limit:
+                self._trouble(f"one takes {format_bytes(nbytes)}, and all may take {format_bytes(self._limit)}")
+                return
+            self._make_room(nbytes)
+            with written_beside(file) as descriptor:
+                write_prefix(descriptor, text, parts, self._room)
+            self._make_room(0)  # others have written meanwhile
+        except Gone:
+            return
+        except OSError as error:
+            self._trouble(reason(error))
+            return
+        self._count(written=1, written_bytes=nbytes)
+
+    @cached_property
+    def _room(self) -> Tensor:
+        """Memory of the thread that writes."""
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    @staticmethod
+    def _is_there(file: Path, parts: Sequence[PartInMemory]) -> bool:
+        try:
+            with file.open("rb") as opened:
+                found = read_head(opened, file).parts
+        except (OSError, ValueError, TypeError):
+            return False
+        return {part.name for part in parts} <= found.keys()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Removes the longest unused files until so many bytes fit."""
+        files = []
+        for place in self._folder.glob(f"*{SUFFIX}"):
+            with suppress(FileNotFoundError):
+                status = place.stat()
+                files.append((status.st_mtime_ns, status.st_size, place))
+        held = sum(size for _, size, _ in files)
+        for _, size, place in sorted(files):
+            if held + nbytes <= self._limit:
+                return
+            place.unlink(missing_ok=True)
+            held -= size
+
+    # -- counting ----------------------------------------------------------------------------------------------------------
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            self.counts = replace(self.counts, **{name: getattr(self.counts, name) + count for name, count in more.items()})
+
+    def _trouble(self, why: str) -> None:
+        with self._counting:
+            self.counts = replace(self.counts, trouble=why)
