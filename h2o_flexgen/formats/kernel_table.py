@@ -33,9 +33,12 @@ RMS_NORM, LAYER_NORM, LENGTHS, HALVES_APART = "rms norm", "layer norm", "lengths
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
 GATED_QUICK_GELU, GATED_RELU, CLAMPED_SILU = "gated quick gelu", "gated relu", "clamped silu"
 GATED_RELU_SQUARED, XIELU = "gated relu squared", "xielu"
+GATED_SIGMOID, GATED_IDENTITY = "gated sigmoid", "gated identity"
 ROUTE, GATHER_CHOSEN = "route", "gather chosen"
 ADD_SCALED, ADD_WEIGHTED = "add scaled", "add weighted"
 PICK_TOKENS, LIKELIEST = "pick tokens", "likeliest"
+GATED_DELTA, SELECTIVE_SCAN, SHORT_CONVOLUTION = "gated delta rule", "selective scan", "short convolution"
+STEP_SIZES, GATED_NORM = "step sizes", "gated norm"
 SUM, MAX = "sum", "max"  # how the attention that a key gets from several queries becomes one number: MAX is the highest share
 
 CPU, CUDA = "cpu", "cuda"
@@ -241,8 +244,17 @@ def _of_values() -> Iterator[Kernel]:
     for op, function in (*gating, *ungated, *of_rows, *of_experts, *sums, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
+    for op, function in ((GATED_SIGMOID, "gated_sigmoid"), (GATED_IDENTITY, "gated_identity")):
+        yield Kernel(op, PLAIN, f"{function}_twin")
     for op, function in ((TAKE_ROWS, "take_rows"), (PUT_ROWS, "put_rows")):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES)
+        yield Kernel(op, PLAIN, f"{function}_twin")
+
+
+def _of_states() -> Iterator[Kernel]:
+    functions = (SHORT_CONVOLUTION, "short_convolution"), (STEP_SIZES, "step_sizes"), (GATED_NORM, "gated_norm")
+    passing = (GATED_DELTA, "gated_delta"), (SELECTIVE_SCAN, "selective_scan")
+    for op, function in (*passing, *functions):
         yield Kernel(op, PLAIN, f"{function}_twin")
 
 
@@ -264,6 +276,7 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
         *_of_slots(),
         *_of_values(),
+        *_of_states(),
         *(kernel for format in GROUPED for kernel in _of_groups(format.name)),
         *(kernel for format in TILED for kernel in _of_tiles(format.name)),
         *(kernel for format in STORED for kernel in _of_stored(format.name)),

@@ -28,11 +28,15 @@ from h2o_flexgen.formats.kernel_table import (
     DECODE_ROWS,
     ENCODE,
     EVICT,
+    GATED_DELTA,
     GATED_GELU,
     GATED_GELU_TANH,
+    GATED_IDENTITY,
+    GATED_NORM,
     GATED_QUICK_GELU,
     GATED_RELU,
     GATED_RELU_SQUARED,
+    GATED_SIGMOID,
     GATED_SILU,
     GATHER_CHOSEN,
     GATHER_COUNTED,
@@ -51,8 +55,11 @@ from h2o_flexgen.formats.kernel_table import (
     RMS_NORM,
     ROTATE,
     ROUTE,
+    SELECTIVE_SCAN,
     SHARED_ATTENTION,
+    SHORT_CONVOLUTION,
     STEADY_PRODUCT,
+    STEP_SIZES,
     SUM,
     TAKE_ROWS,
     TAKE_SLOTS,
@@ -445,6 +452,18 @@ def gated_relu_squared(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return out
 
 
+def gated_sigmoid(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with the sigmoid itself."""
+    out: Tensor = _required(GATED_SIGMOID, PLAIN, gate)(gate, up)
+    return out
+
+
+def gated_identity(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The same with the gate itself: their product."""
+    out: Tensor = _required(GATED_IDENTITY, PLAIN, gate)(gate, up)
+    return out
+
+
 def gated_silu_of_each(gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     """The same with silu of rows (rows, width), of which so many, one behind the other, come out as if the rest were not there.
     Torch gives the last values of a tensor other last bits than those in its middle."""
@@ -529,6 +548,81 @@ def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts
         function(sums, rows, weights, to, counts)
         return
     _required(ADD_WEIGHTED, PLAIN, rows)(sums, rows, weights, to, counts)
+
+
+# -- states of rows ------------------------------------------------------------------------------------------------------
+# Rows may be filled up behind their tokens: `lengths` (rows,), int64, says how many of each are real; None: all. A state is
+# changed in place, and is then that behind a row's last real token. Its rows may lie apart.
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    is_tiled: bool = False,
+) -> Tensor:
+    """The gated delta rule: q and k (rows, tokens, key heads, key width), which are made as long as one, and q then scaled; v
+    (rows, tokens, heads, value width); decay, a logarithm, and beta (rows, tokens, heads); state (rows, heads, key width, value
+    width), fp32. A key head serves heads that follow each other, or `is_tiled`: those that are as far apart as there are key
+    heads. -> (rows, tokens, heads, value width)"""
+    function = _required(GATED_DELTA, PLAIN, v, width=q.shape[-1])
+    out: Tensor = function(q, k, v, decay, beta, state, lengths, is_tiled)
+    return out
+
+
+def selective_scan(
+    x: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor | None,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    are_logs: bool = False,
+) -> Tensor:
+    """Mamba-2's scan: x (rows, tokens, heads, head width); steps (rows, tokens, heads), the sizes of steps; rates (heads,),
+    below zero, or `are_logs`: the logarithms of what they are below zero; b and c (rows, tokens, groups, state width), of which
+    each serves heads that follow each other; skip (heads,), how much of x itself is added; state (rows, heads, state width,
+    head width), fp32. -> like x"""
+    function = _required(SELECTIVE_SCAN, PLAIN, x, width=b.shape[-1])
+    out: Tensor = function(x, steps, rates, b, c, skip, state, lengths, are_logs)
+    return out
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, lengths: Tensor | None = None, is_activated: bool = True
+) -> Tensor:
+    """Each channel of x (rows, tokens, channels) becomes the sum of its last inputs, itself at last, times weight (channels,
+    width) or (channels, 1, width), plus bias (channels,); `is_activated`: and silu of that. state (rows, width - 1, channels),
+    fp32, has the inputs before those that come, the oldest first. -> like x"""
+    out: Tensor = _required(SHORT_CONVOLUTION, PLAIN, x)(x, weight, bias, state, lengths, is_activated)
+    return out
+
+
+def step_sizes(
+    x: Tensor,
+    bias: Tensor | None,
+    rates: Tensor | None = None,
+    are_logs: bool = False,
+    least: float = 0.0,
+    most: float = inf,
+) -> Tensor:
+    """softplus(x + bias), from `least` to `most`, of x (rows, tokens, heads); and times rates, if there are any: then it is the
+    logarithm of a decay. bias and rates (heads,); `are_logs`: as in `selective_scan`. In fp32."""
+    out: Tensor = _required(STEP_SIZES, PLAIN, x)(x, bias, rates, are_logs, least, most)
+    return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1, gate_first: bool = False) -> Tensor:
+    """RMS norm of each of so many groups of x (..., width), times weight (width,) and silu(gate); or `gate_first`: the norm of
+    what silu(gate) has left of x. Nothing but the outcome is rounded."""
+    out: Tensor = _required(GATED_NORM, PLAIN, x)(x, gate, weight, eps, groups, gate_first)
+    return out
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------------

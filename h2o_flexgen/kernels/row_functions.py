@@ -184,6 +184,14 @@ def gated_relu_squared_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(torch.relu_(gate).square_(), up)
 
 
+def gated_sigmoid_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _times(torch.sigmoid_(gate), up)
+
+
+def gated_identity_twin(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _times(gate, up)
+
+
 def clamped_silu(gate: Tensor, up: Tensor, limit: float, alpha: float, counted: CountedRows | None = None) -> Tensor:
     """silu of alpha * gate, where a gate counts as no higher than the limit, times (up + 1) / alpha, where up is within it"""
     return _gated(gate, up, CLAMPED_SILU, counted, limit, alpha)
