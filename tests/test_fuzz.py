@@ -23,7 +23,18 @@ from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
 from tests.helpers import tiny
-from tests.helpers.contract import BY_HEAD, POLICIES, STORED, WEIGHTS, Case, Checkpoints, Logits, fits, recorded_logits
+from tests.helpers.contract import (
+    BY_HEAD,
+    GATED,
+    POLICIES,
+    STORED,
+    WEIGHTS,
+    Case,
+    Checkpoints,
+    Logits,
+    fits,
+    recorded_logits,
+)
 
 SHORTEST_BY_HEAD = 4  # tokens of a prompt of which every head has a slot
 NEAR = (
@@ -67,7 +78,7 @@ def random_case(random: Random, devices: Sequence[str]) -> Case:
         weight_codec=weight_codec,
         compute=compute,
         kv_codec=random.choice([PLAIN, PLAIN, "group4", "group8"]),
-        attend_on=random.choice([DEVICE, HOST]),
+        attend_on=DEVICE if kind in GATED else random.choice([DEVICE, HOST]),
     )
 
 

@@ -6,12 +6,14 @@ kernels is in formats/kernel_sizes.py, beside the header that they share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from math import inf, prod
 from typing import NamedTuple
 
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, StateTensor, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.blocked import Blocked
@@ -268,6 +270,32 @@ class KVLayout:
     def of_rows(self, rows: int) -> KVLayout:
         """The layout of only this many rows: those that are left, or those of a part."""
         return replace(self, rows=rows)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The states of a batch in one layer: row by row, and tensor by tensor in a row. On disk they lie as in memory."""
+
+    rows: int
+    tensors: tuple[StateTensor, ...]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first byte of each tensor in a row."""
+        return tuple(accumulate((aligned(one.nbytes, VIEW_ALIGNMENT) for one in self.tensors[:-1]), initial=0))
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return sum(aligned(one.nbytes, VIEW_ALIGNMENT) for one in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def cuts(self, rows: int) -> Iterator[slice]:
+        """The parts of so many rows that a disk thread takes at a time, to whole pages."""
+        end = aligned(rows * self.row_bytes)
+        return (slice(start, min(start + CHUNK_BYTES, end)) for start in range(0, end, CHUNK_BYTES))
 
 
 @dataclass(frozen=True)

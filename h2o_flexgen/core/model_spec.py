@@ -15,6 +15,7 @@ from math import ceil, inf, log1p, nextafter, prod
 from typing import Any, NamedTuple
 
 from h2o_flexgen.core.labels import Labels
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import EXACT, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.formats.table import FORMATS, PLAIN, can_be_parted, matrix_format
 
@@ -125,6 +126,18 @@ class PromptHeads(NamedTuple):
         return 2 * pairs * self.width + keys * making < 2 * pairs * (self.latent + self.rotated) + tokens * making
 
 
+class StateTensor(NamedTuple):
+    """A part of the state that a row has in a layer: fp32, of one size whatever the length of its text. It is zero before the
+    first token, and every step reads and writes all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * FLOAT_BYTES
+
+
 @dataclass(frozen=True)
 class AttentionHalves:
     """An attention among the functions of a layer, and what is before and behind the point where others may attend for it."""
@@ -150,6 +163,7 @@ class LayerSpec:
     has_kv: bool = False
     kv_heads: KVHeads | None = None  # those of its attention, where they are not those of the model
     window: int | None = None  # tokens that a token sees in its attention, itself included; None: all before it
+    states: tuple[StateTensor, ...] = ()  # what a row has in the layer from step to step, beside KV
     visits: tuple[str, ...] = (MLP_VISIT,)  # the prices of a visit beside its work, by their names in a machine
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
     least_passing: int = 0  # a recorded step has room for the values of so many tokens at least
@@ -284,6 +298,7 @@ class LayerSpec:
             self.has_kv,
             self.kv_heads,
             self.window,
+            self.states,
             self.token_table,
             self.logit_matrix,
             self.out_width,
@@ -391,6 +406,11 @@ class ModelSpec:
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_kv)
+
+    @cached_property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers in which rows have a state."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.states)
 
     @cached_property
     def layer_names(self) -> tuple[LayerName, ...]:
@@ -525,6 +545,11 @@ class ModelSpec:
         """The same model with layers that end where an attention is over: what comes after it begins the next one. Blocks
         that are one layer and those that are two come out the same. For prompts the host does not attend: they pass layers
         that end behind an attention, and so hand on no outcome of it beside their hidden states."""
+        if any(layer.has_kv and layer.halves is None for layer in self.layers):
+            raise ValueError(
+                f"attention of {self.name} has a gate, which is not there where the CPU attends; leave attend_on 'host' out "
+                "(on the command line --cpu-cache-compute)"
+            )
         layers: list[LayerSpec] = []
         rest: LayerSpec | None = None  # a second half that has nothing after it yet
         for number, layer in enumerate(self.layers):
@@ -607,7 +632,7 @@ def _cut(layer: LayerSpec, halves: AttentionHalves, width: int) -> tuple[LayerSp
 
     def then(functions: tuple[str, ...], used: Set[str]) -> LayerSpec:
         kept = _with_tensors(layer, used.__contains__)
-        return replace(kept, functions=functions, has_kv=False, window=None, visits=visits)
+        return replace(kept, functions=functions, has_kv=False, window=None, states=(), visits=visits)
 
     of_prompts = first(halves.whole, halves.used_after, halves.out_width), then(after, halves.used_after)
     steps = first(halves.before, halves.used_behind, width), then((halves.behind, *after), halves.used_behind)

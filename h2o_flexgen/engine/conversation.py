@@ -139,7 +139,7 @@ class Conversation:
         self._tail: list[int] = []  # the end of the text, as far as a context reaches
         self._unread: list[int] = []  # the last token generated: the cache takes it in with the next turn
         self._is_broken = False
-        self._kv = engine.open_kv(planned.planned(extent.block(0, 1, 1)))
+        self._stores = engine.open_stores(planned.planned(extent.block(0, 1, 1)))
 
     # -- what it is ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Conversation:
         head = len(self._spec.layers) - 1
         block = self._planned.planned(self.extent.block(self.seen, len(piece), 1))
         rows = [RowState(0, piece, row.params, self._tokenizer)]
-        self._engine.run(block, rows, Picker(self._sampler), stop_at=_at(head), kv=self._kv)
+        self._engine.run(block, rows, Picker(self._sampler), stop_at=_at(head), stores=self._stores)
         self.seen += len(piece)
 
     def _generate(self, row: RowState, piece: Sequence[int], on_text: OnText | None, stop: Stop | None) -> BlockRun:
@@ -260,7 +260,7 @@ class Conversation:
                 on_text(new)
 
         block = self._planned.planned(self.extent.block(self.seen, len(piece), row.max_tokens))
-        return self._engine.run(block, [row], Picker(self._sampler, on_token), kv=self._kv)
+        return self._engine.run(block, [row], Picker(self._sampler, on_token), stores=self._stores)
 
     def _advance(self, row: RowState, piece: Sequence[int]) -> None:
         self.turns += 1
@@ -274,7 +274,7 @@ class Conversation:
         if not self.closed:
             self.closed = True
             if not self._engine.is_forked:
-                self._kv.close()
+                self._stores.close()
 
     def __enter__(self) -> Conversation:
         return self

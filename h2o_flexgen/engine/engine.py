@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from h2o_flexgen.engine.stores.kv_levels import KVLevels
 from h2o_flexgen.engine.stores.layer_judges import judges_of
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
+from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, States, StateStore
+from h2o_flexgen.engine.stores.row_stores import RowStores
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept
@@ -59,6 +61,23 @@ Until = Callable[[Task], bool]
 AttendOf = Callable[[RowsPart], "Attend | None"]
 WHOLE = slice(None)
 PROMPTS_WORTH_IT = 1024  # tokens: the working memory of fewer is not worth a walk through the allocator's free memory
+
+
+class Kept(NamedTuple):
+    """What a layer is handed of the rows that it computes: their KV, by the function that attends it, and their states."""
+
+    attend: Attend | None
+    states: States
+
+
+class KeptOfRows(NamedTuple):
+    """The same of a batch, part by part."""
+
+    attend_of: AttendOf
+    states: OpenStates
+
+    def part(self, part: RowsPart) -> Kept:
+        return Kept(self.attend_of(part), {name: one[part.rows] for name, one in self.states.by_name.items()})
 
 
 @dataclass(frozen=True)
@@ -132,7 +151,7 @@ class _Progress:
     """The state that the actions of a running block share."""
 
     rows: list[BatchRows]
-    kv: Sequence[KVLevels]  # of each device
+    stores: Sequence[RowStores]  # of each device
     hidden: HiddenStore
     prefixes: PrefixStore
     asked: AskedStore
@@ -254,14 +273,14 @@ class Engine:
         """Whether this is a fork's copy of an engine: its memory then belongs to the parent."""
         return self._process != os.getpid()
 
-    def open_kv(self, planned: BlockPlan) -> KVLevels:
-        """A store for the block's KV; the caller closes it. The store of a conversation is handed to `run` again."""
+    def open_stores(self, planned: BlockPlan) -> RowStores:
+        """Stores for what the block's rows keep; the caller closes them. Those of a conversation are handed to `run` again."""
         self._forget_prefixes()
-        return self._kv_on(planned, self._memories)
+        return self._stores_on(planned, self._memories)
 
-    def _kv_on(self, planned: BlockPlan, memories: Memories) -> KVLevels:
+    def _stores_on(self, planned: BlockPlan, memories: Memories) -> RowStores:
         with torch.inference_mode():
-            return KVLevels(planned, memories, self._judges)
+            return RowStores.on(planned, memories, self._judges)
 
     def run(
         self,
@@ -270,11 +289,11 @@ class Engine:
         at_head: AtHead,
         on_visit: OnVisit | None = None,
         stop_at: Until | None = None,
-        kv: KVLevels | None = None,
+        stores: RowStores | None = None,
         may_run_out: bool = False,
     ) -> BlockRun:
         """Runs one block to its end, as `running` does."""
-        running = self.running(planned, rows, at_head, on_visit, stop_at, kv, may_run_out)
+        running = self.running(planned, rows, at_head, on_visit, stop_at, stores, may_run_out)
         while True:
             try:
                 next(running)
@@ -289,13 +308,13 @@ class Engine:
         at_head: AtHead,
         on_visit: OnVisit | None = None,
         stop_at: Until | None = None,
-        kv: KVLevels | None = None,
+        stores: RowStores | None = None,
         may_run_out: bool = False,
         on_pass: OnPass | None = None,
     ) -> Generator[RowState, None, BlockRun]:
         """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those that
         wait for a seat. `stop_at` ends the run early at a task. `on_pass` is called after a pass, when its rows were handed
-        out, and may raise. `kv` holds what an earlier block has left. Rows that had finished before an error are handed out
+        out, and may raise. `stores` hold what an earlier block has left. Rows that had finished before an error are handed out
         before it is raised. Running out of memory is an error, unless it `may_run_out`: then the block ends, its memory is
         freed, and the run reports the `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
@@ -312,7 +331,7 @@ class Engine:
             return bool(finished or passes)
 
         try:
-            block = self._block(planned, rows, listening, measures, finished, pauses, kv, may_run_out)
+            block = self._block(planned, rows, listening, measures, finished, pauses, stores, may_run_out)
             with self._turns.taken(), closing(block):
                 for _ in block:
                     yield from hand_out()
@@ -335,7 +354,7 @@ class Engine:
         measures: _Measures,
         finished: list[RowState],
         pauses: Callable[[], bool],
-        kv: KVLevels | None,
+        stores: RowStores | None,
         may_run_out: bool,
     ) -> Generator[None, None, None]:
         """Runs the block in a generator of its own: all that the block holds is freed when the generator ends. It pauses when
@@ -353,12 +372,12 @@ class Engine:
                 )
                 masks = opened.enter_context(MaskMaker(self._spec.vocab, self._memories.of_devices[-1].device.handover))
                 alive = [self._rows_of(place, planned, rows, prefixes, masks) for place in range(len(block.batches))]
-                if kv is None:
+                if stores is None:
                     each = zip(planned.sections, self._memories.of_devices, strict=True)
-                    own = [opened.enter_context(closing(self._kv_on(section, there))) for section, there in each]
+                    own = [opened.enter_context(closing(self._stores_on(section, there))) for section, there in each]
                 else:
-                    own = [kv]
-                    kv.prepare(planned)
+                    own = [stores]
+                    stores.prepare(planned)
             measures.clock = time.perf_counter()
             state = _Progress(
                 alive,
@@ -488,15 +507,19 @@ class Engine:
         return {
             Op.READ_W: for_its_users(on_own(lambda at: self._weights[at].read)),
             Op.LOAD_W: for_its_users(on_own(lambda at: self._weights[at].load)),
-            Op.READ_KV: for_the_living(on_own(lambda at: state.kv[at].read)),
-            Op.LOAD_KV: for_the_living(on_own(lambda at: state.kv[at].load)),
+            Op.READ_KV: for_the_living(on_own(lambda at: state.stores[at].kv.read)),
+            Op.LOAD_KV: for_the_living(on_own(lambda at: state.stores[at].kv.load)),
+            Op.READ_S: for_the_living(on_own(lambda at: state.stores[at].states.read)),
+            Op.LOAD_S: for_the_living(on_own(lambda at: state.stores[at].states.load)),
             Op.LOAD_H: for_the_living(state.hidden.load),
             Op.COMPUTE: compute,
             Op.ATTEND: for_the_living(lambda task: self._attend(task, state)),
             Op.PASS_H: for_the_living(state.hidden.pass_on),
             Op.STORE_H: for_the_living(state.hidden.store),
-            Op.STORE_KV: while_wanted(on_own(lambda at: state.kv[at].store)),
-            Op.WRITE_KV: while_wanted(on_own(lambda at: state.kv[at].write)),
+            Op.STORE_KV: while_wanted(on_own(lambda at: state.stores[at].kv.store)),
+            Op.WRITE_KV: while_wanted(on_own(lambda at: state.stores[at].kv.write)),
+            Op.STORE_S: while_wanted(on_own(lambda at: state.stores[at].states.store)),
+            Op.WRITE_S: while_wanted(on_own(lambda at: state.stores[at].states.write)),
         }
 
     def _compute(self, task: Task, state: _Progress) -> None:
@@ -513,14 +536,16 @@ class Engine:
         cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
+        opened = self._states_for(visit, state).open(task, rows) if layer.states else NO_STATES
         is_of_graphs = state.graphs is not None and not (layer.reads_back and self._memories.device.accelerator)
         if state.graphs is not None and is_of_graphs and state.graphs.take(rows):
-            place = GraphPlace(visit.layer, self._weights_for(visit).buffer(visit), self._kv_for(visit, state).buffer(visit))
-            state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache)))
+            stores = self._weights_for(visit), self._kv_for(visit, state), self._states_for(visit, state)
+            place = GraphPlace(visit.layer, *(store.buffer(visit) for store in stores))
+            state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache, opened)))
             return
-        attend_of, room = partial(self._attend_of, visit, cache, state), partial(state.hidden.room, task, hidden)
-        may_overwrite = state.hidden.may_be_overwritten(task.batch)
-        state.hidden.put(task, self._layer(visit, rows, hidden, attend_of, may_overwrite, room))
+        room, may_overwrite = partial(state.hidden.room, task, hidden), state.hidden.may_be_overwritten(task.batch)
+        of_rows = KeptOfRows(partial(self._attend_of, visit, cache, state), opened)
+        state.hidden.put(task, self._layer(visit, rows, hidden, of_rows, may_overwrite, room))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
 
@@ -545,9 +570,12 @@ class Engine:
         return self._weights[self._device_of(visit.layer)]
 
     def _kv_for(self, visit: Visit, state: _Progress) -> KVLevels:
-        return state.kv[self._device_of(visit.layer)]
+        return state.stores[self._device_of(visit.layer)].kv
 
-    def _captured(self, visit: Visit, cache: LayerCache | None) -> LayerWork:
+    def _states_for(self, visit: Visit, state: _Progress) -> StateStore:
+        return state.stores[self._device_of(visit.layer)].states
+
+    def _captured(self, visit: Visit, cache: LayerCache | None, states: OpenStates) -> LayerWork:
         """Computes a layer in a way that may be captured: it does not depend on what was done before."""
         weights = self._weights_for(visit)
 
@@ -562,19 +590,20 @@ class Engine:
                 cache.forget_replaced()
             attend = None if cache is None else partial(cache.attend, part.levels)
             overwrites = self._spec.layers[visit.layer].overwrites  # the states lie where nothing else needs them
-            made = self._computed(visit, part, hidden, attend, may_overwrite=overwrites, chosen=chosen)
+            made = self._computed(visit, part, hidden, Kept(attend, states.by_name), may_overwrite=overwrites, chosen=chosen)
             if cache is not None:
                 afterwards += cache.replacements(kept)
             return made
 
-        return LayerWork(compute, partial(self._likeness, visit, cache))
+        return LayerWork(compute, partial(self._likeness, visit, cache, states))
 
-    def _likeness(self, visit: Visit, cache: LayerCache | None) -> Likeness:
-        """What a layer computes depends on its functions, on its weights, and on the keys and values that it attends."""
+    def _likeness(self, visit: Visit, cache: LayerCache | None, states: OpenStates) -> Likeness:
+        """What a layer computes depends on its functions, on its weights, and on the keys and values that it attends, or the
+        states of its rows."""
         layer, weights = self._spec.layers[visit.layer], self._weights_for(visit)
         of_kv, kv = (None, ()) if cache is None else (cache.kind, cache.memory)
         of_weights, data = weights.kind(visit), weights.memory(visit)
-        return Likeness((layer.functions, layer.window, of_weights, of_kv), (*data, *kv), layer.name.title)
+        return Likeness((layer.functions, layer.window, of_weights, of_kv), (*data, *kv, *states.memory), layer.name.title)
 
     def _attend(self, task: Task, state: _Progress) -> int:
         """Attends on the host for a COMPUTE."""
@@ -583,7 +612,7 @@ class Engine:
     @staticmethod
     def _is_asking(visit: Visit, part: RowsPart, state: _Progress) -> bool:
         """Whether the host attends this part of a visit: the decode step, which comes first."""
-        return not part.now.is_prefill and state.kv[0].is_attended_beside(visit)
+        return not part.now.is_prefill and state.stores[0].kv.is_attended_beside(visit)
 
     def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: RowsPart) -> Attend | None:
         """The attention function that the layer of a COMPUTE gets."""
@@ -600,7 +629,7 @@ class Engine:
         visit: Visit,
         rows: BatchRows,
         hidden: Tensor | None,
-        attend_of: AttendOf,
+        kept_of: KeptOfRows,
         may_overwrite: bool,
         room: Callable[[int, int], Tensor | None],
     ) -> Tensor:
@@ -611,7 +640,7 @@ class Engine:
         overwrites = may_overwrite and layer.overwrites  # the plan counts no memory for other cases
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
             only = self._there(visit, rows.parts[0])
-            computed = self._computed(visit, only, hidden, attend_of(only), may_overwrite=may_overwrite)
+            computed = self._computed(visit, only, hidden, kept_of.part(only), may_overwrite=may_overwrite)
             assert computed is hidden or not overwrites
             return computed
         out: Tensor | None = None
@@ -619,10 +648,10 @@ class Engine:
         start = 0
         for one, states in parts:
             part = self._there(visit, one)
-            attend = attend_of(part)  # the same for all pieces
+            of_part = kept_of.part(part)  # the same for all pieces
             for piece in part.pieces:
                 own = None if states is None else states[:, piece]
-                computed = self._computed(visit, part, own, attend, piece, may_overwrite)
+                computed = self._computed(visit, part, own, of_part, piece, may_overwrite)
                 assert computed is own or not overwrites
                 if computed is own:
                     continue
@@ -648,7 +677,7 @@ class Engine:
         visit: Visit,
         part: RowsPart,
         hidden: Tensor | None,
-        attend: Attend | None,
+        kept_of: Kept,
         piece: slice = WHOLE,
         may_overwrite: bool = False,
         chosen: Callable[[Tensor], None] | None = None,
@@ -656,7 +685,9 @@ class Engine:
         """Computes a part, or a piece of it: `hidden` has the states of its tokens."""
         chosen = chosen or partial(self._weights_for(visit).wanted.chose, visit)
         positions = part.positions if piece == WHOLE else part.positions[:, piece]
-        given = base.Given(positions, attend or base.nothing_to_attend, chosen, part.now.is_prefill, may_overwrite)
+        attend = kept_of.attend or base.nothing_to_attend
+        lengths = part.lengths if kept_of.states else None
+        given = base.Given(positions, attend, chosen, part.now.is_prefill, may_overwrite, kept_of.states, lengths)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:

@@ -2,8 +2,8 @@
 
 A graph works on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the numbers
 of a step) is written into fixed tensors, and hidden states go through a fixed tensor. A graph is valid for one layer and batch
-with its present rows, and for one buffer through which the layer's weights come, and its KV. When rows leave, or begin to evict
-tokens, new graphs are made.
+with its present rows, and for one buffer through which the layer's weights come, its KV and states. When rows leave, or begin
+to evict tokens, new graphs are made.
 
 On a CPU, layers of which nothing moves are chained: when the first of them is due, the whole chain of a batch is one call. The
 other COMPUTEs of the chain then have happened.
@@ -46,11 +46,12 @@ Where = Callable[[Collection[int]], tuple[int, ...]]  # the places of prefixes
 
 
 class GraphPlace(NamedTuple):
-    """The layer of a graph, and the buffers in which its weights and its KV lay when it was captured."""
+    """The layer of a graph, and the buffers in which its weights, its KV and its states lay when it was captured."""
 
     layer: int
     weights: int = 0
     kv: int = 0
+    states: int = 0
 
 
 class Kind(NamedTuple):

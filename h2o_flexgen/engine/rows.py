@@ -74,6 +74,12 @@ class RowsPart:
         return (() if self.at_once is None else self.now.pieces(self.at_once)) or (slice(None),)
 
     @property
+    def lengths(self) -> Tensor | None:
+        """The tokens of each row that are no pads. None stands for all, also of a prompt that is computed piece by piece."""
+        new = self.now.slots.new
+        return None if min(new) == max(new) else self.now.lengths[:, 0, 0]
+
+    @property
     def now(self) -> KVStep:
         """The step, for what all levels know alike: rows, tokens and what rows share, but not their slots."""
         return self.levels[0]
@@ -178,6 +184,12 @@ class BatchRows:
         """The rows that have their prompts read in this step; they come after all others."""
         reading = [part.rows for part in self._own_parts if part.now.is_prefill]
         return slice(reading[0].start, reading[-1].stop) if reading else None
+
+    @property
+    def beginning(self) -> slice | None:
+        """Those of them with texts that begin in this step: all, or none where texts go on."""
+        first = next((part for part in self._own_parts if part.now.is_prefill), None)
+        return None if first is None or not first.now.slots.begins[0] else self.joining
 
     @property
     def changes_all(self) -> bool:

@@ -1,7 +1,7 @@
 """Short convolutions: each channel of a token is a sum of its own last few inputs, each times a weight of its place.
 
-What a row keeps for its next token is its last inputs, (width - 1, channels), the oldest first, in fp32. It is changed in place;
-rows of it may lie apart. Rows of tokens may be filled up, as `states.py` says.
+What a row keeps for its next token is its last inputs, (width - 1, channels), the oldest first, in fp32. It is changed in
+place; rows of it may lie apart. Rows of tokens may be filled up, as `states.py` says.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ def step_sizes_twin(
 # RMS norm of each of several groups of a row, and a gate by silu, which comes before the norm or behind it.
 
 
-def gated_norm_twin(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1, gate_first: bool = False
-) -> Tensor:
+def gated_norm_twin(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1, gate_first: bool = False) -> Tensor:
     wide, opened = x.float(), functional.silu(gate.float())
     if gate_first:
         wide = wide * opened

@@ -1,4 +1,4 @@
-"""States of rows that stay as large as they are, and what each token makes of them: the gated delta rule and the scan of Mamba-2.
+"""States of rows that stay as large as they are, and what each token makes of them: the gated delta rule and Mamba-2's scan.
 
 A head's state is a matrix (key width, value width) in fp32. A token fades it, adds to it what is to be found under the token's
 key, and reads from it what is found under the token's query. The delta rule adds only what is not found there yet.
@@ -94,7 +94,7 @@ def _of_length_one(x: Tensor) -> Tensor:
 
 
 def _there(x: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Which tokens (rows, 1, tokens) are real; None: all."""
+    """True for tokens (rows, 1, tokens) that are real. None stands for all."""
     if lengths is None:
         return None
     return (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[:, None]

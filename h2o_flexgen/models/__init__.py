@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LIKE_OTHERS = {"kimi_k2": "deepseek_v3"}  # names of configs that say what another architecture does
 LONGEST_OBJECTION = 300  # characters of what transformers says
+FLOAT, NO_JSON = "__float__", ("Infinity", "-Infinity", "NaN")
 
 # the model_type of a config -> module and class
 MODELS: Mapping[str, tuple[str, str]] = {
@@ -75,6 +76,13 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "arcee": ("arcee", "Arcee"),
     "apertus": ("arcee", "Apertus"),
     "gpt_neox": ("neox", "NeoX"),
+    "lfm2": ("lfm2", "Lfm2"),
+    "lfm2_moe": ("lfm2", "Lfm2Moe"),
+    "qwen3_5_text": ("qwen_next", "Qwen35"),
+    "qwen3_5_moe_text": ("qwen_next", "Qwen35Moe"),
+    "qwen3_next": ("qwen_next", "Qwen3Next"),
+    "bamba": ("mamba", "Bamba"),
+    "granitemoehybrid": ("granite_hybrid", "GraniteHybrid"),
 }
 
 
@@ -161,7 +169,7 @@ def _known_files() -> dict[str, Path]:
 
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
-    values = text_part(values, lambda model_type: architecture(model_type).bounds, name)
+    values = text_part(_with_floats(values), lambda model_type: architecture(model_type).bounds, name)
     model_type = _check(values, name)
     from transformers import CONFIG_MAPPING
 
@@ -169,6 +177,15 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
         return cast("Config", CONFIG_MAPPING[model_type].from_dict(dict(values)))
     except Exception as error:  # whatever transformers objects to stands in a file of the user's
         raise ValueError(f"the config of {name!r} is not valid: {one_line(error)[:LONGEST_OBJECTION]}") from error
+
+
+def _with_floats(values: Any) -> Any:
+    """The same with numbers that JSON has no words for, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(values, Mapping):
+        if values.keys() == {FLOAT} and values[FLOAT] in NO_JSON:
+            return float(values[FLOAT])
+        return {key: _with_floats(one) for key, one in values.items()}
+    return [*map(_with_floats, values)] if isinstance(values, list) else values
 
 
 def _check(values: Mapping[str, Any], name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -48,6 +48,8 @@ class Given:
     chosen: Callable[[Tensor], None] = _nobody_listens  # told of the experts (..., chosen) that tokens are given to
     in_heads: bool = False  # `attend` may be handed queries of heads (`NewTokens.in_heads`), and then hands on what is as wide
     may_overwrite: bool = False  # the hidden states are not used elsewhere: a function may change them and hand them on
+    states: Mapping[str, Tensor] = field(default_factory=dict)  # of the rows, by name: the function changes them in place
+    lengths: Tensor | None = None  # (rows,): tokens of each row that are no pads, where rows have states; None: all
 
 
 class Model(Protocol):

@@ -91,10 +91,17 @@ def check_config(values: Mapping[str, Any], own: Bounds, name: str) -> None:
         if values.get("sliding_window") == 1:
             raise ValueError("sliding_window is 1, in which a token would see itself alone")
         _check_heads(values, own)
-        _check_experts(values)
+        _check_experts(values, own)
         eos_ids_of(values.get(EOS))
     except ValueError as error:
         raise ValueError(f"the config of {shown(name)} is not valid: {error}; download the model again") from error
+
+
+def refuse_short(config: Config, key: str) -> None:
+    """Refuses a list that says something of each block, and has too few entries."""
+    entries, blocks = len(getattr(config, key, None) or ()), config.num_hidden_layers
+    if entries < blocks:
+        raise ValueError(f"{key} has {entries} entries for {blocks} blocks; download the model again")
 
 
 def what_is_unsupported(values: Mapping[str, Any], own: Bounds) -> str | None:
@@ -164,7 +171,8 @@ def _check_heads(values: Mapping[str, Any], own: Bounds) -> None:
         raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
 
 
-def _check_experts(values: Mapping[str, Any]) -> None:
-    for key in (key for key in EXPERTS if values.get(key) is not None):
+def _check_experts(values: Mapping[str, Any], own: Bounds) -> None:
+    may_lack = [key for key, bound in own.items() if isinstance(bound, Whole) and bound.may_be_zero and values.get(key) == 0]
+    for key in (key for key in EXPERTS if values.get(key) is not None and key not in may_lack):
         _check_whole(key, values[key], Whole(MOST_EXPERTS))
         _check_whole(CHOSEN, values.get(CHOSEN), Whole(values[key], is_required=CHOSEN in values))  # null is not the default

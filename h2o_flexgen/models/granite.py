@@ -66,7 +66,7 @@ class GraniteMoe(MixtureOfExperts):
         r"\.block_sparse_moe\.output_linear\.weight": ".mlp.experts.down_proj",
         r"\.block_sparse_moe\.experts\.": ".mlp.experts.",
     }
-    gguf = replace(
+    gguf: ClassVar[GgufArchitecture | None] = replace(
         IN_GGUF,
         name="granitemoe",
         tensors=OF_MIXTURES,

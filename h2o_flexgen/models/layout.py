@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, AttentionHalves, LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import (
+    ATTENTION_VISIT,
+    DTYPE_BYTES,
+    AttentionHalves,
+    LayerSpec,
+    ModelSpec,
+    StateTensor,
+    TensorSpec,
+)
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.models.base import HeadFunction, InHalves, LayerFunction
 from h2o_flexgen.models.config_values import Config
@@ -116,6 +124,19 @@ def attending_by(layer: LayerSpec, whole: str, first_half: str) -> LayerSpec:
     return replace(layer, functions=(whole,), halves=replace(layer.halves, whole=whole, before=first_half))
 
 
+def stateful(
+    function: LayerFunction,
+    parameters: Parameters,
+    states: Sequence[StateTensor],
+    out_width: int,
+    passing_width: int,
+    origin: Origin,
+) -> LayerSpec:
+    """A layer in which rows have a state. `passing_width`: values per token that it holds at once."""
+    made = layer(function, parameters, out_width, origin)
+    return replace(made, states=tuple(states), visits=(ATTENTION_VISIT,), passing_width=passing_width)
+
+
 def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:
     return replace(layer(function, parameters, out_width, origin), passing_width=MLP_STATES * inner_width)
 
@@ -146,6 +167,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         has_kv=any(part.has_kv for part in parts),
         kv_heads=next((part.kv_heads for part in parts if part.has_kv), None),
         window=next((part.window for part in parts if part.has_kv), None),
+        states=tuple(state for part in parts for state in part.states),
         visits=tuple(visit for part in parts for visit in part.visits),
         passing_width=max(part.passing_width for part in parts),
         least_passing=max(part.least_passing for part in parts),

@@ -286,11 +286,7 @@ class Decoder(InHalves):
 
         def parts(index: int) -> Sequence[LayerSpec]:
             origin = Origin(dtype, f"model.layers.{index}.", index)
-            window = None if self._traits.windows is None else self._traits.windows[index]
-            own = self.kv_heads_of(config, index)
-            widths = width, config.num_attention_heads * own.width, own.number * own.width, own.width
-            made = layout.attending_by(self.attention_layer(*widths, origin, window), *self.attends_by(config, index))
-            return replace(made, kv_heads=None if own == usual else own), *self.behind_attention(config, sep_layer, origin)
+            return self.mixing_layer(config, index, origin), *self.behind_attention(config, sep_layer, origin)
 
         outside = Origin(dtype, "model.")
         tokens = layout.table("embed_tokens", config.vocab_size, width)
@@ -319,6 +315,14 @@ class Decoder(InHalves):
         named = replace(outside, stored_as={"lm_head.weight": weight, "lm_head.bias": "lm_head.bias"})
         logits = layout.linear("lm_head", config.vocab_size, config.hidden_size, self._traits.head_bias)
         return layout.head(Decoder.head, norm, logits, named)
+
+    def mixing_layer(self, config: Config, block: int, origin: Origin) -> LayerSpec:
+        """The layer of a block in which a token meets those before it: its attention."""
+        width, usual, own = config.hidden_size, self.usual_kv_heads(config), self.kv_heads_of(config, block)
+        window = None if self._traits.windows is None else self._traits.windows[block]
+        widths = width, config.num_attention_heads * own.width, own.number * own.width, own.width
+        made = layout.attending_by(self.attention_layer(*widths, origin, window), *self.attends_by(config, block))
+        return replace(made, kv_heads=None if own == usual else own)
 
     def attention_parameters(self, width: int, q_width: int, kv_width: int, head_dim: int) -> tuple[Parameters, Parameters]:
         """Those of attention up to its outcome, and those behind it."""

@@ -80,7 +80,7 @@ class QwenMoe(MixtureOfExperts):
 
 
 class Qwen2Moe(QwenMoe):
-    gguf = GgufArchitecture(
+    gguf: ClassVar[GgufArchitecture | None] = GgufArchitecture(
         "qwen2moe",
         {
             **OF_MIXTURES,

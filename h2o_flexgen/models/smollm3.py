@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from h2o_flexgen.checkpoints.stored_architecture import OF_LLAMA
-from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.config_values import Config, refuse_short
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, Decoder, Llama, Traits
 from h2o_flexgen.models.windows import windows_by_kind
 
@@ -21,9 +21,7 @@ class SmolLM3(Decoder):
     )
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
-        if len(config.no_rope_layers) < config.num_hidden_layers:
-            blocks = f"{config.num_hidden_layers} blocks"
-            raise ValueError(f"no_rope_layers has {len(config.no_rope_layers)} entries for {blocks}; download the model again")
+        refuse_short(config, "no_rope_layers")
         super().__init__(config, dtype, sep_layer, name)
 
     @staticmethod

@@ -166,6 +166,12 @@ def gating(name: str) -> Gating:
     return GATINGS[name]
 
 
+def refuse_other_than_silu(name: str) -> None:
+    """Refuses an activation that does not stand behind a short convolution."""
+    if name not in SILU:
+        raise ValueError(f"activation {name!r} is not supported behind a short convolution; {SILU[0]} is")
+
+
 def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     """The same for rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
     if gating is gated_silu:

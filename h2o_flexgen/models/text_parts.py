@@ -33,6 +33,8 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "qwen2_vl": TextPart({"qwen2_vl_text": "qwen2"}, is_beside=True),
     "qwen2_5_vl": TextPart({"qwen2_5_vl_text": "qwen2"}, is_beside=True),
     "qwen3_vl": TextPart({"qwen3_vl_text": "qwen3"}),
+    "qwen3_5": TextPart({"qwen3_5_text": "qwen3_5_text"}),
+    "qwen3_5_moe": TextPart({"qwen3_5_moe_text": "qwen3_5_moe_text"}),
 }
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces, StateLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
@@ -22,9 +23,10 @@ from h2o_flexgen.planning.placement import (
     place,
     place_weights,
     placed_shares,
+    state_layouts,
     traffic,
 )
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import ON, Plan
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
@@ -56,6 +58,10 @@ class BlockPlan:
         layers of a model."""
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
+        if spec.state_layers:
+            _refuse_what_states_cannot(spec, plan)
+        elif plan.state is not None:
+            raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
         if plan.policy.echoes:
             block = block.echoed(spec.max_positions)
         levels = plan.levels(spec) if levels is None else levels
@@ -80,6 +86,7 @@ class BlockPlan:
             weights_on_disk=traffic.weights_on_disk.intersection(layers),
             weights_on_host=traffic.weights_on_host.intersection(layers),
             kv={place: tier for place, tier in traffic.kv.items() if place[0] in layers},
+            state={place: tier for place, tier in traffic.state.items() if place[0] in layers},
         )
         spec = only_layers(self.spec, layers)
         return replace(
@@ -98,6 +105,11 @@ class BlockPlan:
     def kv(self) -> HeldKV:
         return HeldKV(self.spec, self.levels, self.block)
 
+    @cached_property
+    def states(self) -> Mapping[Place, StateLayout]:
+        """How the states of rows lie, by layer and batch."""
+        return state_layouts(self.spec, self.block)
+
     def prompt_places(self, place: Place, layout: KVLayout) -> PromptPlaces:
         """The places of a device for the KV of a batch's prompts in one layer, where the host attends it later. `layout`: of
         one level's heads."""
@@ -108,8 +120,8 @@ class BlockPlan:
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:
-        """The tiers of KV and activations."""
-        return tuple(self.placement.kv.values()), self.placement.hidden
+        """The tiers of KV, activations and states."""
+        return tuple(self.placement.kv.values()), self.placement.hidden, tuple(self.placement.state.values())
 
     def sharing(self, other: BlockPlan) -> BlockPlan:
         """The same with the other's placement and schedule if they are equal: these take most of the memory of a BlockPlan, and
@@ -138,6 +150,19 @@ def _refuse_rows_of_a_pipeline(plan: Plan, block: Block) -> None:
     if plan.pipeline > 1 and (block.is_running or any(batch.lives_on or any(batch.seen) for batch in block.batches)):
         what = "rows that come and go" if block.is_running else "a text that continues turn by turn"
         raise ValueError(f"a pipeline of {plan.pipeline} devices is for blocks of prompts, not for {what}; give pipeline=1")
+
+
+def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan) -> None:
+    """Refuses what is not done yet for layers in which rows have a state."""
+    advice = {
+        f"a pipeline of {plan.pipeline} devices": plan.pipeline > 1 and "give pipeline=1",
+        f"kv_policy {plan.kv_policy!r}, which reads prompts twice,": plan.policy.echoes and "take another policy",
+        "head budgets": plan.head_budgets is not None and "leave them out",
+        f"graphs {ON!r}": plan.graphs == ON and f"use {AUTO!r}",
+    }
+    for what, instead in advice.items():
+        if instead:
+            raise ValueError(f"rows of {spec.name} have a state in some layers, and {what} cannot be had with it; {instead}")
 
 
 @dataclass(frozen=True)

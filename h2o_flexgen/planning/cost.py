@@ -100,7 +100,15 @@ class Cost:
                 return self._whole_row_bytes(task)
             of_head = self.spec.at(task.layer).kv_bytes_per_head
             return sum(_kv_slots(op, at.one) * at.heads * of_head for at in self.by_level(task))
+        if op.data is Data.STATE:
+            return self._state_rows(task) * self.planned.states[task.layer, task.batch].row_bytes
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
+
+    def _state_rows(self, task: Task | Key) -> int:
+        """Rows of which the states are brought, which are those of the step before, or brought home."""
+        step = max(0, task.step - 1) if task.op.fetches else task.step
+        one = self.batch_pass(step, task.batch)
+        return one.rows + one.joining
 
     def _crossing_bytes(self, layer: int, one: BatchPass) -> int:
         """Bytes of what rows ask of the host in decode, and of what it answers."""
@@ -178,7 +186,7 @@ class Cost:
         """Bytes that a transfer moves in all of these steps."""
         if key.op.data is Data.WEIGHTS or (key.op.data is Data.HIDDEN and not self.block.is_running):
             return len(steps) * self.transfer_bytes(key)
-        of_layer = key.layer if key.op.data is Data.HIDDEN else self.planned.kv.heads(key.layer)  # in KV such layers are alike
+        of_layer = self.planned.kv.heads(key.layer) if key.op.data is Data.KV else key.layer  # in KV such layers are alike
         kind = key.op, key.batch, steps, of_layer
         if kind not in self._known_moved:
             self._known_moved[kind] = sum(self.transfer_bytes(key._replace(step=step)) for step in steps)

@@ -30,7 +30,7 @@ from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.kv_rooms import KVRooms
+from h2o_flexgen.planning.kv_rooms import KVRooms, StateRooms
 from h2o_flexgen.planning.placement import Place, Placement
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
@@ -88,6 +88,7 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
     compute = DEVICE if schedule.traffic.accelerator else HOST
     _add_weights(parts, planned, compute, site.writes_weights)
     _add_kv(parts, planned, compute)
+    _add_states(parts, planned, compute)
     _add_hidden(parts, spec, planned.block, schedule, compute)
     if compute == DEVICE:
         parts[HOST]["loading"] = max(map(loading_bytes, spec.unlike_tensors))
@@ -198,6 +199,17 @@ def _add_level(
     parts[HOST]["KV buffers"] += buffers * rooms.on_host + rooms.staged
     parts[DEVICE]["KV buffers"] += buffers * rooms.on_device
     parts[DEVICE]["KV notes"] += buffers * rooms.noted
+
+
+def _add_states(parts: Parts, planned: BlockPlan, compute: str) -> None:
+    """Adds the states of rows, at rest and in buffers."""
+    traffic, buffers, layouts = planned.schedule.traffic, planned.schedule.buffers, planned.states
+    for place, layout in layouts.items():
+        tier = traffic.state[place]
+        parts[tier if tier != DEVICE else compute]["states"] += region_bytes(layout.nbytes)
+    rooms = StateRooms.of(planned)
+    parts[HOST]["state buffers"] += buffers * rooms.on_host
+    parts[DEVICE]["state buffers"] += buffers * rooms.on_device
 
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:

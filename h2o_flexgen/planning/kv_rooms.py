@@ -1,5 +1,5 @@
-"""KVRooms: the buffers through which the KV of one level passes, in bytes. The store of the KV has them allocated, and the
-footprint counts them."""
+"""KVRooms and StateRooms: the buffers through which the KV of one level passes, and states of rows, in bytes. The stores have
+them allocated, and the footprint counts them."""
 
 from __future__ import annotations
 
@@ -36,3 +36,19 @@ class KVRooms:
             return cls(on_host, max(each.nbytes for each in places), noted, 0)
         on_device = max(region_bytes(layout.image_bytes) for layout in moved.values())
         return cls(on_host, on_device, 0, max(region_bytes(layout.staged_bytes) for layout in moved.values()))
+
+
+@dataclass(frozen=True)
+class StateRooms:
+    """Bytes of each buffer of a ring; none where nothing comes through it."""
+
+    on_host: int  # on the way from the disk and back
+    on_device: int
+
+    @classmethod
+    def of(cls, planned: BlockPlan) -> StateRooms:
+        traffic = planned.schedule.traffic
+        moved = {place: layout for place, layout in planned.states.items() if traffic.moves_state(*place)}
+        read = [region_bytes(layout.nbytes) for place, layout in moved.items() if traffic.state_on_disk(*place)]
+        loaded = [region_bytes(layout.nbytes) for layout in moved.values()] if traffic.accelerator else []
+        return cls(max(read, default=0), max(loaded, default=0))

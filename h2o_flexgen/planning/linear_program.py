@@ -162,7 +162,8 @@ class Case:
     def bytes_of(self) -> Mapping[str, int]:
         """Bytes of each kind of data: what a tier holds for a share of one."""
         compute = self.whole.parts[self.tiers[0]]
-        return {WEIGHTS: compute[WEIGHTS], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
+        of_states = compute.get("states", 0) if self.plan.state is None else 0  # they lie by the shares of KV
+        return {WEIGHTS: compute[WEIGHTS], "kv": compute.get("KV", 0) + of_states, "hidden": compute["activations"]}
 
     def bytes_on(self, tier: str) -> Mapping[str, int]:
         """The same bytes on this tier, of all processes: weights that already lie on disk take no room there."""

@@ -1,5 +1,5 @@
 """Placement: where everything of a block lies: the layers of each device, the KV that their heads hold, and the exact tier of
-every tensor, of the KV of every (layer, batch) and of every batch's activations.
+every tensor, of the KV and the states of every (layer, batch) and of every batch's activations.
 
 Nothing is ever split over two tiers. What a tier got too much or too little is carried over to the next item, so that over the
 first layers, however many, and so over all, each tier is within one item of what the plan asks. Only tables that are larger
@@ -9,11 +9,11 @@ than any layer of a block come first: each buffer of weights is as large as the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from h2o_flexgen.core.buffer_layout import KVLayout, hidden_bytes
+from h2o_flexgen.core.buffer_layout import KVLayout, StateLayout, hidden_bytes
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
@@ -55,6 +55,7 @@ def _emptied(layer: LayerSpec) -> LayerSpec:
         tensors=(),
         products=(),
         has_kv=False,
+        states=(),
         passing_width=0,
         token_table=None,
         logit_matrix=None,
@@ -170,6 +171,7 @@ class Placement:
     weights: Mapping[str, str]  # tensor's name in the checkpoint -> tier; a tied head is the embedding and occurs once
     kv: Mapping[Place, str]  # (layer of the schedule, batch) -> tier, layer by layer
     hidden: tuple[str, ...]  # tier of each batch
+    state: Mapping[Place, str] = field(default_factory=dict)  # as of KV
 
 
 def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
@@ -227,11 +229,12 @@ def place(
     """Places a block. `weights`: their tiers, if they are known already; `levels`: of KV heads, if they are. Keys and values
     that no later visit needs stay on the tier where it is computed."""
     held = HeldKV.of(spec, plan, block) if levels is None else HeldKV(spec, tuple(levels), block)
-    kv, hidden = _kv_sizes(held), _hidden_sizes(spec, block)
+    kv, hidden, states = _kv_sizes(held), _hidden_sizes(spec, block), state_layouts(spec, block)
     return Placement(
         weights=place_weights(spec, plan) if weights is None else weights,
         kv=dict.fromkeys(kv, compute) if block.only_reads else dict(zip(kv, spread(list(kv.values()), plan.kv))),
         hidden=spread(hidden, plan.hidden),
+        state=dict(zip(states, spread([layout.nbytes for layout in states.values()], plan.of_states))),
     )
 
 
@@ -257,6 +260,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         weights_on_host=_layers_with(spec, plan, placement, HOST),
         prompt_weights=_prompt_weights(spec.of_prompts, plan, placement) if len(spec.forms) > 1 else None,
         kv=placement.kv,
+        state=placement.state,
         hidden=placement.hidden,
         kv_before=any(any(batch.seen) for batch in block.batches),
         kv_after=any(batch.lives_on for batch in block.batches),
@@ -272,6 +276,16 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
 def _kv_sizes(held: HeldKV) -> dict[Place, int]:
     batches = range(len(held.block.batches))
     return {(layer, batch): held.image_bytes(layer, batch) for layer in held.spec.kv_layers for batch in batches}
+
+
+def state_layouts(spec: ModelSpec, block: Block) -> dict[Place, StateLayout]:
+    """How the states of each batch lie, layer by layer."""
+    sizes = [batch.size for batch in block.batches]
+    return {
+        (layer, batch): StateLayout(rows, spec.layers[layer].states)
+        for layer in spec.state_layers
+        for batch, rows in enumerate(sizes)
+    }
 
 
 def _hidden_sizes(spec: ModelSpec, block: Block) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice, Instance, decimal_number
+from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice, Instance, decimal_number, several
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
@@ -85,6 +85,28 @@ class RowCodec(Allowed):
         return next(str(bits) for bits, codec in BY_BITS.items() if codec == value)
 
 
+class TierShares(Allowed):
+    """Two numbers: per cent on the GPU and in CPU memory. The rest is on disk."""
+
+    def read(self, value: object) -> Shares:
+        if isinstance(value, Shares):
+            return value
+        device, host = several(PERCENT.read)(value)  # raises a ValueError for fewer numbers, or more
+        return Shares(device / 100, host / 100)
+
+    def typed(self, word: str) -> Shares:
+        try:
+            return self.read([*map(PERCENT.typed, word.split(","))])
+        except ValueError:
+            raise ValueError(f"{shown(word)} is not allowed; give {self}, as 0,100") from None
+
+    def written(self, value: Shares) -> str:
+        return f"{100 * value.device:g},{100 * value.host:g}"
+
+    def __str__(self) -> str:
+        return "two numbers from 0 to 100, of 100 together at most"
+
+
 JSON_KEYS = {"buffers": "slots"}  # of reports and manifests, which others read
 CODEC, BITS, FOUR_BITS = RowCodec(), "|".join(map(str, BY_BITS)), "4"
 
@@ -96,6 +118,12 @@ class Plan:
     weights: Shares = ALL_DEVICE
     kv: Shares = ALL_DEVICE
     hidden: Shares = ALL_DEVICE
+    state: Shares | None = option(
+        None,
+        TierShares(),
+        "GPU,CPU",
+        "of hybrid models, per cent of the states of rows on GPU and in CPU memory; the rest is on disk (default: as of KV)",
+    )
     prefill_tokens: int = option(
         1024,
         Bounds(1, MOST_PROMPTS * MOST_TOKENS),
@@ -312,9 +340,14 @@ class Plan:
         return replace(self, weights=shares[0], kv=shares[1], hidden=shares[2])
 
     @property
+    def of_states(self) -> Shares:
+        """The shares of states of rows."""
+        return self.kv if self.state is None else self.state
+
+    @property
     def stays_in_place(self) -> bool:
-        """Whether KV and activations stay on the device. Weights may come through buffers, which are few."""
-        return self.kv == self.hidden == ALL_DEVICE
+        """Whether KV, states and activations stay on the device. Weights may come through buffers, which are few."""
+        return self.kv == self.of_states == self.hidden == ALL_DEVICE
 
     def may_capture(self, graph_bytes: int | None) -> bool:
         """Whether decode steps may be captured as graphs of a GPU, which work on addresses that stay. `graph_bytes`: what a
@@ -359,7 +392,8 @@ class Plan:
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
-        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE)
+        state = None if self.state is None else self.state.folded()
+        return replace(self, weights=weights, kv=kv, hidden=hidden, state=state, attend_on=DEVICE)
 
     @property
     def percent(self) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbere
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.formats.kernel_table import PRODUCT, Kernel
 from h2o_flexgen.formats.table import FORMATS, PLAIN
-from h2o_flexgen.planning.batch_pass import Prompts, products_of, rows_of
+from h2o_flexgen.planning.batch_pass import BatchPass, Prompts, products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
@@ -43,6 +43,7 @@ from h2o_flexgen.schedule.ops import (
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.trace import Trace
+from h2o_flexgen.schedule.traffic import Traffic
 
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
@@ -142,6 +143,7 @@ class Pricing:
             "products": sum(count * self._products(layer, each) for each, count in rows.items()),
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
+            "states": self._states(layer, one),
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
             "overhead": self._overhead(task, layer, sum(rows.values())),
         }
@@ -183,6 +185,17 @@ class Pricing:
     def _values(self, layer: LayerSpec) -> float:
         """Values of one token that norms, activations and additions pass over; there are none after logits."""
         return 0.0 if layer.makes_logits else layer.values_around_products
+
+    def _states(self, layer: LayerSpec, one: BatchPass) -> float:
+        """Seconds of reading and writing the states of rows, at the rate at which attention reads KV."""
+        machine = self.machine
+        rate = machine.attention_bytes_per_s.get(DEVICE if machine.has_accelerator else HOST, inf)
+        return self._state_bytes(layer, one) / rate
+
+    @staticmethod
+    def _state_bytes(layer: LayerSpec, one: BatchPass) -> int:
+        """Bytes of the states of rows, read and written once."""
+        return 2 * (one.rows + one.joining) * sum(state.nbytes for state in layer.states)
 
     def _overhead(self, task: Task | Key, layer: LayerSpec, parts: int) -> float:
         """Seconds of a visit beside its work."""
@@ -304,17 +317,17 @@ class Pricing:
 
     def _places_by_kind(self, step: int, of_prompts: bool) -> list[tuple[Place, int]]:
         traffic, cost, layers, found = self.schedule.traffic, self.cost, dict[object, list[int]](), list[tuple[Place, int]]()
-        last, kinds, with_kv = traffic.layers - 1, self._layer_kinds[of_prompts], {layer for layer, _ in traffic.kv}
+        last, kinds, kept = traffic.layers - 1, self._layer_kinds[of_prompts], {at for at, _ in (*traffic.kv, *traffic.state)}
         weights = [*zip(cost.stored_bytes(step), cost.loaded_bytes(step))]
         for layer in range(traffic.layers):
-            kv = tuple(traffic.kv.get((layer, batch)) for batch in range(traffic.batches)) if layer in with_kv else ()
+            kv = tuple(_homes(traffic, (layer, batch)) for batch in range(traffic.batches)) if layer in kept else ()
             devices = traffic.lanes.device(layer), traffic.lanes.device(min(layer + 1, last))
             kind = kinds[layer], weights[layer], traffic.moves_of_weights(step, layer), kv, devices, layer == 0, layer == last
             layers.setdefault(kind, []).append(layer)
         for alike in layers.values():
             batches = dict[object, list[int]]()
             for batch, kind_of_batch in enumerate(self._kinds_of_batches):
-                batches.setdefault((kind_of_batch, traffic.kv.get((alike[0], batch))), []).append(batch)
+                batches.setdefault((kind_of_batch, _homes(traffic, (alike[0], batch))), []).append(batch)
             found += [((alike[0], own[0]), len(alike) * len(own)) for own in batches.values()]
         return found
 
@@ -387,7 +400,8 @@ class Pricing:
             return self.schedule.parts(key.op) * self._nbytes(key) + (self._attended_bytes(key) if key.op is Op.ATTEND else 0)
         if self.machine.has_accelerator:
             return 0.0
-        return self._matrix_bytes(key) + (self._attended_bytes(key) if self._layer(key).has_kv else 0)
+        of_states = self._state_bytes(self._layer(key), self.cost.batch_pass(key.step, key.batch))
+        return self._matrix_bytes(key) + of_states + (self._attended_bytes(key) if self._layer(key).has_kv else 0)
 
     def _attended_bytes(self, key: Key) -> int:
         return sum(at.one.slots * at.heads for at in self.cost.by_level(key)) * self.spec.at(key.layer).kv_bytes_per_head
@@ -410,6 +424,11 @@ class Pricing:
         schedule = self.schedule
         lanes, latency = schedule.traffic.lanes, lambda task: self.latency(task.op)
         return simulate(schedule.tasks(), self.seconds, schedule.ahead, lanes=lanes, latency=latency)
+
+
+def _homes(traffic: Traffic, place: Place) -> tuple[str | None, str | None]:
+    """The tiers of what rows keep in a layer."""
+    return traffic.kv.get(place), traffic.state.get(place)
 
 
 def least_seconds(bounds: Mapping[str, float], buffers: int) -> float:

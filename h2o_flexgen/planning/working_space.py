@@ -82,12 +82,13 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
 
 
 def graph_count(planned: BlockPlan) -> int:
-    """Graphs of a block: for each layer and batch as many as there are buffers through which weights or KV come. Both change
-    their buffers in step."""
+    """Graphs of a block: for each layer and batch as many as there are buffers through which weights, KV or states come. They
+    change their buffers in step."""
     schedule, traffic = planned.schedule, planned.schedule.traffic
     moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
-    moves_kv = any(traffic.moves_kv(*place) for place in traffic.kv)
-    buffers = max(schedule.weight_buffers if moves_weights else 1, schedule.buffers if moves_kv else 1)
+    of_rows = any(traffic.moves_kv(*place) for place in traffic.kv)
+    of_rows = of_rows or any(traffic.moves_state(*place) for place in traffic.state)
+    buffers = max(schedule.weight_buffers if moves_weights else 1, schedule.buffers if of_rows else 1)
     return traffic.layers * traffic.batches * buffers
 
 

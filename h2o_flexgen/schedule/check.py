@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from h2o_flexgen.core.model_spec import LayerName
-from h2o_flexgen.core.site import DEVICE
-from h2o_flexgen.schedule.ops import WORKERS, Key, Op, Task, Visit
+from h2o_flexgen.core.site import DEVICE, DISK
+from h2o_flexgen.schedule.ops import WORKERS, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 
 ORDERED_LANES = tuple(lane for lane, workers in WORKERS.items() if workers == 1)  # the order of others proves nothing
@@ -124,6 +124,7 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
             yield from (Key(op, *visit) for op in _fetches(schedule, visit))
         if traffic.stores_kv(visit):
             yield from (Key(op, *visit) for op in _stores(schedule, visit))
+        yield from (Key(op, *visit) for op in (*_fetches_of_state(schedule, visit), *_stores_of_state(schedule, visit)))
 
 
 def _slices(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
@@ -145,6 +146,24 @@ def _stores(schedule: Schedule, visit: Visit) -> list[Op]:
     on_disk, is_computed = traffic.kv_on_disk(visit.layer, visit.batch), not _is_attended_by_host(schedule, visit)
     stores = traffic.accelerator and (is_computed or traffic.rows_join)
     return [Op.STORE_KV] * stores + [Op.WRITE_KV] * on_disk
+
+
+def _fetches_of_state(schedule: Schedule, visit: Visit) -> list[Op]:
+    """What brings a state to where it is computed with: there is one from the second step on, or from an earlier block."""
+    is_there = visit.step > 0 or schedule.traffic.kv_before
+    return [op for op in _ways_of_state(schedule, visit, Op.READ_S, Op.LOAD_S) if is_there]
+
+
+def _stores_of_state(schedule: Schedule, visit: Visit) -> list[Op]:
+    """What brings a state home that a later step needs, or a later block."""
+    is_needed = visit.step < schedule.traffic.steps - 1 or schedule.traffic.kv_after
+    return [op for op in _ways_of_state(schedule, visit, Op.STORE_S, Op.WRITE_S) if is_needed]
+
+
+def _ways_of_state(schedule: Schedule, visit: Visit, *ops: Op) -> list[Op]:
+    traffic = schedule.traffic
+    home = traffic.state.get((visit.layer, visit.batch), DEVICE)
+    return [op for op in ops if (home == DISK if op.uses_disk else traffic.accelerator and home != DEVICE)]
 
 
 def _is_attended_by_host(schedule: Schedule, visit: Visit) -> bool:
@@ -193,6 +212,8 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
     step, layer, batch = visit
     if task.op is Op.COMPUTE:
         yield from _inputs(schedule, visit)
+    elif task.op.data is Data.STATE:
+        yield from _before_in_chain(schedule, task.op, visit)
     elif task.op is Op.LOAD_W and traffic.reads_weights(step, layer):
         yield Key(Op.READ_W, *visit)
     elif task.op is Op.LOAD_H:
@@ -211,6 +232,18 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
         yield Key(Op.READ_KV, *visit)
     elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # the first step finds what was stored long ago
         yield Key(_stores(schedule, Visit(step - 1, layer, batch))[-1], step - 1, layer, batch)
+
+
+def _before_in_chain(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
+    """What has brought a state to where a task finds it. That of an earlier block was brought home long ago."""
+    fetches, stores = _fetches_of_state(schedule, visit), _stores_of_state(schedule, visit)
+    chain = [*fetches, Op.COMPUTE, *stores]
+    place = chain.index(op)
+    if place:
+        yield Key(chain[place - 1], *visit)
+    elif visit.step:
+        before = visit._replace(step=visit.step - 1)
+        yield Key(_stores_of_state(schedule, before)[-1], *before)
 
 
 def _attended(schedule: Schedule, visit: Visit) -> Iterator[Key]:
@@ -249,6 +282,8 @@ def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
         yield from _slices(schedule, Op.READ_W, visit)
     if traffic.fetches_kv(visit) and not _is_attended_by_host(schedule, visit):
         yield Key(_fetches(schedule, visit)[-1], *visit)
+    if fetches := _fetches_of_state(schedule, visit):
+        yield Key(fetches[-1], *visit)
     if layer > 0 and traffic.moves_hidden(batch):
         yield Key(Op.LOAD_H, *visit)
 

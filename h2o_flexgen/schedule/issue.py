@@ -15,10 +15,10 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-from h2o_flexgen.schedule.ops import MOVED, Data, Key, Op, Task, Visit
+from h2o_flexgen.schedule.ops import MOVED, OF_ROWS, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 
-HOME_AGO = {Data.KV: (1, 0), Data.HIDDEN: (0, 1)}  # steps and layers since the visit that brought data home
+HOME_AGO = {Data.KV: (1, 0), Data.STATE: (1, 0), Data.HIDDEN: (0, 1)}  # steps and layers since the visit that brought data home
 
 
 Rings = tuple[tuple[str, ...], tuple[str, ...]]  # those that data passes through, and those that it is computed with in
@@ -46,7 +46,7 @@ class Chains(NamedTuple):
 
 @cache
 def chains(transfers: tuple[Op, ...], rings: tuple[Rings, ...], begins_pass: bool, stored_before: bool) -> Chains:
-    """`rings` are those of weights, KV and hidden states; `stored_before`: the step before has stored the KV of prompts."""
+    """`rings` are those of weights, KV, states and hidden states; `stored_before`: the step before has stored KV of prompts."""
     links = {data: list(_chain(data, transfers, own, begins_pass, stored_before)) for data, own in zip(MOVED, rings)}
     fetches = {data: [link for link in own if link.op.fetches] for data, own in links.items()}
     computes = [link for own in links.values() for link in own if link.op is Op.COMPUTE]
@@ -104,6 +104,11 @@ class Issuer:
                 visit = self._schedule.visit(number)
                 for link in self._chains(visit).fetches[data]:
                     yield self._moved(link, visit)
+
+    def of_rows(self, *numbers: int) -> Iterator[Task]:
+        """Fetches what rows have in a layer from step to step."""
+        for data in OF_ROWS:
+            yield from self.fetched(data, *numbers)
 
     def sliced(self, op: Op, number: int, slices: Iterable[int]) -> Iterator[Task]:
         """Issues these slices of the weights that come with a visit."""

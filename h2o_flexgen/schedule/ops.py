@@ -26,6 +26,7 @@ class Data(Enum):
 
     WEIGHTS = "weights", "W", "#e69f00"
     KV = "KV", "K", "#0072b2"
+    STATE = "states", "S", "#56b4e9"
     HIDDEN = "activations", "H", "#cc79a7"
     NOTHING = "compute", "", "#009e73"
 
@@ -41,6 +42,7 @@ class Data(Enum):
 
 
 MOVED: tuple[Data, ...] = tuple(data for data in Data if data is not Data.NOTHING)
+OF_ROWS = (Data.KV, Data.STATE)  # what rows have in a layer from step to step
 
 
 def ring(data: Data, place: str) -> str:
@@ -56,6 +58,8 @@ class Op(Enum):
     LOAD_W = LOAD, Data.WEIGHTS, HOST, DEVICE
     READ_KV = READ, Data.KV, DISK, HOST
     LOAD_KV = LOAD, Data.KV, HOST, DEVICE
+    READ_S = READ, Data.STATE, DISK, HOST
+    LOAD_S = LOAD, Data.STATE, HOST, DEVICE
     LOAD_H = LOAD, Data.HIDDEN, HOME, DEVICE
     COMPUTE = COMPUTE_LANE, Data.NOTHING, DEVICE, DEVICE
     PASS_H = PASS, Data.HIDDEN, DEVICE, DEVICE  # from the device of a layer to that of the next
@@ -63,6 +67,8 @@ class Op(Enum):
     STORE_H = STORE, Data.HIDDEN, DEVICE, HOME
     STORE_KV = STORE, Data.KV, DEVICE, HOST
     WRITE_KV = WRITE, Data.KV, HOST, DISK
+    STORE_S = STORE, Data.STATE, DEVICE, HOST
+    WRITE_S = WRITE, Data.STATE, HOST, DISK
 
     def __init__(self, lane: str, data: Data, source: str, target: str) -> None:
         self.lane = lane

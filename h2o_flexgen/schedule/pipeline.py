@@ -175,7 +175,7 @@ class Pipeline(Schedule):
         for number in numbers:
             visit = self._own_visit(device, number)
             if visit is not None:
-                yield from issue.fetched(Data.KV, self.number(*visit))
+                yield from issue.of_rows(self.number(*visit))
 
 
 def _even_ranges(number: int, count: int) -> Iterator[range]:

@@ -33,12 +33,12 @@ class RowByRow(Schedule):
 
     def tasks(self) -> Iterator[Task]:
         issue, ahead = Issuer(self), self.traffic.buffers - 1
-        kv_ahead = min(ahead, self.traffic.layers - 1)
+        rows_ahead = min(ahead, self.traffic.layers - 1)
         yield from issue.fetched(Data.WEIGHTS, *range(ahead))
-        yield from issue.fetched(Data.KV, *range(kv_ahead))
+        yield from issue.of_rows(*range(rows_ahead))
         for number in range(self.traffic.visits):
             yield from issue.fetched(Data.WEIGHTS, number + ahead)
-            yield from issue.fetched(Data.KV, number + kv_ahead)
+            yield from issue.of_rows(number + rows_ahead)
             yield from issue.fetched(Data.HIDDEN, number)
             yield from issue.computed(number)
             yield from issue.stored(number)

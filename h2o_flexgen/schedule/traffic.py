@@ -25,9 +25,10 @@ class Traffic:
         None  # both, of the first step, where others are in its layers
     )
     kv: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (layer, batch) -> tier, for layers that have KV
+    state: Mapping[tuple[int, int], str] = field(default_factory=dict)  # alike, for layers in which rows have a state
     hidden: tuple[str, ...] = ()  # tier of each batch's activations
-    kv_before: bool = False  # KV of an earlier block exists before the first step
-    kv_after: bool = False  # KV is kept after the last step
+    kv_before: bool = False  # KV of an earlier block exists before the first step, and states
+    kv_after: bool = False  # they are kept after the last step
     attends_on_host: bool = False  # in decode, KV outside the accelerator is attended by the host instead of being fetched
     rows_join: bool = False  # prompts may come in any step, beside the decode steps of others
     device_of: tuple[int, ...] = ()  # of every layer, where several devices compute
@@ -55,9 +56,13 @@ class Traffic:
             Op.LOAD_W: brings_weights and self.loads_weights(step, layer),
             Op.READ_KV: fetches_kv and on_disk,
             Op.LOAD_KV: fetches_kv and self.loads_kv(visit),
+            Op.READ_S: self.fetches_state(visit) and self.state_on_disk(layer, batch),
+            Op.LOAD_S: self.fetches_state(visit) and self.accelerator,
             Op.ATTEND: self.attends_beside(visit),
             Op.STORE_KV: stores_kv and self.works_on_device(visit),
             Op.WRITE_KV: stores_kv and on_disk,
+            Op.STORE_S: self.stores_state(visit) and self.accelerator,
+            Op.WRITE_S: self.stores_state(visit) and self.state_on_disk(layer, batch),
             Op.LOAD_H: self.moves_hidden(batch) and layer > 0,
             Op.PASS_H: self.passes_on(layer, batch),
             Op.STORE_H: self.moves_hidden(batch) and layer < self.layers - 1,
@@ -128,7 +133,9 @@ class Traffic:
         return self.works_on_device(visit) and (visit.step == 0 or not self.is_beside(visit.layer, visit.batch))
 
     def moves_kv(self, layer: int, batch: int) -> bool:
-        tier = self.kv.get((layer, batch), DEVICE)
+        return self._moves(self.kv.get((layer, batch), DEVICE))
+
+    def _moves(self, tier: str) -> bool:
         return tier == DISK or (self.accelerator and tier == HOST)
 
     def fetches_kv(self, visit: Visit) -> bool:
@@ -144,12 +151,26 @@ class Traffic:
 
     def spares_passes(self, batch: int) -> bool:
         """Whether a pass fewer moves less: weights come for each pass, and keys and values stay where they are. Otherwise a
-        step that stores more than the newest of each row would move more than it spares."""
+        step that stores more than the newest of each row would move more than it spares. A state takes tokens one by one."""
         keeps = not any(self.moves_kv(*place) for place in self.kv if place[1] == batch)
-        return keeps and any(map(self.moves_weights, range(self.layers)))
+        return keeps and not self.state and any(map(self.moves_weights, range(self.layers)))
+
+    def moves_state(self, layer: int, batch: int) -> bool:
+        return self._moves(self.state.get((layer, batch), DEVICE))
+
+    def fetches_state(self, visit: Visit) -> bool:
+        """True if a state must be brought to the place of computation."""
+        return self.moves_state(visit.layer, visit.batch) and (visit.step > 0 or self.kv_before)
+
+    def stores_state(self, visit: Visit) -> bool:
+        """True if a state must be brought home."""
+        return self.moves_state(visit.layer, visit.batch) and (visit.step < self.steps - 1 or self.kv_after)
+
+    def state_on_disk(self, layer: int, batch: int) -> bool:
+        return self.state.get((layer, batch)) == DISK
 
     def moves_hidden(self, batch: int) -> bool:
-        return bool(self.hidden) and (self.hidden[batch] == DISK or (self.accelerator and self.hidden[batch] == HOST))
+        return bool(self.hidden) and self._moves(self.hidden[batch])
 
     def passes_on(self, layer: int, batch: int) -> bool:
         """True if hidden states go from the device of a layer to another one. Those that have a home elsewhere go by it."""
@@ -164,7 +185,8 @@ class Traffic:
 
     def rests(self, layer: int, batch: int) -> bool:
         """True if nothing moves for this layer and batch in any step."""
-        return not (self.moves_weights(layer) or self.moves_kv(layer, batch) or self.moves_hidden(batch))
+        of_rows = self.moves_kv(layer, batch) or self.moves_state(layer, batch) or self.moves_hidden(batch)
+        return not (of_rows or self.moves_weights(layer))
 
     # -- where it passes ---------------------------------------------------------------------------------------------
 
@@ -176,6 +198,8 @@ class Traffic:
             on_host, on_device = self.reads_weights(step, layer), self.loads_weights(step, layer)
         elif data is Data.KV:
             on_host, on_device = self.kv_on_disk(layer, batch), self.works_on_device(visit)
+        elif data is Data.STATE:
+            on_host, on_device = self.state_on_disk(layer, batch), self.accelerator and self.moves_state(layer, batch)
         elif data is Data.HIDDEN:
             on_device = self.moves_hidden(batch)
         return (ring(data, HOST),) * on_host + (ring(data, DEVICE),) * on_device

@@ -40,8 +40,8 @@ class Zigzag(BlockOrder):
         if self.traffic.is_still:
             yield from issue.computes()
             return
-        # any further, a fetch of KV would overtake its own store
-        kv_ahead = min(self.traffic.buffers, self.traffic.layers * batches) - 1
+        # any further, a fetch of KV or of a state would overtake its own store
+        rows_ahead = min(self.traffic.buffers, self.traffic.layers * batches) - 1
         hidden_ahead = min(self.traffic.buffers, batches) - 1
         every = tuple(range(batches))
 
@@ -49,7 +49,7 @@ class Zigzag(BlockOrder):
             yield from issue.sliced(Op.READ_W, ahead * batches, every)
             if ahead < self.load_ahead:
                 yield from issue.sliced(Op.LOAD_W, ahead * batches, every)
-        yield from issue.fetched(Data.KV, *range(kv_ahead))
+        yield from issue.of_rows(*range(rows_ahead))
         for number in range(self.traffic.visits):
             batch = number % batches
             first = number - batch
@@ -57,7 +57,7 @@ class Zigzag(BlockOrder):
             slices = (batch,) if self.load_ahead else every if batch == 0 else ()
             yield from issue.sliced(Op.READ_W, first + self.read_ahead * batches, slices)
             yield from issue.sliced(Op.LOAD_W, first + self.load_ahead * batches, slices)
-            yield from issue.fetched(Data.KV, number + kv_ahead)
+            yield from issue.of_rows(number + rows_ahead)
             yield from issue.fetched(Data.HIDDEN, number + hidden_ahead)
             yield from issue.computed(number)
             yield from issue.stored(number)

@@ -55,6 +55,24 @@ def test_blocks(values: dict[str, Any], by_twins: Checkpoints, offload: Path, ch
     hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
 
 
+WITH_STATES = {
+    "kind": ("lfm2", "qwen3-5"),
+    "percent": (MIXES[3], *MIXES[1:3]),
+    "num_gpu_batches": (2, 1),
+    "buffers": (2, 1),
+    "schedule": ("zigzag", "row_by_row"),
+    "prefill_tokens": (1024, 12),
+    "streams_are_quick": (False, True),
+}
+
+
+@pytest.mark.parametrize("values", covering(WITH_STATES))
+def test_rows_with_states(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    values = dict(values)
+    checker.streams_are_quick = values.pop("streams_are_quick")
+    hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
+
+
 @pytest.mark.parametrize("values", covering({"weights": TIERS, "kv": TIERS, "hidden": TIERS}))
 def test_every_tier_for_each_kind_of_data(
     values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker

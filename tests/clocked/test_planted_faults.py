@@ -23,6 +23,7 @@ from h2o_flexgen.engine.stores import kv
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.engine.stores.row_states import StateStore
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import EventMarker, Marker, StreamEvent
@@ -47,6 +48,7 @@ KV_ON_DISK = replace(DISK, percent=(100, 0, 0, 0, 100, 0))
 KV_ON_HOST = replace(DISK, percent=(100, 0, 0, 100, 100, 0))
 HIDDEN_ON_DISK = replace(DISK, percent=(100, 0, 100, 0, 0, 0))
 THREE_BUFFERS = replace(KV_ON_DISK, buffers=3)
+STATES = tuple(replace(case, kind="lfm2") for case in (KV_ON_HOST, KV_ON_DISK, THREE_BUFFERS))  # they lie where KV does
 Fault = Callable[[], AbstractContextManager[object]]
 
 
@@ -217,6 +219,10 @@ def rings_that_are_too_short() -> AbstractContextManager[object]:
     return patch.object(KVStore, "_working_region", lambda store, task: (store._device_ring or store._host_ring)[0])
 
 
+def all_states_come_through_one_buffer() -> AbstractContextManager[object]:
+    return patch.object(StateStore, "_working_region", lambda store, task: (store._device_ring or store._host_ring)[0])
+
+
 def one_place_for_all_parts() -> AbstractContextManager[object]:
     return patch.object(PromptPlaces, "start", lambda places, part: 0)
 
@@ -373,6 +379,29 @@ FAULTS += [
     for op, need in IN_ORDER
     if (kind, op, need) != (FlexGenBarrier, Op.READ_W, Op.LOAD_W)  # the barrier has it: the COMPUTE before needs that load
 ]
+OF_STATES = (
+    (Op.COMPUTE, Op.LOAD_S),
+    (Op.LOAD_S, Op.STORE_S),
+    (Op.LOAD_S, Op.READ_S),
+    (Op.READ_S, Op.WRITE_S),
+    (Op.STORE_S, Op.COMPUTE),
+    (Op.WRITE_S, Op.STORE_S),
+)
+HOME_AND_BACK = (Op.LOAD_S, Op.STORE_S), (Op.READ_S, Op.WRITE_S)  # the barrier has them: COMPUTEs between need the first
+FAULTS += [
+    Planted(
+        f"{op} does not need {need} in {kind.name}",
+        without_needs(op, need, kind=kind),
+        [replace(case, schedule=kind.name) for case in STATES],
+    )
+    for kind in (Zigzag, RowByRow, FlexGenBarrier)
+    for op, need in OF_STATES
+    if kind is not FlexGenBarrier or (op, need) not in HOME_AND_BACK
+]
+FAULTS += [
+    Planted("states have one buffer", all_states_come_through_one_buffer, STATES),
+    *(Planted(f"the host does not wait before {op}", no_wait_of_the_host_before(op), STATES) for op in (Op.READ_S, Op.WRITE_S)),
+]
 FAULTS += [
     *(
         Planted(f"{op} does not need {need} in a pipeline", without_needs(op, need, kind=Pipeline), (PIPELINE,))
@@ -399,8 +428,8 @@ def nothing() -> Iterator[None]:
     yield
 
 
-SOUND = [*MOST, *KV, *SINGLE_SLOTS, *BESIDE, *BY_PART, HIDDEN_ON_DISK, PIPELINE, RESIDENT]
-OTHERS = [replace(case, schedule=kind.name) for kind in (RowByRow, FlexGenBarrier) for case in (DISK, *KV)]
+SOUND = [*MOST, *KV, *STATES, *SINGLE_SLOTS, *BESIDE, *BY_PART, HIDDEN_ON_DISK, PIPELINE, RESIDENT]
+OTHERS = [replace(case, schedule=kind.name) for kind in (RowByRow, FlexGenBarrier) for case in (DISK, *KV, STATES[1])]
 
 
 @pytest.mark.parametrize("case", [*SOUND, *OTHERS], ids=str)

@@ -72,6 +72,7 @@ def moves_of_all_kinds(
         kv={(layer, batch): tiers[(layer + batch) % 3] for layer in range(1, layers - 1) for batch in range(batches)},
         hidden=tuple(tiers[batch % 3] for batch in range(batches)),
         attends_on_host=attends_on_host,
+        state={(layer, batch): tiers[(layer + batch) % 3] for layer in range(1, layers - 1) for batch in range(batches)},
     )
 
 

@@ -21,12 +21,13 @@ from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, graph_bytes, graph_count
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, fits, generate_with
+from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, WITH_STATES, Case, Checkpoints, compare, fits, generate_with
 from tests.helpers.pretended import PretendedDevice
 from tests.helpers.recorded import repeated
 from tests.helpers.tiny import KINDS
 
-LONG_ENOUGH = sorted(kind for kind in KINDS if not kind.endswith("-near"))  # others have positions for few tokens
+NEAR = [kind for kind in KINDS if kind.endswith("-near")]  # have positions for few tokens
+LONG_ENOUGH = sorted(kind for kind in KINDS if kind not in (*NEAR, *WITH_STATES))
 RESIDENT, STEPS = (100, 0, 100, 0, 100, 0), 8
 WEIGHTS_MOVE = (30, 40, 100, 0, 100, 0)
 

@@ -49,6 +49,9 @@ from tests.helpers.resident import likeliest, resident_generate, weights_by_laye
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
 UNLIKE_HEADS = ("gemma4",)  # kinds of models that have more KV heads in some layers than in others
+GATED = ("qwen3-5", "qwen3-5-moe", "qwen3-next")  # with gates of attention, which are not there where the host attends
+# rows have a state in some layers
+WITH_STATES = (*GATED, "lfm2", "lfm2-short", "lfm2-moe", "bamba", "granite-h", "granite-h-dense")
 GGUF, WITH_HEAD = "gguf-", " with its head"  # checkpoints that are GGUF files; and whose head is packed, too
 
 # what weights are written in and how products are made: of plain ones there is one kind
@@ -246,7 +249,10 @@ def head_budgets(shares: Shares, heads: int) -> HeadBudgets:
 
 
 def fits(kind: str, policy: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether a policy is for a kind of models. What is told of each KV head is not, where layers have unlike numbers."""
+    """Whether a policy is for a kind of models. What is told of each KV head is not, where layers have unlike numbers, nor is
+    what reads prompts twice, where rows have states."""
+    if kind in WITH_STATES and ("head_shares" in dict(policy) or Case(policy=policy).kv_policy.echoes):
+        return False
     return kind not in UNLIKE_HEADS or not {"head_shares", "probe"} & dict(policy).keys()
 
 

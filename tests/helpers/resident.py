@@ -25,7 +25,7 @@ from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.judges import Judge, judge_of
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits
+from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits, nothing_to_attend
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
@@ -43,6 +43,7 @@ def unheard() -> Iterator[None]:
 
 
 Pick = Callable[[Sequence[Tensor]], Tensor]  # logits of all steps so far -> (rows,)
+States = Mapping[int, Mapping[str, Tensor]]  # by layer, and by name: (rows, ...)
 
 
 def likeliest(made: Sequence[Tensor]) -> Tensor:
@@ -79,8 +80,9 @@ def resident_generate(
     each = [level.policy.occupancy(batch, steps) for level in levels]
     capacities = [occupancy.capacity for occupancy in each]
     caches = _caches(model, levels, len(prompts), capacities, by_token, device, kv_codec)
+    states = _states(model, len(prompts), device)
     parts = [
-        _last_of_prompts(model, weights, caches, levels, part, prompts, steps, capacities, device, prefill_tokens)
+        _last_of_prompts(model, weights, caches, states, levels, part, prompts, steps, capacities, device, prefill_tokens)
         for part in batch.parts(prefill_tokens)
     ]
     attended = caches | {layer: caches[layer].beside() for number, layer in enumerate(model.spec.kv_layers) if number in beside}
@@ -88,7 +90,7 @@ def resident_generate(
     for step in range(1, steps):
         picked = pick(made) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
         tokens, now = picked[:, None], _now([occupancy.at(step) for occupancy in each], capacities, device)
-        made.append(_head(model, _through_layers(model, weights, attended, now, tokens)[:, 0], weights[-1]))
+        made.append(_head(model, _through_layers(model, weights, attended, now, tokens, states=states)[:, 0], weights[-1]))
     return made
 
 
@@ -175,6 +177,7 @@ def _last_of_prompts(
     model: Model,
     weights: Sequence[Weights],
     caches: Mapping[int, _Layer],
+    states: States,
     levels: Sequence[Level],
     part: Batch,
     prompts: Sequence[Sequence[int]],
@@ -183,12 +186,14 @@ def _last_of_prompts(
     device: torch.device,
     at_once: int,
 ) -> Tensor:
-    own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
+    rows = slice(part.rows[0], part.rows[-1] + 1)
+    own = {layer: cache.part(rows) for layer, cache in caches.items()}
+    own_states = {layer: {name: one[rows] for name, one in each.items()} for layer, each in states.items()}
     padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
     slots = [level.policy.occupancy(part, steps).at(0) for level in levels]
     now = _now(slots, capacities, device, within=part.echoes_within)
     tokens = [text if part.echoes_within is None else text + text for text in padded]
-    hidden = _through_layers(model, weights, own, now, torch.tensor(tokens, device=device), at_once)
+    hidden = _through_layers(model, weights, own, now, torch.tensor(tokens, device=device), at_once, own_states, part.lengths)
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
 
@@ -208,7 +213,7 @@ def resident_talk(
     """Generates greedily for one row whose caches live on; returns for every turn and step the logits (1, vocab)."""
     levels, device, seen, unread = _levels(model, policy), _device(weights), 0, list[int]()
     capacities = [level.policy.occupancy(Batch((0,), (1,), (), context), 1).capacity for level in levels]
-    caches = _caches(model, levels, 1, capacities, by_token, device, kv_codec)
+    caches, states = _caches(model, levels, 1, capacities, by_token, device, kv_codec), _states(model, 1, device)
     talk = []
     for turn in turns:
         new, made = [*unread, *turn], []
@@ -220,7 +225,7 @@ def resident_talk(
                 within = None if step else _echoes_within(model, levels)
                 now = _now([occupancy.at(step) for occupancy in each], capacities, device, within=within)
                 tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
-                hidden = _through_layers(model, weights, caches, now, tokens, chunk)
+                hidden = _through_layers(model, weights, caches, now, tokens, chunk, states)
                 if not new:
                     made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
                     piece = [int(made[-1].argmax())]
@@ -274,12 +279,20 @@ def _through_layers(
     now: Sequence[KVStep],
     tokens: Tensor,
     at_once: int = Plan.prefill_tokens,
+    states: States | None = None,
+    lengths: Sequence[int] = (),
 ) -> Tensor:
-    """The hidden states behind all layers. A prompt of more tokens than are computed at once goes through each in pieces."""
+    """The hidden states behind all layers. A prompt of more tokens than are computed at once goes through each in pieces.
+    `lengths`: of the rows' prompts."""
     hidden, pieces = tokens, now[0].pieces(at_once) or (slice(None),)
+    real = torch.tensor(lengths, device=tokens.device) if len(set(lengths)) > 1 else None
     for layer, spec in enumerate(model.spec.layers[:-1]):
-        attend = (partial(caches[layer].attend, now),) if spec.has_kv else ()
-        given = (Given(now[0].text_positions[:, piece], *attend, in_heads=now[0].is_prefill) for piece in pieces)
+        attend = partial(caches[layer].attend, now) if spec.has_kv else nothing_to_attend
+        own_states = {} if states is None else states.get(layer, {})
+        usual = partial(
+            Given, attend=attend, in_heads=now[0].is_prefill, states=own_states, lengths=real if own_states else None
+        )
+        given = (usual(now[0].text_positions[:, piece]) for piece in pieces)
         each = [computed(model, spec, hidden[:, piece], weights[layer], own) for piece, own in zip(pieces, given)]
         hidden = torch.cat(each, dim=1)
     return hidden
@@ -331,6 +344,12 @@ def _caches(
         )
         for place, layer in enumerate(model.spec.kv_layers)
     }
+
+
+def _states(model: Model, rows: int, device: torch.device) -> States:
+    """The states of rows, each tensor by itself."""
+    layers = ((layer, model.spec.layers[layer].states) for layer in model.spec.state_layers)
+    return {layer: {one.name: torch.zeros(rows, *one.shape, device=device) for one in own} for layer, own in layers}
 
 
 def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, Judge]:

@@ -16,6 +16,8 @@ from h2o_flexgen.models import tensor_names
 
 VOCAB, POSITIONS, BLOCKS = 113, 128, 3
 SCALAR = ".layer_scalar"
+COUNT_FROM_ONE = "gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"  # the weights of norms
+OF_STATES = ".linear_attn.norm.weight"  # but not this one
 
 _OPT = {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 80, "word_embed_proj_dim": 32}
 _LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56}
@@ -136,6 +138,39 @@ _DEEPSEEK: dict[str, Any] = {
 _GROUPS = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
 _STRETCHED = {**_DEEPSEEK["rope_parameters"], "mscale": 0.7, "mscale_all_dim": 0.7}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+_DELTA: dict[str, Any] = {
+    **_LLAMA,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,  # with fewer values transformers itself is far from what float64 gives
+    "linear_value_head_dim": 16,
+    "tie_word_embeddings": True,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+}
+_OF_DELTA = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+_LFM2: dict[str, Any] = {
+    **_LLAMA,
+    "block_multiple_of": 8,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_GRANITE_H: dict[str, Any] = {
+    **_GRANITE,
+    **_MAMBA,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 40,
+    "intermediate_size": 24,
+    "num_experts_per_tok": 2,
+}
 _SLIDING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 # kind -> the model_type of transformers and what its config says
@@ -239,6 +274,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DEEPSEEK, **_GROUPS, "num_mtp_layers": 0, "rope_parameters": {**_STRETCHED, "mscale_all_dim": 0.9}},
     ),
     "glm4-lite": ("glm4_moe_lite", {**_DEEPSEEK, "q_lora_rank": 24, "n_shared_experts": 1, "rope_parameters": _PLAIN_ROPE}),
+    "lfm2": ("lfm2", {**_LFM2, "conv_bias": True, "tie_embedding": True}),
+    "lfm2-short": ("lfm2", {**_LFM2, "conv_L_cache": 2, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            **_LFM2,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.4,
+        },
+    ),
+    "qwen3-5": ("qwen3_5_text", {**_DELTA, "attention_bias": True}),
+    "qwen3-5-moe": ("qwen3_5_moe_text", {**_DELTA, **_OF_DELTA}),
+    "qwen3-next": ("qwen3_next", {**_DELTA, **_OF_DELTA, "mlp_only_layers": [1]}),
+    "bamba": ("bamba", {**_LLAMA, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
+    "granite-h": ("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 6, "mamba_conv_bias": False}),
+    "granite-h-dense": ("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 0, "position_embedding_type": "rope"}),
     "seed-oss": ("seed_oss", {**_LLAMA, "head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
     "arcee": ("arcee", {**_LLAMA, "rope_theta": 300.0}),
     "apertus": ("apertus", {**_LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **_LLAMA3_ROPE}}),
@@ -276,9 +330,9 @@ def random_model(config: PretrainedConfig, seed: int = 0, kind: Any = AutoModelF
     """A model in fp32. Every parameter is random, norms and biases too, so that none can be forgotten unnoticed."""
     model = kind.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
-    counts_from_one = model.config.model_type in ("gemma", "gemma2", "gemma3_text")  # the weights of norms
+    counts_from_one = model.config.model_type in COUNT_FROM_ONE
     for name, parameter in model.named_parameters():
-        middle = 0.0 if counts_from_one else _middle(name)
+        middle = 0.0 if counts_from_one and not name.endswith(OF_STATES) else _middle(name)
         parameter.data = middle + _spread(name) * torch.randn(parameter.shape, generator=generator)
     for name, buffer in _corrections(model):
         middle = 1.0 if name.endswith(SCALAR) else 0.0
@@ -288,7 +342,7 @@ def random_model(config: PretrainedConfig, seed: int = 0, kind: Any = AutoModelF
 
 def _corrections(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """What checkpoints have and is no parameter: how routers correct their choice, and numbers of activations."""
-    ends = "e_score_correction_bias", ".act_fn.beta", ".act_fn.eps", SCALAR
+    ends = "e_score_correction_bias", ".expert_bias", ".act_fn.beta", ".act_fn.eps", SCALAR
     return ((name, one) for name, one in model.named_buffers() if name.endswith(ends))
 
 

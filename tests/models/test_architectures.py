@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,7 +157,8 @@ def test_layers_hand_on_hidden_states_of_the_width_that_the_spec_says(kind: str)
     given = Given(torch.tensor([[0, 1]]), lambda tokens: tokens.q.flatten(2))
     for layer, own in zip(layers, weights):
         before = hidden.clone()
-        after = computed(model, layer, hidden, own, given)
+        states = {one.name: torch.zeros(1, *one.shape) for one in layer.states}
+        after = computed(model, layer, hidden, own, replace(given, states=states))
         assert torch.equal(hidden, before), "a layer may not write into what it is given"
         widths.append(after.shape[-1])
         hidden = after
@@ -266,6 +268,8 @@ PUBLISHED = {
     "Qwen/Qwen2.5-72B": 72.7e9,
     "Qwen/Qwen3-30B-A3B": 30.5e9,
     "Qwen/Qwen3-8B": 8.2e9,
+    "Qwen/Qwen3.6-35B-A3B": 34.7e9,  # its text part
+    "LiquidAI/LFM2-1.2B": 1.17e9,
     "allenai/OLMoE-1B-7B-0924": 6.92e9,
     "allenai/Olmo-3-1025-7B": 7.30e9,
     "HuggingFaceTB/SmolLM3-3B": 3.08e9,

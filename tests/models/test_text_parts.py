@@ -21,9 +21,10 @@ from h2o_flexgen.models.text_parts import TEXT_PARTS
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.messages import read_message
 from tests.helpers.refusals import one_line
-from tests.helpers.tiny import BLOCKS, KINDS, POSITIONS, VOCAB
+from tests.helpers.tiny import BLOCKS, KINDS, OF_STATES, POSITIONS, VOCAB
 
 STEPS, PROMPT = 40, [5, 17, 99]
+COUNT_FROM_ONE = "gemma3", "qwen3_5", "qwen3_5_moe"  # the weights of norms
 NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 COMMON = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "num_hidden_layers": BLOCKS, **NO_IDS}
 SIGLIP = {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
@@ -60,6 +61,16 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
         "text_config": {**LLAMA, "rope_parameters": {**AXES, "mrope_interleaved": True}},
         "vision_config": {**OF_QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     },
+    "qwen3_5": {
+        "text_config": {**COMMON, **KINDS["qwen3-5"][1], "model_type": "qwen3_5_text"},
+        "vision_config": {**OF_QWEN, "num_position_embeddings": 16},
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe": {
+        "text_config": {**COMMON, **KINDS["qwen3-5-moe"][1], "model_type": "qwen3_5_moe_text"},
+        "vision_config": {**OF_QWEN, "num_position_embeddings": 16},
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -72,7 +83,8 @@ def whole_model(model_type: str) -> PreTrainedModel:
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type].from_dict(copied(WHOLE[model_type])))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.float().eval().named_parameters():
-        middle = 1.0 if "norm" in name and name.endswith("weight") and model_type != "gemma3" else 0.0
+        counts_from_one = model_type in COUNT_FROM_ONE and not name.endswith(OF_STATES)
+        middle = 1.0 if "norm" in name and name.endswith("weight") and not counts_from_one else 0.0
         spread = 0.1 if "embed_tokens" in name else 0.25
         parameter.data = middle + spread * torch.randn(parameter.shape, generator=generator)
     return model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, TensorSpec
-from h2o_flexgen.core.site import DEVICE, DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, Key, Task
 from h2o_flexgen.schedule.traffic import Traffic
@@ -34,6 +34,7 @@ def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Traffic:
         kv_after=random.random() < 0.3,
         attends_on_host=random.random() < 0.4,
         rows_join=random.random() < 0.3,
+        state={(layer, batch): random.choice(TIERS) for layer in _some(random, count) for batch in range(width)},
     )
 
 

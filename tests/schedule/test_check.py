@@ -12,7 +12,7 @@ from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
-from h2o_flexgen.schedule.ops import Key, Op, Task
+from h2o_flexgen.schedule.ops import Data, Key, Op, Task
 from h2o_flexgen.schedule.row_by_row import RowByRow
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.traffic import Traffic
@@ -29,6 +29,7 @@ EVERYTHING_ON_DISK = Traffic(
     kv={(1, 0): DISK, (1, 1): HOST},
     hidden=(HOST, DISK),
 )
+STATES_ON_DISK = Traffic(steps=3, layers=3, batches=2, accelerator=True, state={(1, 0): DISK, (1, 1): HOST})
 KV_OPS = (Op.READ_KV, Op.LOAD_KV, Op.STORE_KV, Op.WRITE_KV)
 
 
@@ -104,6 +105,37 @@ def test_without_needs_of_one_kind_a_schedule_is_refused(op: Op, need: Op, match
         task._replace(needs=tuple(key for key in task.needs if (task.op, key.op) != (op, need))) for task in schedule.tasks()
     ]
     refused(schedule, tasks, match)
+
+
+@pytest.mark.parametrize(
+    ("op", "need", "match"),
+    [
+        (Op.READ_S, Op.WRITE_S, "may start before WRITE_S|still uses buffer . of states.host"),
+        (Op.LOAD_S, Op.READ_S, "may start before READ_S"),
+        (Op.COMPUTE, Op.LOAD_S, "may start before LOAD_S"),
+        (Op.STORE_S, Op.COMPUTE, "may start before COMPUTE|still uses"),
+        (Op.WRITE_S, Op.STORE_S, "may start before STORE_S"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Zigzag, RowByRow])
+def test_without_needs_of_one_kind_states_are_refused(kind: type[Schedule], op: Op, need: Op, match: str) -> None:
+    schedule = kind(STATES_ON_DISK)
+    tasks = [
+        task._replace(needs=tuple(key for key in task.needs if (task.op, key.op) != (op, need))) for task in schedule.tasks()
+    ]
+    check(schedule)
+    refused(schedule, tasks, match)
+
+
+@pytest.mark.parametrize("kind", [Zigzag, FlexGenBarrier, RowByRow])
+def test_a_missing_task_of_a_state_is_named(kind: type[Schedule]) -> None:
+    """Each of them, also those that others need."""
+    tasks = list(kind(STATES_ON_DISK).tasks())
+    moved = [task for task in tasks if task.op.data is Data.STATE]
+    assert {task.op for task in moved} == {Op.READ_S, Op.LOAD_S, Op.STORE_S, Op.WRITE_S}
+    for gone in moved:
+        rest = [task._replace(needs=tuple(key for key in task.needs if key != gone.key)) for task in tasks if task is not gone]
+        refused(kind(STATES_ON_DISK), rest, f"^{gone} is never issued")
 
 
 @pytest.mark.parametrize("kind", [Zigzag, FlexGenBarrier, RowByRow])

@@ -45,6 +45,8 @@ def read_texts(llm: LLM, readings: Sequence[TextReading], on_layer: OnLayer | No
             f"the scores of attention of {llm.spec.name} have a cap, {llm.spec.attention_cap:g}, which studies and "
             "calibrations do not compute; take a model without one"
         )
+    if llm.spec.state_layers:
+        raise ValueError(f"rows of {llm.spec.name} have a state in some layers, which studies and calibrations do not keep")
     first, *others = llm.spec.layers[:-1]
     with _opened(llm, first) as store:
         hidden = [_begun(llm, first, store, reading.ids) for reading in readings]

@@ -1,0 +1,163 @@
+"""The states of a block's rows: a home for every (layer, batch) on the tier where the placement puts it, and the buffers
+through which states from other tiers pass while they are computed with.
+
+A state lies as it is computed with, on every tier, row by row. So the living rows of a batch, which come first, are one range.
+Each step reads all of it and writes all of it. At rest in the memory that computes, a state is used in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.buffer_layout import StateLayout
+from h2o_flexgen.core.site import DISK, HOST
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.memory.disk import DiskRegion
+from h2o_flexgen.memory.memories import Memories, Ring
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.kv_rooms import StateRooms
+from h2o_flexgen.planning.placement import Place
+from h2o_flexgen.schedule.ops import Task, Visit
+
+States = Mapping[str, Tensor]  # of a layer, by their names: (rows, ...), fp32
+
+
+class OpenStates(NamedTuple):
+    """The states of the rows of a visit."""
+
+    by_name: States
+    memory: Sequence[Tensor]  # that they lie in
+
+
+NO_STATES = OpenStates({}, ())
+
+
+@dataclass
+class StatesAtHome:
+    """The states of one (layer, batch), as they lie at home."""
+
+    rows: int = 0  # in it
+    generation: int = 0  # how often its rows were filled up
+
+
+class StateStore:
+    def __init__(self, planned: BlockPlan, memories: Memories) -> None:
+        self._schedule, self._layouts, self._memories = planned.schedule, planned.states, memories
+        self._units = {place: StatesAtHome() for place in self._layouts}
+        self._in_memory: dict[Place, Tensor] = {}  # homes on device or host
+        self._on_disk: dict[Place, DiskRegion] = {}
+        self._views: dict[tuple[int, Place, int], OpenStates] = {}  # by the region that they lie in, and their number of rows
+        with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
+            self._allocate(held, StateRooms.of(planned))
+            self._held = held.pop_all()
+
+    def prepare(self, planned: BlockPlan) -> None:
+        """Prepares the next block of a conversation: the rows are those of the first."""
+        self._schedule = planned.schedule
+        for unit in self._units.values():
+            unit.generation = 0
+
+    def _allocate(self, held: ExitStack, rooms: StateRooms) -> None:
+        traffic, memories = self._schedule.traffic, self._memories
+        for place, layout in self._layouts.items():
+            tier = traffic.state[place]
+            if tier == DISK:
+                self._on_disk[place] = memories.disk.alloc(layout.nbytes)
+                held.callback(memories.disk.free, self._on_disk[place])
+            else:
+                memory = memories.host if tier == HOST else memories.compute
+                self._in_memory[place] = memory.alloc(layout.nbytes)
+                held.callback(memory.free, self._in_memory[place])
+        self._host_ring = Ring(memories.host, self._schedule.buffers, rooms.on_host)
+        held.callback(self._host_ring.free)
+        self._device_ring = Ring(memories.compute, self._schedule.buffers, rooms.on_device)
+        held.callback(self._device_ring.free)
+
+    def close(self) -> None:
+        self._held.close()
+        for kept in (self._units, self._in_memory, self._on_disk, self._views):
+            kept.clear()  # so that a reference to the store keeps no memory alive
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def open(self, task: Task, rows: BatchRows) -> OpenStates:
+        """The states for a COMPUTE, with the rows that are still alive. Those of rows that begin are zero."""
+        place, region = (task.layer, task.batch), self._working_region(task)
+        unit, row_bytes = self._units[place], self._layouts[place].row_bytes
+        by_row = region[: self._layouts[place].nbytes].view(-1, row_bytes)
+        if unit.generation != rows.generation:
+            for now, before in enumerate(rows.places_before):
+                if now != before:
+                    by_row[now] = by_row[before]
+        if rows.beginning is not None:
+            by_row[rows.beginning].zero_()
+        unit.rows, unit.generation = rows.size, rows.generation
+        return self._over(region, place, rows.size)
+
+    def _over(self, region: Tensor, place: Place, rows: int) -> OpenStates:
+        """Views of a region: both stay as long as this store."""
+        known = id(region), place, rows
+        if known not in self._views:
+            layout = replace(self._layouts[place], rows=rows)
+            self._views[known] = OpenStates(states_over(region, layout), (region[: layout.nbytes],))
+        return self._views[known]
+
+    def buffer(self, visit: Visit) -> int:
+        """The buffer through which the states of a visit come; the same number for all steps if they are not moved."""
+        return self._schedule.buffer(visit) if self._schedule.traffic.moves_state(visit.layer, visit.batch) else 0
+
+    def _working_region(self, task: Task) -> Tensor:
+        if not self._schedule.traffic.moves_state(task.layer, task.batch):
+            return self._in_memory[task.layer, task.batch]
+        return (self._device_ring or self._host_ring)[self._schedule.buffer(task.visit)]
+
+    def _on_host(self, task: Task) -> Tensor:
+        place = task.layer, task.batch
+        return self._host_ring[self._schedule.buffer(task.visit)] if place in self._on_disk else self._in_memory[place]
+
+    def load(self, task: Task) -> int:
+        """Host -> device."""
+        return self._copy(self._on_host(task), self._working_region(task), self._nbytes(task))
+
+    def store(self, task: Task) -> int:
+        """Device -> host."""
+        return self._copy(self._working_region(task), self._on_host(task), self._nbytes(task))
+
+    def _copy(self, source: Tensor, target: Tensor, nbytes: int) -> int:
+        target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+        return nbytes
+
+    def _nbytes(self, task: Task) -> int:
+        place = task.layer, task.batch
+        return self._units[place].rows * self._layouts[place].row_bytes
+
+    def read(self, task: Task) -> int:
+        """Disk -> host, in parts that the disk threads work on in parallel."""
+        home, region, disk = self._on_disk[task.layer, task.batch], self._on_host(task), self._memories.disk
+        self._memories.files.each(lambda part: disk.read_into(home, part.start, region[part]), self._cuts(task))
+        return self._nbytes(task)
+
+    def write(self, task: Task) -> int:
+        home, region, disk = self._on_disk[task.layer, task.batch], self._on_host(task), self._memories.disk
+        self._memories.files.each(lambda part: disk.write_from(home, part.start, region[part]), self._cuts(task))
+        return self._nbytes(task)
+
+    def _cuts(self, task: Task) -> list[slice]:
+        place = task.layer, task.batch
+        return [*self._layouts[place].cuts(self._units[place].rows)]
+
+
+def states_over(region: Tensor, layout: StateLayout) -> States:
+    """The states that lie in a region, by their names."""
+    by_row = region[: layout.nbytes].view(torch.float32).view(layout.rows, -1)
+    found = {}
+    for start, one in zip(layout.starts, layout.tensors):
+        first = start // by_row.itemsize
+        found[one.name] = by_row[:, first : first + one.nbytes // by_row.itemsize].unflatten(1, one.shape)
+    return found

@@ -1,0 +1,223 @@
+"""Qwen3-Next, Qwen3.5 and 3.6: in three of four blocks the gated delta rule takes the place of attention. A row keeps a matrix
+for each head there, and the last inputs of a short convolution. Attention has a gate, which comes out of the matrix of its
+queries. Norms count from one, but for that of the delta rule's outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, StateTensor
+from h2o_flexgen.kernels.operations import gated_delta, gated_norm, gated_sigmoid, short_convolution, step_sizes
+from h2o_flexgen.models import layout, tensor_ops
+from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.config_values import HEADS, Bounds, Config, Whole, refuse_short
+from h2o_flexgen.models.layout import Origin, Parameters
+from h2o_flexgen.models.llama import Decoder, Traits
+from h2o_flexgen.models.mixture import Mixture
+from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.norms import RMS_FROM_ONE
+from h2o_flexgen.models.qwen import SHARED, Qwen2Moe
+
+LINEAR, FULL = "linear_attention", "full_attention"  # what configs call blocks with the delta rule, and with attention
+LONGEST = 1 << 10  # tokens that a convolution mixes: far more than any model has
+CONVOLVED, MATRIX = "inputs", "matrix"  # the states of a row
+NAME = "linear_attn"
+SIZES: Bounds = {
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), Whole(HEADS)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), Whole(MOST_HEAD_DIM)),
+    "linear_conv_kernel_dim": Whole(LONGEST),
+}
+
+
+class DeltaHeads(NamedTuple):
+    """The heads of the delta rule. Each key head serves some value heads, which follow one another."""
+
+    key_heads: int
+    heads: int
+    key_width: int
+    value_width: int
+    mixed: int  # tokens that the convolution mixes
+
+    @classmethod
+    def of(cls, config: Config) -> DeltaHeads:
+        found = cls(
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.linear_conv_kernel_dim,
+        )
+        if found.heads % found.key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {found.heads} is no multiple of linear_num_key_heads {found.key_heads}; "
+                "download the model again"
+            )
+        return found
+
+    @property
+    def keys(self) -> int:
+        """Values of all keys of a token."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.value_width
+
+    @property
+    def convolved(self) -> int:
+        """Values of queries, keys and values, which lie side by side."""
+        return 2 * self.keys + self.values
+
+    @property
+    def states(self) -> tuple[StateTensor, ...]:
+        inputs = StateTensor(CONVOLVED, (self.mixed - 1, self.convolved))
+        return inputs, StateTensor(MATRIX, (self.heads, self.key_width, self.value_width))
+
+
+class Projected(NamedTuple):
+    """What the delta rule gets of tokens: (rows, tokens, ...)."""
+
+    qkv: Tensor
+    gate: Tensor  # of what comes out
+    beta: Tensor  # how much is added of what is new, before its sigmoid
+    step: Tensor  # how much fades, before its bias
+
+
+class DeltaNet(Decoder):
+    """What all have in common."""
+
+    bounds: ClassVar[Bounds] = SIZES
+    rotates_parts = True
+
+    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        refuse_short(config, "layer_types")
+        tensor_ops.refuse_other_than_silu(self.activation_of(config))
+        self._delta = DeltaHeads.of(config)
+        super().__init__(config, dtype, sep_layer, name)
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(config.attention_bias, config.attention_bias, norm=RMS_FROM_ONE, head_norm=True)
+
+    # -- attention with a gate -------------------------------------------------------------------------------------------
+
+    def mixing_layer(self, config: Config, block: int, origin: Origin) -> LayerSpec:
+        if config.layer_types[block] == LINEAR:
+            return self._delta_layer(config, origin)
+        return replace(super().mixing_layer(config, block, origin), halves=None)  # the gate is needed behind it
+
+    def attention_parameters(self, width: int, q_width: int, kv_width: int, head_dim: int) -> tuple[Parameters, Parameters]:
+        before, behind = super().attention_parameters(width, q_width, kv_width, head_dim)
+        return layout.joined(before, layout.linear("self_attn.q_proj", 2 * q_width, width, self._traits.qkv_bias)), behind
+
+    def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        x = self.normed(hidden, weights, self._traits.norms.before_attention)
+        both, k, v = self.projected(x, weights)
+        width = self.spec.head_dim
+        q, gate = (each.contiguous() for each in tensor_ops.split_heads(both, 2 * width).chunk(2, dim=-1))
+        q, k = self._normed(q, tensor_ops.split_heads(k, width), weights)
+        out = given.attend(NewTokens(q, k, tensor_ops.split_heads(v, width), self._rotary, x))
+        return gated_sigmoid(gate.flatten(-2), out)
+
+    # -- the delta rule --------------------------------------------------------------------------------------------------
+
+    def _delta_layer(self, config: Config, origin: Origin) -> LayerSpec:
+        width, own = config.hidden_size, self._delta
+        parameters = layout.joined(
+            self.norm_parameters(width, self._traits.norms.before_attention),
+            self.projections(width),
+            layout.wide(f"{NAME}.conv1d.weight", own.convolved, 1, own.mixed),
+            layout.wide(f"{NAME}.dt_bias", own.heads),
+            layout.wide(f"{NAME}.A_log", own.heads),
+            layout.norm(f"{NAME}.norm", own.value_width, bias=False),
+            layout.linear(f"{NAME}.out_proj", width, own.values, bias=False),
+        )
+        passing = 3 * own.convolved + 4 * own.values + 4 * own.heads
+        return layout.stateful(DeltaNet.delta, parameters, own.states, width, passing, origin)
+
+    def projections(self, width: int) -> Parameters:
+        """The matrices that make what the delta rule gets."""
+        own = self._delta
+        sizes = {"qkv": own.convolved, "z": own.values, "b": own.heads, "a": own.heads}
+        return layout.joined(*(layout.linear(f"{NAME}.in_proj_{part}", size, width, False) for part, size in sizes.items()))
+
+    def asked_of_states(self, x: Tensor, weights: Weights) -> Projected:
+        return Projected(*tensor_ops.linears(x, weights, *(f"{NAME}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))))
+
+    def delta(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        own, needed = self._delta, tensor_ops.needed
+        x = self.normed(hidden, weights, self._traits.norms.before_attention)
+        qkv, gate, beta, step = self.asked_of_states(x, weights)
+        mixed = short_convolution(qkv, needed(weights, f"{NAME}.conv1d.weight"), None, given.states[CONVOLVED], given.lengths)
+        q, k, v = mixed.split((own.keys, own.keys, own.values), dim=-1)
+        q, k = q.unflatten(-1, (own.key_heads, -1)), k.unflatten(-1, (own.key_heads, -1))
+        decay = step_sizes(step, needed(weights, f"{NAME}.dt_bias"), needed(weights, f"{NAME}.A_log"), are_logs=True)
+        v = v.unflatten(-1, (own.heads, -1))
+        out = gated_delta(q, k, v, decay, gated_sigmoid(beta), given.states[MATRIX], given.lengths)
+        out = gated_norm(out, gate.unflatten(-1, (own.heads, -1)), needed(weights, f"{NAME}.norm.weight"), self._eps)
+        return self.added(tensor_ops.linear(out.flatten(-2), weights, f"{NAME}.out_proj"), hidden)
+
+
+class Qwen35(DeltaNet):
+    """This is Qwen3.6 as well: its configs have the same name."""
+
+
+class DeltaNetMoe(DeltaNet, Qwen2Moe):
+    bounds: ClassVar[Bounds] = {**Qwen2Moe.bounds, **SIZES}
+    gguf = None
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return DeltaNet.traits_of(config)
+
+    @staticmethod
+    def mixture_of(config: Config) -> Mixture:
+        experts, chosen, inner = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+        shared = config.shared_expert_intermediate_size
+        return Mixture(experts, chosen, inner, sums_to_one=True, shared=shared, shared_name=SHARED)
+
+
+class Qwen35Moe(DeltaNetMoe):
+    bounds: ClassVar[Bounds] = {**DeltaNetMoe.bounds, "intermediate_size": Whole(MOST_WIDTH)}  # its configs have none
+
+    @staticmethod
+    def inner_of(config: Config) -> int:
+        inner: int = config.moe_intermediate_size
+        return inner
+
+    @staticmethod
+    def has_experts(config: Config, block: int) -> bool:
+        return True
+
+
+class Qwen3Next(DeltaNetMoe):
+    """All that a key head has to do with comes out of two matrices, head by head."""
+
+    @staticmethod
+    def mixture_of(config: Config) -> Mixture:
+        return replace(DeltaNetMoe.mixture_of(config), sums_to_one=bool(config.norm_topk_prob))
+
+    def projections(self, width: int) -> Parameters:
+        own = self._delta
+        sizes = {"qkvz": own.convolved + own.values, "ba": 2 * own.heads}
+        return layout.joined(*(layout.linear(f"{NAME}.in_proj_{part}", size, width, False) for part, size in sizes.items()))
+
+    def asked_of_states(self, x: Tensor, weights: Weights) -> Projected:
+        own, served = self._delta, self._delta.heads // self._delta.key_heads
+        qkvz, ba = tensor_ops.linears(x, weights, f"{NAME}.in_proj_qkvz", f"{NAME}.in_proj_ba")
+        widths = own.key_width, own.key_width, served * own.value_width, served * own.value_width
+        q, k, v, gate = _of_heads(qkvz, own.key_heads, widths)
+        beta, step = _of_heads(ba, own.key_heads, (served, served))
+        qkv = q.new_empty(*q.shape[:-1], own.convolved)
+        for there, part in zip(qkv.split((own.keys, own.keys, own.values), dim=-1), (q, k, v)):
+            there.copy_(part)
+        return Projected(qkv, gate, beta, step)
+
+
+def _of_heads(x: Tensor, heads: int, widths: Sequence[int]) -> list[Tensor]:
+    """Parts of these widths, which each head has side by side, with those of all heads side by side."""
+    return [part.flatten(-2).contiguous() for part in x.unflatten(-1, (heads, -1)).split(list(widths), dim=-1)]

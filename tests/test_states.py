@@ -1,0 +1,256 @@
+"""States of rows: whatever the plan, the tokens are those of the plain resident loop, and its logits bit for bit. What moves is
+what is foreseen; a state that is another one's, or of another step, is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from h2o_flexgen.core.option import options_of
+from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.row_states import OpenStates, StateStore
+from h2o_flexgen.formats.kernel_table import EXACT, INT8
+from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import Task
+from tests import test_conversation as talks
+from tests import test_stream as stream
+from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.pairwise import in_turn, on_devices
+from tests.helpers.refusals import one_line
+from tests.planning.test_cost import assert_moved_as_predicted
+
+KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short")
+ON_DISK, ON_HOST, MIXED, RESIDENT = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 50, 40, 30), (100, 0) * 3
+RAGGED, EQUAL, MANY = (5, 9, 2, 7, 4), (6, 6, 6, 6), (3, 11, 8, 1, 6, 2, 9, 5, 4, 7)
+CHOICES = {
+    "kind": KINDS,
+    "percent": (MIXED, ON_DISK, ON_HOST, RESIDENT),
+    "lengths": (RAGGED, EQUAL, MANY),
+    "gpu_batch_size": (2, 1, 3),
+    "num_gpu_batches": (2, 1, 4),
+    "buffers": (2, 1, 3),
+    "sep_layer": (True, False),
+    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[5]),
+    "prefill_tokens": (1024, 12, 3),
+    ("weight_codec", "compute"): ((PLAIN, EXACT), ("group4", INT8)),
+    "kv_codec": (PLAIN, "group4"),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(CHOICES))
+def test_tokens_and_logits_equal_the_resident_loop(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    hold_contract(Case(**values), checkpoints, offload)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_rows_that_end_leave_the_others_their_states(kind: str, checkpoints: Checkpoints, offload: Path) -> None:
+    """Those behind them move up, on every tier."""
+    limits = (1, 6, 2, 5, 3, 4, 6)
+    for percent in (RESIDENT, ON_DISK):
+        case = Case(kind, percent, (5, 3, 8, 2, 6, 4, 7), 6, gpu_batch_size=4)
+        with case.open(checkpoints, offload) as llm:
+            made = llm.generate(case.prompts, [SamplingParams(limit, ignore_eos=True) for limit in limits])
+        for row, (completion, limit) in enumerate(zip(made, limits, strict=True)):
+            alone = checkpoints.resident_logits(replace(case, gen_len=limit), (row,))
+            assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {row}"
+
+
+MOVES = {"kind": KINDS[:2], "percent": (ON_DISK, MIXED), "schedule": ("zigzag", "flexgen_barrier", "row_by_row")}
+
+
+@pytest.mark.parametrize("values", in_turn(MOVES))
+def test_a_run_moves_the_bytes_that_are_predicted(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    assert assert_moved_as_predicted(Case(lengths=RAGGED, num_gpu_batches=3, **values), checkpoints, offload)["read"] > 0
+
+
+RUNNING = {
+    "kind": KINDS[:3],
+    "percent": (MIXED, ON_DISK, ON_HOST, RESIDENT),
+    "gpu_batch_size": (2, 1, 3),
+    "num_gpu_batches": (2, 1),
+    "schedule": ("zigzag", "flexgen_barrier"),
+    "policy": (POLICIES[0], POLICIES[1]),
+    "prefill_tokens": (1024, 12, 3),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(RUNNING))
+def test_rows_that_come_and_go_say_what_they_say_alone(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    stream.hold_contract(Case(lengths=stream.LENGTHS[:8], **values), stream.LITTLE_GROWTH, checkpoints, offload)
+
+
+TALKS = {
+    "kind": KINDS[:2],
+    "percent": (MIXED, ON_DISK, RESIDENT),
+    "policy": (POLICIES[0], POLICIES[1]),
+    "prefill_tokens": (1024, 4),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(TALKS))
+def test_a_text_that_continues_keeps_its_states(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    talks.hold_contract(Case(**values), checkpoints, offload)
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------------
+
+
+def once(name: str, change: Callable[[StateStore, Task, Callable[[Task], int]], int]) -> AbstractContextManager[object]:
+    """A store with another action in the second step."""
+    usual = getattr(StateStore, name)
+
+    def changed(store: StateStore, task: Task, *others: Any) -> Any:
+        if task.step != 1:
+            return usual(store, task, *others)
+        return change(store, task, lambda own: usual(store, own, *others))
+
+    return patch.object(StateStore, name, changed)
+
+
+def stale() -> AbstractContextManager[object]:
+    """What a step makes of the states is not written: the next one finds those before it."""
+    return once("write", lambda store, task, write: 0)
+
+
+def swapped() -> AbstractContextManager[object]:
+    """The first two rows have each other's state."""
+
+    def turned(store: StateStore, task: Task, opened: Callable[[Task], OpenStates]) -> OpenStates:
+        made = opened(task)
+        for one in made.by_name.values():
+            one[:2] = one[:2].flip(0)
+        return made
+
+    return once("open", turned)  # type: ignore[arg-type]
+
+
+def not_zeroed() -> AbstractContextManager[object]:
+    """Rows begin with whatever lies in a buffer."""
+    usual = StateStore.open
+
+    def dirty(store: StateStore, task: Task, rows: BatchRows) -> OpenStates:
+        with patch.object(BatchRows, "beginning", None):
+            return usual(store, task, rows)
+
+    return patch.object(StateStore, "open", dirty)
+
+
+def of_another_batch() -> AbstractContextManager[object]:
+    """A state is read from where another batch has its own."""
+
+    def read(store: StateStore, task: Task, usual: Callable[[Task], int]) -> int:
+        home, region = store._on_disk[task.layer, (task.batch + 1) % 4], store._on_host(task)
+        for part in store._cuts(task):
+            store._memories.disk.read_into(home, part.start, region[part])
+        return store._nbytes(task)
+
+    return once("read", read)
+
+
+def not_moved_up() -> AbstractContextManager[object]:
+    """Rows from the end take the places of those that have ended, but not their states."""
+
+    def stayed(store: StateStore, task: Task, rows: BatchRows, usual: Any = StateStore.open) -> OpenStates:
+        store._units[task.layer, task.batch].generation = rows.generation
+        opened: OpenStates = usual(store, task, rows)
+        return opened
+
+    return patch.object(StateStore, "open", stayed)
+
+
+@pytest.mark.parametrize("fault", [stale, swapped, not_zeroed, of_another_batch])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3-5"])
+def test_a_state_that_is_not_the_rows_own_is_found(
+    kind: str, fault: Callable[[], AbstractContextManager[object]], checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case(kind, ON_DISK, (6,) * 8, 4, num_gpu_batches=4)
+    hold_contract(case, checkpoints, offload)
+    with fault(), pytest.raises(AssertionError):
+        hold_contract(case, checkpoints, offload)
+
+
+def test_states_that_stay_where_their_rows_were_are_found(checkpoints: Checkpoints, offload: Path) -> None:
+    with not_moved_up(), pytest.raises(AssertionError, match="row"):
+        test_rows_that_end_leave_the_others_their_states("lfm2", checkpoints, offload)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------
+
+
+def refused_by(checkpoints: Checkpoints, offload: Path, work: Callable[[Any], object], **options: Any) -> str:
+    with Case("lfm2", ON_DISK).open(checkpoints, offload, **options) as llm:
+        said = one_line(lambda: work(llm))
+        assert llm.loaded._engine is None, "weights were loaded before it was refused"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("options", "work", "what"),
+    [
+        ({"kv_policy": "kvzip", "kv_budget": 0.5}, lambda llm: llm.generate("one"), "kv_policy 'kvzip'"),
+    ],
+)
+def test_what_is_not_done_yet_is_refused(
+    options: dict[str, Any], work: Callable[[Any], object], what: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    said = refused_by(checkpoints, offload, work, **options)
+    assert said.startswith("rows of ") and "have a state in some layers" in said and what in said
+
+
+def test_attention_with_a_gate_is_not_for_the_host(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    case = Case("qwen3-5", ON_HOST, device="pretended", attend_on=HOST)
+    assert "attention of" in one_line(lambda: case.open(checkpoints, offload))
+
+
+def test_nothing_is_shared(checkpoints: Checkpoints, offload: Path) -> None:
+    with Case("lfm2").open(checkpoints, offload, shared_prefixes=True) as llm:
+        assert not llm.plan.shares_prefixes
+
+
+@pytest.mark.parametrize(("state", "tiers"), [("0,0", {"disk"}), ((0, 100), {"host"}), (None, {"host", "disk"})])
+def test_states_lie_where_they_are_told_to(
+    state: Any, tiers: set[str], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """By themselves they follow KV."""
+    told = options_of(Plan)["state"].allowed.typed(state) if isinstance(state, str) else state
+    case = Case("qwen3-5", (0, 100, 0, 50, 100, 0), device="pretended")
+    with case.open(checkpoints, offload, state=told) as llm:
+        assert set(llm.planned(Workload(case.lengths, case.gen_len)).blocks.first.placement.state.values()) == tiers
+        compare(case, checkpoints, *generate_with(llm, case))
+
+
+def test_a_model_without_states_has_no_shares_of_them(checkpoints: Checkpoints, offload: Path) -> None:
+    with Case("opt").open(checkpoints, offload, state=(100, 0)) as llm:
+        assert "have no state beside their KV" in one_line(lambda: llm.generate("one"))
+    assert "state is (60, 60)" in one_line(lambda: Plan.create(state=(60, 60)))
+
+
+def test_what_is_held_on_each_tier_is_what_is_counted(checkpoints: Checkpoints, offload: Path) -> None:
+    """States are the same for any length, and follow the shares of KV."""
+    counted = []
+    for length in (4, 40):
+        with Case("qwen3-5", ON_DISK).open(checkpoints, offload) as llm:
+            planned = llm.planned(Workload.uniform(4, length, 3))
+            counted.append(planned.footprint.parts["disk"]["states"])
+            assert planned.footprint.parts["host"]["state buffers"] > 0
+    heads, inputs = 4 * 24 * 16 * 4, 3 * (2 * 2 * 24 + 4 * 16) * 4
+    assert counted == [2 * 2 * -(-2 * (heads + inputs) // 4096) * 4096] * 2  # two layers, two batches, two rows
