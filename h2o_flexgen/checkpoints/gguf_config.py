@@ -14,6 +14,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     CLIP,
     DENSE_BLOCKS,
     GATING,
+    KV_HEADS,
     LAYER_EPS,
     LOG_MULTIPLIER,
     LOGIT_CAP,
@@ -21,6 +22,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     NEAR_VALUES,
     NEAR_WIDTH,
     NORMED,
+    RMS_EPS,
     ROTATED,
     SOFTMAX,
     TEMPERATURE,
@@ -37,13 +39,14 @@ EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_fre
 TOKENS = "tokenizer.ggml.tokens"
 FLOAT32 = "float32"
 # of a config: a GGUF file may say them, and a folder only where transformers reads them, too
-OWN_KEYS = "rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole", "qkv_apart"
+OWN_KEYS = (
+    *("rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole", "qkv_apart"),
+    *("rates_are_whole", "value_heads_are_tiled"),
+)
 
 # keys behind the name of the architecture
 SCALING = "rope.scaling"
 LINEAR, YARN = "linear", "yarn"
-RMS_EPS = "attention.layer_norm_rms_epsilon"
-KV_HEADS = "attention.head_count_kv"
 MIX = f"{SCALING}.yarn_ext_factor"
 
 # what would change the arithmetic of a layer -> the values with which it does not
@@ -78,7 +81,7 @@ def config_in(gguf: Gguf, known: Mapping[str, GgufArchitecture]) -> dict[str, An
     return {
         "model_type": said.model_type,
         "hidden_size": said.whole("embedding_length"),
-        "intermediate_size": said.whole("feed_forward_length"),
+        "intermediate_size": said.whole("feed_forward_length", 0 if "intermediate_size" in said.architecture.keys else None),
         "num_hidden_layers": said.blocks,
         "max_position_embeddings": said.whole("context_length"),
         "rms_norm_eps": said.number(RMS_EPS, 0.0 if said.has(LAYER_EPS) else None),
@@ -120,6 +123,8 @@ def _heads(said: GgufModel) -> dict[str, int]:
     kv_heads = said.whole_of_each(KV_HEADS, heads)
     if said.architecture.near_heads:
         return {"num_attention_heads": heads, **_heads_by_kind(said, kv_heads, width)}
+    if said.architecture.has_states:
+        kv_heads = [count for count in kv_heads if count] or [heads]
     if len({*kv_heads}) > 1:
         raise said.refusal(KV_HEADS, "layers with unlike numbers of KV heads, which are not read; give another model")
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads[0], "head_dim": width}

@@ -64,6 +64,7 @@ WEIGHTS_SCALE, DENSE_BLOCKS, MORE_TOKENS = "expert_weights_scale", "leading_dens
 WINDOW, CLIP, LAYER_EPS = "attention.sliding_window", "attention.clamp_kqv", "attention.layer_norm_epsilon"
 LOGIT_SCALE, TEMPERATURE, LOG_MULTIPLIER = "logit_scale", "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
 PATTERN = f"{WINDOW}_pattern"  # which blocks have a window: yes or no for each, or that each last one of so many has none
+KV_HEADS, RMS_EPS = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
 NEAR_WIDTH, NEAR_VALUES = "attention.key_length_swa", "attention.value_length_swa"
 NEAR_THETA, ATTENTION_CAP, LOGIT_CAP = "rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
@@ -93,6 +94,8 @@ class GgufArchitecture:
     of_heads: tuple[str, ...] = ()  # names in models of matrices that files have head by head, with a dimension for heads
     routers: tuple[int, ...] = ()  # how those of its files choose experts; empty: any way
     has_latents: bool = False  # its heads are made of latent vectors, which are one head of keys
+    convolutions: tuple[str, ...] = ()  # names in models of what files have as a matrix, with a row for each channel
+    has_states: bool = False  # rows have a state in some layers, which have no KV heads
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,10 @@ class GgufModel:
 
     def number(self, name: str, otherwise: float | None = None) -> float:
         return self.metadata.number(self.key(name), otherwise)
+
+    def numbers_of_blocks(self, name: str) -> list[int] | None:
+        """A whole number for each block, where the file has a list of them."""
+        return None if not isinstance(self.value(name), array) else self.whole_of_each(name, 0)
 
     def flag(self, name: str, otherwise: bool | None = None) -> bool:
         return self.metadata.flag(self.key(name), otherwise)

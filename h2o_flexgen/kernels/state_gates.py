@@ -37,5 +37,5 @@ def gated_norm_twin(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups:
         wide = wide * opened
     of_groups = wide.unflatten(-1, (groups, -1))
     normed = of_groups * torch.rsqrt(of_groups.square().mean(-1, keepdim=True) + eps)
-    made = normed.flatten(-2).mul_(weight.float())
+    made: Tensor = normed.flatten(-2).mul_(weight.float())
     return (made if gate_first else made.mul_(opened)).to(x.dtype)

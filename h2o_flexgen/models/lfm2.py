@@ -8,6 +8,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.stored_architecture import (
+    HEAD_NORMS,
+    KV_HEADS,
+    OF_LLAMA,
+    RMS_EPS,
+    GgufArchitecture,
+    Said,
+    weights,
+)
 from h2o_flexgen.core.model_spec import LayerSpec, StateTensor
 from h2o_flexgen.kernels.operations import gated_identity, short_convolution
 from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, RouterScores
@@ -19,8 +28,26 @@ from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 
-CONVOLUTION = "conv"  # what configs call such a block
+CONVOLUTION, FULL = "conv", "full_attention"  # what configs call such a block, and one with attention
 INPUTS = "inputs"  # the state of a row
+KERNEL = "conv.conv.weight"
+IN_FILES = weights(
+    {"shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj"},
+)
+KEYS: Mapping[str, Said] = {
+    "conv_L_cache": lambda said: said.whole("shortconv.l_cache"),
+    "conv_bias": lambda said: False,
+    "norm_eps": lambda said: said.number(RMS_EPS),
+    "layer_types": lambda said: [FULL if heads else CONVOLUTION for heads in said.numbers_of_blocks(KV_HEADS) or ()],
+}
+OF_FILES = GgufArchitecture(
+    "lfm2",
+    {**OF_LLAMA, **weights(HEAD_NORMS), **IN_FILES},
+    keys={**KEYS, "block_auto_adjust_ff_dim": lambda said: False},
+    outside={"token_embd_norm.weight": "model.norm.weight"},
+    convolutions=(KERNEL,),
+    has_states=True,
+)
 LONGEST = 1 << 10  # tokens that a convolution mixes: far more than any model has
 CONVOLVED = 8  # times the width: values that a token has at once
 LEAST_SUM = 1e-6  # prevents a division by zero
@@ -67,7 +94,7 @@ class Convolutions(Decoder):
         parameters = layout.joined(
             self.norm_parameters(width, self._traits.norms.before_attention),
             layout.linear("conv.in_proj", 3 * width, width, bias),
-            layout.wide("conv.conv.weight", width, 1, mixed),
+            layout.wide(KERNEL, width, 1, mixed),
             layout.wide("conv.conv.bias", width) if bias else {},
             layout.linear("conv.out_proj", width, width, bias),
         )
@@ -77,7 +104,7 @@ class Convolutions(Decoder):
     def convolution(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = self.normed(hidden, weights, self._traits.norms.before_attention)
         before, behind, x = tensor_ops.linear(x, weights, "conv.in_proj").chunk(3, dim=-1)
-        kernel, bias = tensor_ops.needed(weights, "conv.conv.weight"), tensor_ops.plain(weights, "conv.conv.bias")
+        kernel, bias = tensor_ops.needed(weights, KERNEL), tensor_ops.plain(weights, "conv.conv.bias")
         opened = gated_identity(before.contiguous(), x.contiguous())
         mixed = short_convolution(opened, kernel, bias, given.states[INPUTS], given.lengths, is_activated=False)
         out = gated_identity(mixed, behind.contiguous())
@@ -85,6 +112,7 @@ class Convolutions(Decoder):
 
 
 class Lfm2(Convolutions):
+    gguf = OF_FILES
     bounds: ClassVar[Bounds] = {
         **SIZES,
         "block_multiple_of": Whole(1 << 20),

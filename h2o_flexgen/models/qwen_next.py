@@ -10,6 +10,18 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.stored_architecture import (
+    ATTENTION,
+    EXPERTS,
+    HEAD_NORMS,
+    MLP,
+    NORMS_BY_PLACE,
+    ROUTER,
+    GgufArchitecture,
+    GgufModel,
+    shared_expert,
+    weights,
+)
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, StateTensor
 from h2o_flexgen.kernels.operations import gated_delta, gated_norm, gated_sigmoid, short_convolution, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
@@ -19,8 +31,8 @@ from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
 from h2o_flexgen.models.mixture import Mixture
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.models.norms import RMS_FROM_ONE
-from h2o_flexgen.models.qwen import SHARED, Qwen2Moe
+from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE
+from h2o_flexgen.models.qwen import SHARED, SHARED_GATE, Qwen2Moe
 
 LINEAR, FULL = "linear_attention", "full_attention"  # what configs call blocks with the delta rule, and with attention
 LONGEST = 1 << 10  # tokens that a convolution mixes: far more than any model has
@@ -31,6 +43,50 @@ SIZES: Bounds = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), Whole(MOST_HEAD_DIM)),
     "linear_conv_kernel_dim": Whole(LONGEST),
 }
+
+
+KERNEL = f"{NAME}.conv1d.weight"
+OF_RULE = {
+    **{f"attn_{part}": f"{NAME}.in_proj_{own}" for part, own in (("qkv", "qkv"), ("gate", "z"))},
+    **{f"ssm_{part}": f"{NAME}.in_proj_{own}" for part, own in (("alpha", "a"), ("beta", "b"))},
+    "ssm_conv1d": f"{NAME}.conv1d",
+    "ssm_norm": f"{NAME}.norm",
+    "ssm_out": f"{NAME}.out_proj",
+}
+IN_FILES = {
+    **weights(ATTENTION, HEAD_NORMS, NORMS_BY_PLACE, OF_RULE),
+    "ssm_dt.bias": f"{NAME}.dt_bias",
+    "ssm_a": f"{NAME}.A_log",
+}
+
+
+def _kinds(said: GgufModel) -> list[str]:
+    """The kind of each block. Where the file does not say it, each last one of some has attention."""
+    every = said.whole("full_attention_interval", 4)
+    listed = said.value("attention.recurrent_layers")
+    is_linear = [bool((block + 1) % every) for block in range(said.blocks)] if listed is None else listed[: said.blocks]
+    return [LINEAR if one else FULL for one in is_linear]
+
+
+def _value_width(said: GgufModel) -> int:
+    return said.whole("ssm.inner_size") // max(1, said.whole("ssm.time_step_rank"))
+
+
+OF_FILES = GgufArchitecture(
+    "qwen35",
+    {**IN_FILES, **weights(MLP)},
+    keys={
+        "layer_types": _kinds,
+        "linear_num_key_heads": lambda said: said.whole("ssm.group_count"),
+        "linear_num_value_heads": lambda said: said.whole("ssm.time_step_rank"),
+        "linear_key_head_dim": lambda said: said.whole("ssm.state_size"),
+        "linear_value_head_dim": _value_width,
+        "linear_conv_kernel_dim": lambda said: said.whole("ssm.conv_kernel"),
+        **dict.fromkeys(("norms_are_whole", "rates_are_whole", "value_heads_are_tiled"), lambda said: True),
+    },
+    rotates_parts=True,
+    convolutions=(KERNEL,),
+)
 
 
 class DeltaHeads(NamedTuple):
@@ -97,11 +153,14 @@ class DeltaNet(Decoder):
         refuse_short(config, "layer_types")
         tensor_ops.refuse_other_than_silu(self.activation_of(config))
         self._delta = DeltaHeads.of(config)
+        self._rates_are_logs = not getattr(config, "rates_are_whole", False)
+        self._is_tiled = bool(getattr(config, "value_heads_are_tiled", False))
         super().__init__(config, dtype, sep_layer, name)
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
-        return Traits(config.attention_bias, config.attention_bias, norm=RMS_FROM_ONE, head_norm=True)
+        norm = RMS_WIDE if getattr(config, "norms_are_whole", False) else RMS_FROM_ONE  # the first in GGUF files alone
+        return Traits(config.attention_bias, config.attention_bias, norm=norm, head_norm=True)
 
     # -- attention with a gate -------------------------------------------------------------------------------------------
 
@@ -130,7 +189,7 @@ class DeltaNet(Decoder):
         parameters = layout.joined(
             self.norm_parameters(width, self._traits.norms.before_attention),
             self.projections(width),
-            layout.wide(f"{NAME}.conv1d.weight", own.convolved, 1, own.mixed),
+            layout.wide(KERNEL, own.convolved, 1, own.mixed),
             layout.wide(f"{NAME}.dt_bias", own.heads),
             layout.wide(f"{NAME}.A_log", own.heads),
             layout.norm(f"{NAME}.norm", own.value_width, bias=False),
@@ -152,23 +211,27 @@ class DeltaNet(Decoder):
         own, needed = self._delta, tensor_ops.needed
         x = self.normed(hidden, weights, self._traits.norms.before_attention)
         qkv, gate, beta, step = self.asked_of_states(x, weights)
-        mixed = short_convolution(qkv, needed(weights, f"{NAME}.conv1d.weight"), None, given.states[CONVOLVED], given.lengths)
+        mixed = short_convolution(qkv, needed(weights, KERNEL), None, given.states[CONVOLVED], given.lengths)
         q, k, v = mixed.split((own.keys, own.keys, own.values), dim=-1)
         q, k = q.unflatten(-1, (own.key_heads, -1)), k.unflatten(-1, (own.key_heads, -1))
-        decay = step_sizes(step, needed(weights, f"{NAME}.dt_bias"), needed(weights, f"{NAME}.A_log"), are_logs=True)
+        rates, of_step = needed(weights, f"{NAME}.A_log"), needed(weights, f"{NAME}.dt_bias")
+        decay = step_sizes(step, of_step, rates, are_logs=self._rates_are_logs)
         v = v.unflatten(-1, (own.heads, -1))
-        out = gated_delta(q, k, v, decay, gated_sigmoid(beta), given.states[MATRIX], given.lengths)
+        out = gated_delta(q, k, v, decay, gated_sigmoid(beta), given.states[MATRIX], given.lengths, self._is_tiled)
         out = gated_norm(out, gate.unflatten(-1, (own.heads, -1)), needed(weights, f"{NAME}.norm.weight"), self._eps)
         return self.added(tensor_ops.linear(out.flatten(-2), weights, f"{NAME}.out_proj"), hidden)
 
 
 class Qwen35(DeltaNet):
-    """This is Qwen3.6 as well: its configs have the same name."""
+    """This is Qwen3.6 as well: its configs have the same name. In GGUF files rates are no logarithms, and a key head serves
+    value heads that are as far apart as there are key heads."""
+
+    gguf = OF_FILES
 
 
 class DeltaNetMoe(DeltaNet, Qwen2Moe):
     bounds: ClassVar[Bounds] = {**Qwen2Moe.bounds, **SIZES}
-    gguf = None
+    gguf: ClassVar[GgufArchitecture | None] = None
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
@@ -182,6 +245,20 @@ class DeltaNetMoe(DeltaNet, Qwen2Moe):
 
 
 class Qwen35Moe(DeltaNetMoe):
+    gguf = replace(
+        OF_FILES,
+        name="qwen35moe",
+        tensors={**IN_FILES, **weights(EXPERTS, ROUTER, shared_expert(SHARED), {"ffn_gate_inp_shexp": SHARED_GATE})},
+        keys={
+            **OF_FILES.keys,
+            "num_experts": lambda said: said.experts,
+            **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), lambda said: said.expert_width),
+            "shared_expert_intermediate_size": lambda said: said.shared_expert_width,
+        },
+        has_experts=True,
+        sums_to_one=True,
+        single_rows=(f"{SHARED_GATE}.weight",),
+    )
     bounds: ClassVar[Bounds] = {**DeltaNetMoe.bounds, "intermediate_size": Whole(MOST_WIDTH)}  # its configs have none
 
     @staticmethod

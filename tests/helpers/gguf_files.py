@@ -113,11 +113,12 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + family.blocks_behind)
     names = ("intermediate_size", "n_inner", "ffn_hidden_size")
-    writer.add_feed_forward_length(next(getattr(config, name) for name in names if hasattr(config, name)))
+    if (inner := next((getattr(config, name) for name in names if hasattr(config, name)), None)) is not None:
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads_of(config))
     eps = eps_key(config)
-    say_eps = writer.add_layer_norm_rms_eps if eps == EPS_KEYS[0] else writer.add_layer_norm_eps
+    say_eps = writer.add_layer_norm_rms_eps if eps in EPS_KEYS[:2] else writer.add_layer_norm_eps
     say_eps(getattr(config, eps, USUAL_EPS))
     writer.add_vocab_size(config.vocab_size)
     rope = getattr(config, "rope_parameters", {"rope_theta": 10000.0, "rope_type": "default"})
@@ -151,7 +152,7 @@ def eps_key(config: PretrainedConfig) -> str:
 
 
 USUAL_EPS = 1e-5  # where no config says it
-EPS_KEYS = "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"
+EPS_KEYS = "rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"
 Says = Callable[[GGUFWriter, PretrainedConfig], None]  # adds metadata of a family
 
 
@@ -270,6 +271,23 @@ def _latents(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
+def _delta_rule(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [kind != "full_attention" for kind in config.layer_types])
+
+
+def _short_convolutions(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Blocks with one have no KV heads."""
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"].value = heads
+    writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"].type = gguf.GGUFValueType.ARRAY
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     kind = gguf.GGUFValueType.get_type(value)
     writer.add_key_value(key, value, kind)
@@ -339,6 +357,9 @@ def _add_tensor(
     name += ".weight" * name.endswith((".sinks", ".layer_scalar"))
     name = name.replace("router.per_expert_scale", "router.experts.scale")
     kind = _fitting(kind, parameter.shape[-1])
+    if name.endswith((".A_log", ".conv1d.weight", ".conv.conv.weight")) or "linear_attn." in name:
+        _add_of_states(writer, config, family, name, parameter, kind, generator)
+        return
     order = _rows_in_file(config, family, name, len(parameter))
     added = family.norms_add if "norm" in name else 0.0
     written = _in_blocks(parameter[order].numpy() + np.float32(added), kind, generator)
@@ -348,6 +369,43 @@ def _add_tensor(
     if name.endswith(OF_HEADS):
         written = written.reshape(config.num_attention_heads, -1, written.shape[-1])
     writer.add_tensor(name_in_file(name, family.names), written, raw_dtype=kind)
+
+
+def _add_of_states(
+    writer: GGUFWriter,
+    config: PretrainedConfig,
+    family: Family,
+    name: str,
+    parameter: Tensor,
+    kind: Type,
+    generator: np.random.Generator,
+) -> None:
+    """Writes a tensor of a layer with states: value heads that belong to one key head stand as far apart as there are key
+    heads, and rates are no logarithms."""
+    if name.endswith(".A_log"):
+        moved = _tiled(config, name, parameter, 0)
+        writer.add_tensor(name_in_file(f"{name}.weight", family.names).removesuffix(".weight"), -np.exp(moved.numpy()))
+        return
+    axis = 1 if name.endswith(".out_proj.weight") else 0
+    moved = _tiled(config, name, parameter, axis).flatten(1) if parameter.ndim == 3 else _tiled(config, name, parameter, axis)
+    kind = Type.F32 if parameter.ndim != 2 else kind
+    written = _in_blocks(moved.contiguous().numpy(), kind, generator)
+    there = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(_tiled(config, name, parameter, axis).shape)
+    parameter.copy_(_tiled(config, name, there, axis, back=True))
+    own = name.removesuffix(".dt_bias") + ".dt_proj.bias" if name.endswith(".dt_bias") else name
+    writer.add_tensor(name_in_file(own, family.names), written, raw_dtype=kind)
+
+
+def _tiled(config: PretrainedConfig, name: str, values: Tensor, axis: int, back: bool = False) -> Tensor:
+    """Values with those of value heads in the order of files, or back."""
+    if not hasattr(config, "linear_num_key_heads") or name.endswith(".norm.weight"):
+        return values
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    rest = 2 * keys * config.linear_key_head_dim if name.endswith(("in_proj_qkv.weight", "conv1d.weight")) else 0
+    before, own = values.narrow(axis, 0, rest), values.narrow(axis, rest, values.shape[axis] - rest)
+    groups = (heads // keys, keys) if back else (keys, heads // keys)
+    moved = own.unflatten(axis, (*groups, -1)).transpose(axis, axis + 1).flatten(axis, axis + 2)
+    return torch.cat((before, moved), dim=axis)
 
 
 def _fitting(kind: Type, columns: int) -> Type:
@@ -451,6 +509,21 @@ NAMES_OF_GLM4 = NAMES | {
 NAMES_BY_PLACE = NAMES | {"post_attention_layernorm": "post_attention_norm"}
 
 
+NAMES_OF_DELTA = NAMES_BY_PLACE | {
+    **{f"linear_attn.in_proj_{own}": f"attn_{part}" for part, own in (("qkv", "qkv"), ("gate", "z"))},
+    **{f"linear_attn.in_proj_{own}": f"ssm_{part}" for part, own in (("alpha", "a"), ("beta", "b"))},
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_proj": "ssm_dt",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+NAMES_OF_LFM2 = NAMES | {
+    "model.norm": "token_embd_norm",
+    **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
+
+
 class Family(NamedTuple):
     """How files have the models of a model_type."""
 
@@ -487,6 +560,8 @@ DEEPSEEK_SIZES = {
     "rope_parameters": {**KINDS["deepseek-v2"][1]["rope_parameters"]},
 }
 QWEN2_SIZES = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
+DELTA_SIZES = {"linear_value_head_dim": 16, "linear_key_head_dim": 16, "attention_bias": False}
+LFM2_SIZES = {"block_auto_adjust_ff_dim": False, "conv_bias": False}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", moves_rows=True),
     "mistral": Family("llama", (_window,), moves_rows=True),
@@ -551,6 +626,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family("deepseek2", (_experts, _choice_of_deepseek, _latents), NAMES_OF_LATENTS, sizes=DEEPSEEK_SIZES),
     "deepseek_v3": Family("deepseek2", (_experts, _choice_of_deepseek, _latents), NAMES_OF_LATENTS, sizes=DEEPSEEK_SIZES),
+    "qwen3_5_text": Family("qwen35", (_delta_rule,), NAMES_OF_DELTA, sizes=DELTA_SIZES, norms_add=1.0),
+    "qwen3_5_moe_text": Family(
+        "qwen35moe",
+        (_experts, _shared_expert, _delta_rule),
+        NAMES_OF_DELTA,
+        sizes={**DELTA_SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+        norms_add=1.0,
+        lacks=("intermediate_size",),
+    ),
+    "lfm2": Family("lfm2", (_short_convolutions,), NAMES_OF_LFM2, sizes=LFM2_SIZES),
     "glm4_moe": Family(
         "glm4moe", (_experts, _choice_of_glm), NAMES_BY_PLACE, sizes={"moe_intermediate_size": 32}, blocks_behind=1
     ),

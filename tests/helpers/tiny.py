@@ -288,7 +288,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-5": ("qwen3_5_text", {**_DELTA, "attention_bias": True}),
-    "qwen3-5-moe": ("qwen3_5_moe_text", {**_DELTA, **_OF_DELTA}),
+    "qwen3-5-moe": (
+        "qwen3_5_moe_text",
+        {**{key: one for key, one in _DELTA.items() if key != "intermediate_size"}, **_OF_DELTA},
+    ),
     "qwen3-next": ("qwen3_next", {**_DELTA, **_OF_DELTA, "mlp_only_layers": [1]}),
     "bamba": ("bamba", {**_LLAMA, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
     "granite-h": ("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 6, "mamba_conv_bias": False}),
