@@ -111,6 +111,17 @@ def test_a_text_that_continues_keeps_its_states(
     talks.hold_contract(Case(**values), checkpoints, offload)
 
 
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_texts_are_scored_alike_in_one_pass_and_token_by_token(kind: str, checkpoints: Checkpoints, offload: Path) -> None:
+    """The continuation of a text finds the states behind it."""
+    case = Case(kind, ON_DISK, RAGGED)
+    pairs = [(prompt, [3, 9, 77, 5]) for prompt in case.prompts]
+    with case.open(checkpoints, offload) as llm:
+        in_one_pass, by_token = (llm.score(pairs, by=way) for way in ("prefill", "decode"))
+    for one, other in zip(in_one_pass, by_token, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5) and one.greedy == other.greedy
+
+
 # -- faults ----------------------------------------------------------------------------------------------------------------
 
 
