@@ -71,6 +71,7 @@ WORD_RULES: Mapping[str, WordRule] = {
     **_same("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", WordRule((LLAMA3,), True, adds_start=True)),
     **_same("smaug-bpe dbrx chatglm-bpe", WordRule((LLAMA3,))),
     **_same("glm4", WordRule((LLAMA3,), keeps_whole=True)),
+    **_same("bloom gpt3-finnish", WordRule((r" ?[^(\s|.,!?…。，、।۔،)]+",))),
     **_same("qwen2", WordRule((QWEN2,), composes=True)),
     **_same("deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", WordRule((QWEN2,))),
     **_same("qwen35", WordRule((QWEN35,), composes=True)),
@@ -92,9 +93,10 @@ START, END, END_OF_TURN, END_OF_MESSAGE, UNKNOWN, PADDING = "bos", "eos", "eot",
 HAVE_TO_BE = (START, END, END_OF_TURN, END_OF_MESSAGE)  # tokens; files name padding that does not exist: it is not used
 USUAL_IDS: Mapping[str, int] = {START: 1, END: 2, UNKNOWN: 0}  # of the kind PIECES, where the file does not say
 BYTES, PIECES = "gpt2", "llama"  # kinds: BPE over bytes, and SentencePiece's BPE over characters
+PIECES_OF_GEMMA4 = "gemma4"  # the second by merges, with a start token and without a space before a text
 NO_KINDS = ("none", "no_vocab")  # names that say that there are no tokens
 # Most files name one token that ends a text, though their models were taught several.
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<EOT>")
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<EOT>")
 ADVICE = f"choose another tokenizer (--tokenizer, in Python tokenizer=): {TOKENS_ARE_BYTES}, or the folder or GGUF file of one"
 
 
@@ -126,7 +128,9 @@ class GgufVocabulary:
     def of(cls, metadata: Metadata) -> GgufVocabulary:
         """Unknown kinds and rules are refused later, where a tokenizer is made: what ends a text is known without one."""
         kind, tokens = metadata.text(KIND), _tokens(metadata)
-        merges = tuple(_merges(metadata)) if MERGES in metadata or kind == BYTES else ()
+        of_gemma4 = kind == PIECES_OF_GEMMA4
+        merges = tuple(_merges(metadata)) if MERGES in metadata or kind == BYTES or of_gemma4 else ()
+        kind = PIECES if of_gemma4 else kind
         made = cls(
             metadata.path,
             kind,
@@ -136,9 +140,9 @@ class GgufVocabulary:
             scores=_scores(tokens, metadata) if kind == PIECES and not merges else (),
             merges=merges,
             ids={name: token for name in (*HAVE_TO_BE, UNKNOWN, PADDING) for token in _id(name, tokens, metadata)},
-            says_start=metadata.flag(ADDS_START) if ADDS_START in metadata else None,
+            says_start=metadata.flag(ADDS_START) if ADDS_START in metadata and not of_gemma4 else None,
             adds_end=metadata.flag(ADDS_END, False),
-            adds_space=kind == PIECES and metadata.flag(ADDS_SPACE, True),
+            adds_space=kind == PIECES and not of_gemma4 and metadata.flag(ADDS_SPACE, True),
             template=metadata.text(TEMPLATE) if TEMPLATE in metadata else None,
         )
         for adds, key, name in ((made.says_start, ADDS_START, START), (made.adds_end, ADDS_END, END)):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
 
 from h2o_flexgen.checkpoints.gguf_format import Metadata, read_metadata
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, demo_folder
@@ -217,6 +218,40 @@ def test_a_space_stands_before_each_text_unless_the_file_says_otherwise(pieces: 
 def test_merges_of_the_file_go_before_scores(pieces: dict[str, Any], file: Path) -> None:
     tokenizer = opened(file, {**pieces, PREFIX + "merges": ["l l", "he ll"]})
     assert tokenizer.of_transformers.tokenize("hell") == ["▁", "h", "e", "ll"]
+
+
+def test_texts_become_the_tokens_that_gemma_4_makes_of_them(file: Path) -> None:
+    """Its files have a kind of their own for pieces that are put together by merges."""
+    from transformers import GemmaTokenizer
+
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"]
+    made = LibraryTokenizer(models.BPE())
+    made.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[*specials, *BYTE_PIECES], show_progress=False)
+    made.train_from_iterator([*TEXTS, "hello world\n\nhello  there\n"] * 3, trainer)
+    model = json.loads(made.to_str())["model"]
+    merges = [(first, second) for first, second in model["merges"]]
+    theirs = GemmaTokenizer(vocab=model["vocab"], merges=merges)
+    types = [TokenType.CONTROL] * len(specials) + [TokenType.BYTE] * len(BYTE_PIECES)
+    tokens = sorted(model["vocab"], key=lambda text: int(model["vocab"][text]))
+    values = {
+        "model": "gemma4",
+        "tokens": tokens,
+        "scores": [-1000.0] * len(tokens),
+        "token_type": [*map(int, types), *[int(TokenType.NORMAL)] * (len(tokens) - len(types))],
+        "merges": [" ".join(pair) for pair in merges],
+        "padding_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "unknown_token_id": 3,
+        "add_space_prefix": False,
+    }
+    ours = opened(file, {PREFIX + key: value for key, value in values.items()})
+    for text in [*TEXTS, "hello world", "\n\n hello\n", "  two  spaces ", *odd_texts(60)]:
+        assert ours.encode_more(text) == theirs.encode(text, add_special_tokens=False), text
+        assert ours.encode(text) == [2, *ours.encode_more(text)]
+    assert ours.eos_ids == {1, 4}
+    assert ours.decode(ours.encode(" hello\n")) == " hello\n"
 
 
 # -- tokens with a meaning ---------------------------------------------------------------------------------------------------
