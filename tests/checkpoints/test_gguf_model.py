@@ -24,6 +24,7 @@ from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 from h2o_flexgen.evaluation.answer_settings import folder_digest
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece
 from h2o_flexgen.models import create_model, load_config
@@ -35,6 +36,7 @@ from tests.helpers.gguf_files import FAMILIES, FORMATS, USUAL_EPS, eps_key, save
 from tests.helpers.gguf_vocabularies import PREFIX, metadata_of_folder
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import KINDS
+from tests.kernels.variants import used
 
 NOT_IN_FILES = (
     "falcon-sequential",
@@ -98,6 +100,29 @@ def test_every_relative_gives_the_tokens_and_logits_of_transformers(kind: str, t
     found_tokens, found_logprobs = generated(part, (50, 0, 50, 50, 100, 0), tmp_path / "offload")
     assert found_tokens == tokens
     np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "glm4-moe", "gemma4"])
+def test_a_router_may_be_packed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most files have it in float32. A product reads its bytes as those of any other matrix."""
+    file = tmp_path / "tiny.gguf"
+    monkeypatch.setattr(gguf_files, "ROUTERS", ())
+    tokens, logprobs = expected(save_gguf(kind, file, "q8_0", seed=3))
+    routers = [name for name in opened(file).matrices if name.endswith((".mlp.gate.weight", ".router.proj.weight"))]
+    assert routers
+    found_tokens, found_logprobs = generated(file, (50, 0, 50, 50, 100, 0), tmp_path / "offload")
+    assert found_tokens == tokens
+    np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+def test_a_packed_router_in_fp32_is_decoded_to_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel reads its bytes, and all else has 16 bits."""
+    monkeypatch.setattr(gguf_files, "ROUTERS", ())
+    model = save_gguf("glm4-moe", tmp_path / "tiny.gguf", "q8_0", seed=3)
+    with used(TORCH):
+        _, found = generated(tmp_path / "tiny.gguf", RESIDENT, tmp_path / "offload", dtype="bfloat16")
+    firsts = [[own[0] for own in each] for each in (found, expected(model)[1])]
+    np.testing.assert_allclose(*firsts, atol=0.2, rtol=0)
 
 
 def saved_with_tokenizer(folder: Path) -> Path:

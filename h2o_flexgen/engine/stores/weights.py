@@ -360,7 +360,10 @@ class WeightStore:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.of])
 
     def _decoded_layout(self, layer: LayerSpec) -> Layout:
-        return Layout.pack({tensor.name: PackEntry(0, tensor.shape, self._dtype) for tensor in layer.decoded})
+        """A router that works in fp32 has its values in fp32, too."""
+        dtypes = {self._spec.itemsize: self._dtype}
+        entries = ((tensor, dtypes.get(tensor.itemsize, torch.float32)) for tensor in layer.decoded)
+        return Layout.pack({tensor.name: PackEntry(0, tensor.shape, dtype) for tensor, dtype in entries})
 
 
 class LayerPass(NamedTuple):
