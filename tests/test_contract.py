@@ -34,6 +34,7 @@ from tests.helpers.contract import (
     compare,
     generate_with,
     hold_contract,
+    kept_as,
 )
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import Name, covering, in_turn, on_devices
@@ -231,6 +232,12 @@ OTHERS = (
     "gpt2",
     "gptj",
     "ernie-moe",
+    "bloom",
+    "mpt-clipped",
+    "hunyuan",
+    "hunyuan-moe",
+    "llama4",
+    "llama4-near",
 )  # relatives of kinds that are held to every pair of choices that has code
 
 
@@ -243,7 +250,8 @@ def test_relatives_of_other_kinds(
 ) -> None:
     """Plain weights and an eviction on one device, packed ones and prompts in pieces on the other: they know nothing of it."""
     evicting = POLICIES[0 if kind == "phi3-near" else 1]  # texts are longer than its windows
-    packed = {"weight_codec": "group4", "kv_codec": "group4", "compute": compute, "sep_layer": False, "prefill_tokens": 5}
+    packed = {"weight_codec": "group4", "kv_codec": kept_as(kind, "group4"), "compute": compute}
+    packed |= {"sep_layer": False, "prefill_tokens": 5}
     plan = {"policy": evicting} if any_device == "cpu" else packed
     hold_contract(Case(kind, percent, MANY, gpu_batch_size=3, device=any_device, **plan), checkpoints, offload)
 

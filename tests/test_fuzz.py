@@ -33,6 +33,7 @@ from tests.helpers.contract import (
     Checkpoints,
     Logits,
     fits,
+    kept_as,
     recorded_logits,
 )
 
@@ -77,7 +78,7 @@ def random_case(random: Random, devices: Sequence[str]) -> Case:
         policy=policy,
         weight_codec=weight_codec,
         compute=compute,
-        kv_codec=random.choice([PLAIN, PLAIN, "group4", "group8"]),
+        kv_codec=kept_as(kind, random.choice([PLAIN, PLAIN, "group4", "group8"])),
         attend_on=DEVICE if kind in GATED else random.choice([DEVICE, HOST]),
     )
 

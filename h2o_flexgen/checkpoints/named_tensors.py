@@ -2,9 +2,9 @@
 
 An architecture says what its files call otherwise. Folders that transformers writes as it holds a model have all experts of a
 layer in one tensor of three dimensions; there the rows of each expert lie together, those of its gate before the others. Where
-experts have biases, gate and up are one matrix, and plain ones are transposed. GGUF files have one tensor for each matrix of
-all experts, or one for their gates and what goes up. Of these files, a tensor that no layer would read is refused: it stands
-for arithmetic that is not done here.
+experts have biases, gate and up are one matrix, and plain ones are transposed; those of Llama 4 are transposed, too. GGUF files
+have one tensor for each matrix of all experts, or one for their gates and what goes up. Of these files, a tensor that no layer
+would read is refused: it stands for arithmetic that is not done here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ def each_expert(tensors: Mapping[str, StoredTensor], names: TensorNames) -> dict
     all_names = set(usual.values())
     found: dict[str, StoredTensor] = {}
     for tensor in tensors.values():
-        is_turned = usual[tensor.name].endswith(names.turned) and len(tensor.shape) == 2
-        named = dict(_parts(usual[tensor.name], _turned(tensor) if is_turned else tensor, all_names))
+        is_turned = usual[tensor.name].endswith(names.turned)
+        if is_turned and len(tensor.shape) == 3:
+            named = dict(_turned_parts(usual[tensor.name], tensor))
+        else:
+            both = is_turned and len(tensor.shape) == 2
+            named = dict(_parts(usual[tensor.name], _turned(tensor) if both else tensor, all_names))
         if twice := named.keys() & found.keys():
             raise ValueError(
                 f"{tensor.name} in {tensor.file} is there under another name, too ({min(twice)}); remove one of them"
@@ -76,6 +80,22 @@ def _parts(name: str, tensor: StoredTensor, names: Collection[str]) -> Iterator[
             yield part.name, _turned(part)
     else:
         yield from ((part.name, part) for part in _taken_apart(tensor, prefix, TOGETHER[matrix]))
+
+
+def _turned_parts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """The matrices of each expert in a tensor (experts, columns, rows of all of an expert's matrices)."""
+    prefix, _, kind = name.rpartition(OF_ALL)
+    parts = TOGETHER[kind]
+    _, columns, rows = tensor.shape
+    if rows % len(parts) or not all(tensor.shape):
+        wanted = f"experts, columns, {len(parts)} times as many rows as a matrix has"
+        raise ValueError(f"tensor {tensor.name} in {tensor.file} has the shape {tensor.shape} instead of ({wanted})")
+    own = rows // len(parts)
+    for number, whole in enumerate(_of_each(tensor, f"{prefix}{OF_ALL}%d.{kind}.weight")):
+        for place, part in enumerate(parts):
+            its = f"{prefix}{OF_ALL}{number}.{part}.weight"
+            turned = Turned(rows, range(place * own, (place + 1) * own))
+            yield its, replace(whole, name=its, shape=(own, columns), arranged=turned)
 
 
 def _turned(tensor: StoredTensor) -> StoredTensor:

@@ -18,12 +18,14 @@ class Rearranged(Protocol):
 
 @dataclass(frozen=True)
 class Turned:
-    """The file has the transposed matrix: its columns lie one behind the other."""
+    """The file has the transposed matrix: its columns lie one behind the other. It may have other rows, too."""
 
-    rows: int
+    rows: int  # in the file
+    own: range | None = None  # None: all
 
     def of(self, values: Tensor) -> Tensor:
-        return values.view(-1, self.rows).T
+        every = values.view(-1, self.rows).T
+        return every if self.own is None else every[self.own.start : self.own.stop]
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,10 @@ class LayerSpec:
             products=tuple(pair for pair in self.products if pair[0] not in names),
         )
 
+    def with_heads(self, usual: KVHeads) -> LayerSpec:
+        """The layer in a model with other heads: it says itself that it has the usual ones, if it has no own."""
+        return replace(self, kv_heads=usual) if self.has_kv and self.kv_heads is None else self
+
     def each_form(self, change: Callable[[LayerSpec], LayerSpec]) -> LayerSpec:
         """The layer changed, and so in the form in which prompts pass it."""
         made = change(self)
@@ -325,6 +329,7 @@ class ModelSpec:
     attention_cap: float | None = None  # scores of attention come near it and no further
     values_in_keys: int = 0  # so many last values of a key are the values of its head, which are stored once; 0: they are apart
     prompt_heads: PromptHeads | None = None  # with which prompts may be attended, where keys have their values in them
+    position_values: int = 0  # so many first values of a key say where it stands; those of its head follow
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
     labels: Labels | None = None  # that its head scores a text by, instead of the tokens of the vocabulary
 
@@ -363,7 +368,9 @@ class ModelSpec:
         if own is None or own == (self.kv_heads, self.head_dim):
             return self
         if own not in self._by_heads:
-            self._by_heads[own] = replace(self, kv_heads=own.number, head_dim=own.width)
+            usual = KVHeads(self.kv_heads, self.head_dim)
+            layers = tuple(one.each_form(lambda form: form.with_heads(usual)) for one in self.layers)
+            self._by_heads[own] = replace(self, kv_heads=own.number, head_dim=own.width, layers=layers)
         return self._by_heads[own]
 
     @cached_property
@@ -594,9 +601,18 @@ class ModelSpec:
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
         """The same model with its weights and its KV in the formats of a plan, and its products as a plan has them."""
+        if not self.can_keep(kv_codec):
+            raise ValueError(
+                f"kv_codec {kv_codec!r} rounds keys, and those of {self.name} say by exact numbers where they stand (ALiBi); "
+                "leave it out (--compress-cache)"
+            )
         spec = self if weight_codec == PLAIN else self.packed(weight_codec)
         spec.refuse_to_compute(compute)
         return replace(spec, kv_codec=kv_codec, product=PRODUCTS[compute])
+
+    def can_keep(self, kv_codec: str) -> bool:
+        """Whether keys and values may be kept so. What says where a key stands must not be rounded."""
+        return kv_codec == PLAIN or not self.position_values
 
     @cached_property
     def formats(self) -> tuple[str, ...]:

@@ -134,8 +134,9 @@ class KVCache:
         tokens = self._in_heads_or_not(now, tokens, now.held)
         q, k, rotation = tokens.q, tokens.k, tokens.rotation
         kept, scores = tokens.part(slice(now.positions.shape[1])), self.living(len(q)).scores
+        q = self._turned_queries(now, tokens)
         if rotation is not None:
-            q, k = self._turned_queries(now, tokens), rotate(k, now.turn(rotation, k.dtype, self._rolls))
+            k = rotate(k, now.turn(rotation, k.dtype, self._rolls))
         more = self._more(now, q, tokens.sink_scores)
         written = Written(kept.x, kept.k if self._rolls else k[:, : kept.k.shape[1]], kept.v, now.slots.new)
         q, k, v = (each.transpose(1, 2) for each in (q, k, tokens.v))  # (rows, heads, tokens, head_dim)
@@ -159,10 +160,10 @@ class KVCache:
         reading = self._reading
         reading.note(k, x)
         tokens = self._in_heads_or_not(now, tokens, now.held + reading.done)
-        q, v = tokens.q, tokens.v
+        piece, v = reading.next(tokens.q.shape[1]), tokens.v
+        q = self._turned_queries(now, tokens, piece)
         if rotation is not None:
-            piece = reading.next(q.shape[1])
-            q, k = self._turned_queries(now, tokens, piece), rotate(k, now.turn(rotation, k.dtype, self._rolls).of(piece))
+            k = rotate(k, now.turn(rotation, k.dtype, self._rolls).of(piece))
         more = self._more(now, q, tokens.sink_scores)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = reading.attend(q, k, v, more, *self._asked_of_prompt(now, scores), self._cap, tokens.in_heads)
@@ -181,11 +182,12 @@ class KVCache:
         return tokens if is_alone and tokens.in_heads.pays(count, before + count) else tokens.in_heads.without(tokens)
 
     def _turned_queries(self, now: KVStep, tokens: NewTokens, piece: slice | None = None) -> Tensor:
-        """The queries rotated to their positions; `piece`: which of a step's tokens they are."""
-        rotation = tokens.of_queries
-        assert rotation is not None, "queries are rotated where keys are"
-        turn = now.turn(rotation, tokens.q.dtype, self._rolls)
-        return rotate(tokens.q, turn if piece is None else turn.of(piece))
+        """The queries rotated to their positions, if they are rotated; `piece`: which of a step's tokens they are."""
+        q, rotation = tokens.q, tokens.of_queries
+        if rotation is not None:
+            turn = now.turn(rotation, q.dtype, self._rolls)
+            q = rotate(q, turn if piece is None else turn.of(piece))
+        return q if tokens.query_norm is None else tokens.query_norm(q)
 
     def _old(self, now: KVStep, scores: SlotScores | None) -> _Old | None:
         if not now.held:
@@ -208,11 +210,12 @@ class KVCache:
         kept = [coding.encode(each.transpose(1, 2)) for each in (written.k, written.v)[: coding.sets]]
         if coding.values_in_keys:
             written = written._replace(v=coding.values_of(written.k))
+        written = written._replace(k=coding.of_head(written.k), v=coding.of_head(written.v))
         if old is not None:
             kept = [torch.cat(both, 2) for both in zip(old.kept, kept, strict=True)]
             if known is not None and known.worth is not None:
                 values = coding.values_of(old.k) if coding.values_in_keys else old.v
-                held = Held(old.k, values, known.worth, now.slots.counts)
+                held = Held(coding.of_head(old.k), coding.of_head(values), known.worth, now.slots.counts)
         chosen = now.places_if_all_stay
         if scores is not None and known is not None:
             worth = None if self._judge is None else self._judge.of_all(written, held)
@@ -313,7 +316,7 @@ class KVCache:
 
     def _decode(self, now: KVStep, tokens: NewTokens) -> Tensor:
         rotation = tokens.rotation
-        if tokens.query_rotation is not None:
+        if tokens.turns_queries_apart:
             return self.answer(now, self.asked(now, tokens), rotation)
         kept_rotated = None if self._rolls else rotation
         turned = self._append(now, tokens.q, tokens.k, tokens.v, kept_rotated, self._worth(now, tokens))
@@ -328,15 +331,16 @@ class KVCache:
         k, rotation = tokens.k, tokens.rotation
         if self._judge.reads_new_key and rotation is not None and not self._rolls:
             k = rotate(k, now.turn(rotation, k.dtype))
-        v = self._coding.values_of(k) if self._coding.values_in_keys else tokens.v
-        return self._judge.newest(Written(tokens.x, k, v, now.slots.new))
+        coding = self._coding
+        v = coding.values_of(k) if coding.values_in_keys else tokens.v
+        return self._judge.newest(Written(tokens.x, coding.of_head(k), coding.of_head(v), now.slots.new))
 
     def asked(self, now: KVStep, tokens: NewTokens) -> AttentionInput:
         """What a decode step asks of a cache in other memory: all that needs no slots is computed here."""
-        q, k, rotation = tokens.q, tokens.k, tokens.rotation
-        if rotation is not None:
-            q = self._turned_queries(now, tokens)
-            k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
+        k, rotation = tokens.k, tokens.rotation
+        q = self._turned_queries(now, tokens)
+        if rotation is not None and not self._rolls:
+            k = rotate(k, now.turn(rotation, k.dtype))
         v = None if self._coding.values_in_keys else tokens.v
         return AttentionInput(q, k, v, self._more(now, q, tokens.sink_scores), self._worth(now, tokens))
 

@@ -30,10 +30,11 @@ class Coding:
     dtype: torch.dtype  # used in computation
     head_dim: int
     values_in_keys: int = 0  # so many last values of a key are the values of its head; 0: these are stored apart
+    position_values: int = 0  # so many first values of a key say where it stands, and of a value they are 0
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Coding:
-        return cls(spec.kv_codec, getattr(torch, spec.dtype), spec.head_dim, spec.values_in_keys)
+        return cls(spec.kv_codec, getattr(torch, spec.dtype), spec.head_dim, spec.values_in_keys, spec.position_values)
 
     @property
     def sets(self) -> int:
@@ -43,6 +44,10 @@ class Coding:
     def values_of(self, keys: Tensor) -> Tensor:
         """The values in keys (..., head_dim), where they are not stored apart."""
         return keys[..., self.head_dim - self.values_in_keys :]
+
+    def of_head(self, kept: Tensor) -> Tensor:
+        """Keys or values (..., head_dim) without what says where they stand: a judge is to see those of a head alone."""
+        return kept[..., self.position_values :]
 
     @cached_property
     def is_plain(self) -> bool:

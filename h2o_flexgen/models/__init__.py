@@ -43,6 +43,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "falcon": ("falcon", "Falcon"),
     "gpt2": ("gpt2", "Gpt2"),
     "gptj": ("gpt2", "GptJ"),
+    "bloom": ("bloom", "Bloom"),
+    "mpt": ("bloom", "Mpt"),
     "gemma4_text": ("gemma4_experts", "Gemma4"),
     "gemma4_unified_text": ("gemma4", "Gemma4Dense"),
     "mixtral": ("mistral", "Mixtral"),
@@ -59,6 +61,9 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "ernie4_5": ("ernie", "Ernie"),
     "ernie4_5_moe": ("ernie", "ErnieMoe"),
     "minimax_m2": ("minimax", "MiniMaxM2"),
+    "hunyuan_v1_dense": ("hunyuan", "Hunyuan"),
+    "hunyuan_v1_moe": ("hunyuan", "HunyuanMoe"),
+    "llama4_text": ("llama4", "Llama4"),
     "smollm3": ("smollm3", "SmolLM3"),
     "olmo": ("olmo", "Olmo"),
     "olmo2": ("olmo", "Olmo2"),
@@ -169,7 +174,8 @@ def _known_files() -> dict[str, Path]:
 
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
-    values = text_part(_with_floats(values), lambda model_type: architecture(model_type).bounds, name)
+    own = text_part(_with_floats(values), lambda model_type: architecture(model_type).bounds, name)
+    values = _without_own_keys(own)
     model_type = _check(values, name)
     from transformers import CONFIG_MAPPING
 
@@ -218,9 +224,13 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
     values = read_object(file, "give the folder of a Hugging Face checkpoint")
     kind = values.get("model_type")
     like = {"model_type": LIKE_OTHERS[kind]} if isinstance(kind, str) and kind in LIKE_OTHERS else {}
-    meant = {**values, **like}
-    unread = set(OWN_KEYS).difference(_bounds_of(meant.get("model_type")))
-    return {name: value for name, value in meant.items() if name not in unread}
+    return {**values, **like}
+
+
+def _without_own_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config of transformers less the keys that GGUF files alone may say."""
+    unread = set(OWN_KEYS).difference(_bounds_of(values.get("model_type")))
+    return {name: value for name, value in values.items() if name not in unread}
 
 
 def _known_type(model_type: object) -> str:

@@ -27,6 +27,7 @@ class Whole(NamedTuple):
     most: int
     is_required: bool = False
     may_be_zero: bool = False  # which stands for none
+    of_each: bool = False  # or a list of one for each layer
 
 
 class Number(NamedTuple):
@@ -136,6 +137,10 @@ def refuse_other_heads(config: Config) -> None:
 def _check_whole(key: str, value: object, bound: Whole) -> None:
     if value is None and bound.is_required:
         raise ValueError(f"{key} is missing")
+    if bound.of_each and isinstance(value, list):
+        for one in value:
+            _check_whole(key, one, bound._replace(is_required=True, of_each=False))
+        return
     is_none = value is None or (bound.may_be_zero and value == 0)
     if not is_none and (type(value) is not int or not 1 <= value <= bound.most):
         raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {bound.most}")

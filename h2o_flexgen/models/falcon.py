@@ -71,7 +71,7 @@ class Falcon(FusedQkv):
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         if config.alibi:
-            raise ValueError("alibi is set, and scores that depend on distances are not supported; give another model")
+            raise ValueError("alibi is set, and distances that are rounded to bfloat16 are not supported; give another model")
         self._are_apart = bool(getattr(config, "qkv_apart", False))  # of a GGUF file: transformers has no such key
         super().__init__(config, dtype, sep_layer, name)
 

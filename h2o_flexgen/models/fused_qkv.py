@@ -25,6 +25,7 @@ class FusedQkv(Decoder):
         return self.parted(tensor_ops.linear(x, weights, QKV))
 
     def parted(self, fused: Tensor) -> Sequence[Tensor]:
-        q_width, kv_width = (heads * self.spec.head_dim for heads in (self.spec.heads, self.spec.kv_heads))
-        q, k, v = fused.split((q_width, kv_width, kv_width), dim=-1)
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        of_head = fused.shape[-1] // (heads + 2 * kv_heads)
+        q, k, v = fused.split((heads * of_head, kv_heads * of_head, kv_heads * of_head), dim=-1)
         return q if self._traits.query_scale == 1.0 else q.contiguous(), k, v

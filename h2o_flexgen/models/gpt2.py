@@ -118,7 +118,7 @@ class Gpt2(FusedQkv, Gpt):
     def attends_by(self, config: Config, block: int) -> AttentionFunctions:
         return UNROTATED
 
-    def positions_table(self, config: Config) -> Parameters:
+    def beside_tokens(self, config: Config) -> Parameters:
         return layout.table(POSITIONS, config.max_position_embeddings, config.hidden_size)
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:

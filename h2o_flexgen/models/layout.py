@@ -187,7 +187,9 @@ def _halves_in_one(parts: Sequence[LayerSpec]) -> AttentionHalves | None:
 def model_spec(config: Config, dtype: str, name: str, ffn: int, layers: tuple[LayerSpec, ...], **own: Any) -> ModelSpec:
     """What all configs say in the same words; `own` are the fields in which an architecture differs."""
     width, heads = config.hidden_size, config.num_attention_heads
-    usual = {"kv_heads": heads, "head_dim": width // heads, "max_positions": config.max_position_embeddings}
+    usual = {"kv_heads": heads, "head_dim": width // heads}
+    if "max_positions" not in own:
+        usual["max_positions"] = config.max_position_embeddings
     return ModelSpec(
         name=name,
         architecture=config.model_type,

@@ -170,6 +170,15 @@ class Decoder(InHalves):
         """Keys and values of heads with which prompts may be attended, where others are kept."""
         return None
 
+    @property
+    def position_values(self) -> int:
+        """The first values of a key that say where it stands."""
+        return 0
+
+    def positions_of(self, config: Config) -> int:
+        """The tokens of the longest text."""
+        return min(rope.longest(config) for rope in self.ropes_of(config))
+
     def width_of_heads(self, weights: Weights) -> int:
         """Values of a head in a layer with these weights."""
         return self.spec.head_dim
@@ -191,8 +200,8 @@ class Decoder(InHalves):
         """The layers of a block behind its attention."""
         return [self.mlp_layer(config.hidden_size, self.inner_of(config), origin)]
 
-    def positions_table(self, config: Config) -> Parameters:
-        """The table of learned positions, if there is one."""
+    def beside_tokens(self, config: Config) -> Parameters:
+        """What the first layer has beside the table of tokens: that of learned positions, or a norm."""
         return {}
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
@@ -217,31 +226,30 @@ class Decoder(InHalves):
         return torch.cat((hidden, self.attended_by(None, hidden, weights, given)), dim=-1)
 
     def attended_by(self, rotary: Rotary | None, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return given.attend(self.new_tokens(rotary, hidden, weights))
+
+    def new_tokens(self, rotary: Rotary | None, hidden: Tensor, weights: Weights) -> NewTokens:
+        """What a layer attends, and by which rotation."""
         x, q, k, v = self.asked(hidden, weights)
         q = q if self._traits.query_scale == 1.0 else add_scaled(q, scale=self._traits.query_scale)
-        tokens = NewTokens(q, k, v, rotary, x, sink_scores=tensor_ops.plain(weights, SINKS))
-        return given.attend(self.with_own_queries(tokens))
-
-    def with_own_queries(self, tokens: NewTokens) -> NewTokens:
-        """New tokens with a rotation of their queries that is not that of their keys, where there is one."""
-        return tokens
+        return NewTokens(q, k, v, rotary, x, sink_scores=tensor_ops.plain(weights, SINKS))
 
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a layer makes queries, keys and values of, and these, head by head."""
         x = self.normed(hidden, weights, self._traits.norms.before_attention)
         q, k, v = self.projected(x, weights)
         if self._traits.whole_norm:
-            q, k = self._normed(q, k, weights)
+            q, k = self.queries_and_keys_normed(q, k, weights)
         if (most := self._traits.clip) is not None:
             q, k, v = (add_scaled(each, limit=most) for each in (q, k, v))
         q, k, v = (tensor_ops.split_heads(each, self.width_of_heads(weights)) for each in (q, k, v))
         if self._traits.head_norm:
-            q, k = self._normed(q, k, weights)
+            q, k = self.queries_and_keys_normed(q, k, weights)
         if self._interleaved:
             q, k = halves_apart(q, self._rotated), halves_apart(k, self._rotated)
         return x, q, k, v
 
-    def _normed(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    def queries_and_keys_normed(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         return self.normed(q, weights, "self_attn.q_norm"), self.normed(k, weights, "self_attn.k_norm")
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
@@ -290,15 +298,16 @@ class Decoder(InHalves):
 
         outside = Origin(dtype, "model.")
         tokens = layout.table("embed_tokens", config.vocab_size, width)
-        embed = layout.embedding(Decoder.embed, tokens, self.positions_table(config), width, outside)
+        embed = layout.embedding(Decoder.embed, tokens, self.beside_tokens(config), width, outside)
         layers = layout.in_order(embed, config.num_hidden_layers, parts, self._head_layer(config, outside), sep_layer)
         own = {
             "kv_heads": usual.number,
             "head_dim": usual.width,
             "values_in_keys": self.values_in_keys,
             "prompt_heads": self.prompt_heads,
+            "position_values": self.position_values,
             "attention_cap": self._traits.attention_cap,
-            "max_positions": min(rope.longest(config) for rope in self.ropes_of(config)),
+            "max_positions": self.positions_of(config),
             "sink_scores": self._traits.sinks,
             "rotary": self.rotates,
             "labels": labels_of(config),

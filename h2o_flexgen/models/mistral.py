@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from torch import Tensor
+
 from h2o_flexgen.checkpoints.stored_architecture import LOG_MULTIPLIER, OF_LLAMA, OF_MIXTURES, TEMPERATURE
+from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.models.rotary import QUERY_SHARE
+from h2o_flexgen.models.rotary import QUERY_SHARE, Rotary
 from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
@@ -60,8 +63,8 @@ class Ministral3(Decoder):
     def traits_of(config: Config) -> Traits:
         return Traits(windows=same_windows(config))
 
-    def with_own_queries(self, tokens: NewTokens) -> NewTokens:
-        return replace(tokens, query_rotation=self._longer)
+    def new_tokens(self, rotary: Rotary | None, hidden: Tensor, weights: Weights) -> NewTokens:
+        return replace(super().new_tokens(rotary, hidden, weights), query_rotation=self._longer)
 
 
 class Mixtral(MixtureOfExperts):

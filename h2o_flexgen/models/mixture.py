@@ -237,7 +237,7 @@ class MixtureOfExperts(Decoder):
         out = joined if overwrites else joined.clone(memory_format=torch.contiguous_format)
         state = Routed.of(out.flatten(0, -2), self.spec.width, self._mixture.chosen)
         own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
-        for asked in self._asked(state, own, weights):
+        for asked in map(self.as_given, self._asked(state, own, weights)):
             made = self.made_by(asked, weights)
             add_weighted(state.total, made, asked.weights, asked.tokens, asked.counts)
         return out
@@ -250,6 +250,10 @@ class MixtureOfExperts(Decoder):
             yield ExpertGroup(own, CountedRows(begins, len(own), len(state.experts)), rows, shares, to)
         else:
             yield from _asked(state, own)
+
+    def as_given(self, asked: ExpertGroup) -> ExpertGroup:
+        """The rows as experts get them, and how much their outcomes count."""
+        return asked
 
     def made_by(self, asked: ExpertGroup, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""

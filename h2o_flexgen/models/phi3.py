@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from h2o_flexgen.core.model_spec import LayerSpec
+from h2o_flexgen.checkpoints.gguf_config import divisors_in
+from h2o_flexgen.checkpoints.stored_architecture import NORMS, ROTATED, GgufArchitecture, GgufModel, weights
+from h2o_flexgen.core.model_spec import LayerSpec, share_of
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Config
-from h2o_flexgen.models.fused_qkv import FusedQkv
+from h2o_flexgen.models.fused_qkv import QKV, FusedQkv
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
+from h2o_flexgen.models.rotary import DEFAULT, LONGROPE, ORIGINAL_LENGTH
 from h2o_flexgen.models.windows import same_windows
 
 INTO_MLP, OUT_OF_MLP = "mlp.gate_up_proj", "mlp.down_proj"
@@ -34,8 +38,32 @@ class FusedMlp(Decoder):
         return replace(super().mlp_layer(width, inner, origin), passing_width=FUSED_STATES * inner)
 
 
+DIVISORS = {f"{kind}_factor": f"rope_factors_{kind}.weight" for kind in ("short", "long")}  # of a config, and in files
+STRETCH = "rope.scaling.attn_factor"
+
+
+def _rope(said: GgufModel) -> dict[str, Any]:
+    width = said.whole("embedding_length") // max(said.whole("attention.head_count"), 1)
+    rotated = said.whole(ROTATED, width)
+    found = {"rope_theta": said.number("rope.freq_base", 10000.0), "partial_rotary_factor": share_of(rotated, max(width, 1))}
+    tensors = {key: said.tensors[name] for key, name in DIVISORS.items() if name in said.tensors}
+    if not tensors:
+        return {**found, "rope_type": DEFAULT}
+    divisors = {key: divisors_in(tensor, rotated // 2) for key, tensor in tensors.items()}
+    length = said.whole("rope.scaling.original_context_length")
+    return {**found, **divisors, "rope_type": LONGROPE, ORIGINAL_LENGTH: length, "attention_factor": said.number(STRETCH)}
+
+
 class Phi3(FusedQkv, FusedMlp):
     rotates_parts = True
+    gguf = GgufArchitecture(
+        "phi3",
+        weights({"attn_qkv": QKV, "attn_output": "self_attn.o_proj", "ffn_up": INTO_MLP, "ffn_down": OUT_OF_MLP}, NORMS),
+        keys={"rope_parameters": _rope},
+        heeds={STRETCH: None},
+        rotates_parts=True,
+        outside={name: f"model.{name}" for name in DIVISORS.values()},
+    )
 
     @staticmethod
     def traits_of(config: Config) -> Traits:

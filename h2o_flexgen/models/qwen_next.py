@@ -178,7 +178,7 @@ class DeltaNet(Decoder):
         both, k, v = self.projected(x, weights)
         width = self.spec.head_dim
         q, gate = (each.contiguous() for each in tensor_ops.split_heads(both, 2 * width).chunk(2, dim=-1))
-        q, k = self._normed(q, tensor_ops.split_heads(k, width), weights)
+        q, k = self.queries_and_keys_normed(q, tensor_ops.split_heads(k, width), weights)
         out = given.attend(NewTokens(q, k, tensor_ops.split_heads(v, width), self._rotary, x))
         return gated_sigmoid(gate.flatten(-2), out)
 

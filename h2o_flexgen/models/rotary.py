@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -45,13 +45,14 @@ class LongerQueries(Rotary):
     """The same rotation for queries, which become longer by a share of the logarithm of how often a length fits into the text
     before them."""
 
-    def __init__(self, frequencies: Tensor, stretch: float, share: float, length: float) -> None:
+    def __init__(self, frequencies: Tensor, stretch: float, share: float, length: float, first: int = 0) -> None:
+        """`first`: what the first position counts as."""
         super().__init__(frequencies, stretch)
-        self._share, self._length = share, length
+        self._share, self._length, self._first = share, length, first
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
         turn = super().turn(positions, torch.float32)
-        longer = 1.0 + self._share * torch.log1p(torch.floor(positions.float() / self._length))
+        longer = 1.0 + self._share * torch.log1p(torch.floor((positions + self._first).float() / self._length))
         return RotationAngles(*((each * longer[..., None, None]).to(dtype) for each in turn))
 
 
@@ -99,6 +100,15 @@ class Rope:
         cached keys, would have to be rotated again by other divisors."""
         most = int(config.max_position_embeddings)
         return min(most, int(_positive(self.scaling, ORIGINAL_LENGTH))) if self.kind == LONGROPE else most
+
+    def with_alpha(self, width: int) -> Rope:
+        """The rotation of an architecture where "dynamic" scaling may have an alpha, by which the theta becomes larger."""
+        if self.kind != DYNAMIC or not self.scaling.get("alpha"):
+            return self
+        if width < 4:
+            raise ValueError(f"heads have {width} values, which an alpha of the rope scaling does not fit; give another model")
+        alpha = _positive(self.scaling, "alpha")
+        return replace(self, kind=DEFAULT, theta=self.theta * alpha ** (width / (width - 2)), scaling={})
 
     def rotary(self, width: int) -> Rotary:
         """The rotation for heads of which the first `width` values are rotated."""
@@ -169,15 +179,16 @@ def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them."""
+    """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends those between, if there
+    are any."""
     low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
-    if low >= high:
+    if low > high:
         raise ValueError(
-            f"low_freq_factor of the rope scaling is {low:g}, which is not below high_freq_factor {high:g}; "
+            f"low_freq_factor of the rope scaling is {low:g}, which is above high_freq_factor {high:g}; "
             "download the model again"
         )
     turns = frequencies * (_positive(scaling, ORIGINAL_LENGTH) / (2 * math.pi))  # over the original length
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    kept = (turns >= low).float() if low == high else ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / _positive(scaling, "factor"))
 
 
@@ -257,13 +268,13 @@ def _proportional(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 DEFAULT, DIVIDED, LLAMA3, YARN, LONGROPE = "default", "divided", "llama3", "yarn", "longrope"
-PROPORTIONAL = "proportional"
+PROPORTIONAL, DYNAMIC = "proportional", "dynamic"
 LONG = LONGROPE, "su"  # its first name
 OF_ORIGINAL_LENGTH = LLAMA3, YARN, LONGROPE
 STRETCHES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {YARN: _stretch_of_yarn, LONGROPE: _stretch_of_longrope}
 SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     DEFAULT: _unscaled,
-    "dynamic": _unscaled,  # what it does is done to texts longer than the model has positions
+    DYNAMIC: _unscaled,  # what it does is done to texts longer than the model has positions
     "linear": _linear,
     LLAMA3: _llama3,
     YARN: _yarn,

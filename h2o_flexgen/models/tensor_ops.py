@@ -39,6 +39,8 @@ from h2o_flexgen.kernels.operations import (
 from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.models.base import Weights
 
+LEAST_SQUARE = 1e-30  # prevents a division by zero
+
 
 class Gating(Protocol):
     def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...
@@ -115,6 +117,14 @@ def rms_norm_from_one(x: Tensor, weights: Weights, name: str, eps: float) -> Ten
 def bare_rms_norm(x: Tensor, eps: float) -> Tensor:
     """The same without a weight."""
     return operations.rms_norm(x, None, eps)
+
+
+def multiplied(one: Tensor, other: Tensor) -> Tensor:
+    """The products of the values of two vectors (width,). A norm makes them, as recordings know it: it divides the first by the
+    root of its mean square, which is put back."""
+    root = operations.lengths(one.view(1, 1, 1, -1)).flatten()
+    normed = operations.rms_norm(one.view(1, -1), other, LEAST_SQUARE)
+    return operations.add_scaled(normed, scale=one.numel() ** -0.5, by=root).flatten()
 
 
 def plain(weights: Weights, name: str) -> Tensor | None:

@@ -107,7 +107,7 @@ class PlanRequirements:
             machine=machine,
             limits=subject.limits_less(need.held_back),
             site=subject.site,
-            codecs=self.codecs,
+            codecs=tuple(pair for pair in self.codecs if spec.can_keep(pair[1])),
             computes=self.computes,
             buffers=() if plan.buffers == 1 or plan.has_own_buffers else self.buffers,  # without overlap there is one
             attend_on=self.attend_on,

@@ -19,6 +19,7 @@ from tests.helpers.refusals import one_line
 from tests.helpers.tiny import checkpoint_tensors, save_tiny, tiny_config, tiny_hf_model
 
 OF_EXPERTS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "granite-moe", "minimax", "deepseek-v3")
+OF_EXPERTS += ("hunyuan-moe", "llama4")
 
 
 def save_as_held(kind: str, folder: Path) -> None:
@@ -88,6 +89,13 @@ def test_experts_in_another_shape_are_refused_in_one_line(tmp_path: Path) -> Non
     save_file({"model.layers.0.mlp.experts.down_proj_bias": torch.zeros(4)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"down_proj_bias in .* has the shape \(4,\) instead of \(experts, rows\)"):
         open_checkpoint(tmp_path)
+
+
+def test_turned_experts_in_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
+    tiny_config("llama4").save_pretrained(tmp_path)
+    save_file({"model.layers.1.feed_forward.experts.gate_up_proj": torch.zeros(4, 8, 7)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has the shape \(4, 8, 7\) instead of \(experts, columns, 2 times as many rows"):
+        open_checkpoint(tmp_path, names=tensor_names(tiny_config("llama4")))
 
 
 def test_missing_experts_are_counted(tmp_path: Path) -> None:

@@ -21,7 +21,18 @@ from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, graph_bytes, graph_count
 from h2o_flexgen.sampling.params import SamplingParams
-from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, WITH_STATES, Case, Checkpoints, compare, fits, generate_with
+from tests.helpers.contract import (
+    BY_HEAD,
+    POLICIES,
+    WEIGHTS,
+    WITH_STATES,
+    Case,
+    Checkpoints,
+    compare,
+    fits,
+    generate_with,
+    kept_as,
+)
 from tests.helpers.pretended import PretendedDevice
 from tests.helpers.recorded import repeated
 from tests.helpers.tiny import KINDS
@@ -81,7 +92,7 @@ def test_every_layer_of_every_family_is_recorded(place: int, checkpoints: Checkp
         policy=policies[place % len(policies)],
         weight_codec=format,
         compute=product,
-        kv_codec=("plain", "group4", "group8")[place // 3 % 3],
+        kv_codec=kept_as(LONG_ENOUGH[place], ("plain", "group4", "group8")[place // 3 % 3]),
     )
     with case.open(checkpoints, offload) as llm:
         compare(case, checkpoints, *generate_with(llm, case))

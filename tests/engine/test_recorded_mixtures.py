@@ -15,6 +15,7 @@ from tests.helpers.contract import WEIGHTS, Case, Checkpoints, compare, generate
 
 RESIDENT, WEIGHTS_MOVE = (100, 0, 100, 0, 100, 0), (0, 40, 100, 0, 100, 0)
 KINDS = "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "minimax", "deepseek-v3"
+KINDS += ("hunyuan-moe", "llama4")
 STORED = ("olmoe", "gguf-q4_0", EXACT), ("qwen3-moe", "gguf-q4_0", INT8), ("gpt-oss", "gguf-mxfp4", EXACT)
 STEPS = 9
 # two kinds in all that weights are written in; the others, whose experts are multiplied as theirs are, in some of it

@@ -48,6 +48,7 @@ from tests.helpers.resident import likeliest, resident_generate, weights_by_laye
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
+POSITIONS_IN_KEYS = ("bloom", "bloom-between", "mpt", "mpt-clipped")  # which are then not packed
 UNLIKE_HEADS = ("gemma4",)  # kinds of models that have more KV heads in some layers than in others
 GATED = ("qwen3-5", "qwen3-5-moe", "qwen3-next")  # with gates of attention, which are not there where the host attends
 # rows have a state in some layers
@@ -254,6 +255,11 @@ def fits(kind: str, policy: tuple[tuple[str, Any], ...]) -> bool:
     if kind in WITH_STATES and ("head_shares" in dict(policy) or Case(policy=policy).kv_policy.echoes):
         return False
     return kind not in UNLIKE_HEADS or not {"head_shares", "probe"} & dict(policy).keys()
+
+
+def kept_as(kind: str, kv_codec: str) -> str:
+    """The codec of KV, or none where a kind of models cannot have it."""
+    return PLAIN if kind in POSITIONS_IN_KEYS else kv_codec
 
 
 def of_stores(policy: tuple[tuple[str, Any], ...]) -> tuple[object, ...]:

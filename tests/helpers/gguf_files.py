@@ -6,6 +6,7 @@ Where the package cannot encode, matrices are random blocks, in which all codes 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -112,8 +113,9 @@ def _add_metadata(writer: GGUFWriter, config: PretrainedConfig, family: Family) 
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + family.blocks_behind)
-    names = ("intermediate_size", "n_inner", "ffn_hidden_size")
-    if (inner := next((getattr(config, name) for name in names if hasattr(config, name)), None)) is not None:
+    names = ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size")
+    usual = 4 * config.hidden_size if config.model_type in ("bloom", "mpt") else None  # where no config says it
+    if (inner := next((getattr(config, name) for name in names if hasattr(config, name)), usual)) is not None:
         writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads_of(config))
@@ -232,6 +234,37 @@ def _choice_of_ernie(writer: GGUFWriter, config: PretrainedConfig) -> None:
 def _clip(writer: GGUFWriter, config: PretrainedConfig) -> None:
     if config.clip_qkv:
         writer.add_clamp_kqv(config.clip_qkv)
+
+
+def _slopes(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    attention = config.attn_config
+    writer.add_max_alibi_bias(float(attention.alibi_bias_max))
+    if attention.clip_qkv:
+        writer.add_clamp_kqv(attention.clip_qkv)
+
+
+def _divisors_of_phi3(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    rope = config.rope_parameters
+    length, most = config.original_max_position_embeddings, config.max_position_embeddings
+    writer.add_rope_scaling_orig_ctx_len(length)
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(most / length) / math.log(length)))
+    for kind in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
+
+def _alpha(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """The theta that an alpha makes, as files have it."""
+    rope, width = config.rope_parameters, config.head_dim
+    if "alpha" in rope:
+        theta = rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))
+        writer.kv_data[0][f"{writer.arch}.rope.freq_base"].value = theta
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+
+
+def _slices_of_llama4(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
 
 
 def _sigmoids(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -453,6 +486,8 @@ def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Gen
 def _rows_in_file(config: PretrainedConfig, family: Family, name: str, rows: int) -> Tensor:
     """The row of a tensor in transformers that is each row in the file: some have values rotated together as neighbours."""
     order = torch.arange(rows)
+    if config.model_type == "bloom" and "qkv_proj" in name:
+        return order.view(config.num_attention_heads, 3, -1).transpose(0, 1).flatten()
     if config.model_type == "falcon" and "qkv_proj" in name:
         each = order.view(kv_heads_of(config), -1, config.head_dim)  # the queries of a KV head, its key and its value
         return torch.cat([part.flatten() for part in (each[:, :-2], each[:, -2], each[:, -1])])
@@ -562,6 +597,21 @@ DEEPSEEK_SIZES = {
 QWEN2_SIZES = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
 DELTA_SIZES = {"linear_value_head_dim": 16, "linear_key_head_dim": 16, "attention_bias": False}
 LFM2_SIZES = {"block_auto_adjust_ff_dim": False, "conv_bias": False}
+PHI3_ROPE = {
+    **KINDS["phi3"][1]["rope_parameters"],
+    "short_factor": [1.1, 1.9, 2.5, 1.3],
+    "long_factor": [2.0, 7.0, 1.2, 3.0],
+}
+LLAMA4_SIZES = {
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "no_rope_layer_interval": 4,
+    "num_hidden_layers": 4,
+    "use_qk_norm": True,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", moves_rows=True),
     "mistral": Family("llama", (_window,), moves_rows=True),
@@ -617,6 +667,28 @@ FAMILIES: Mapping[str, Family] = {
         called={"intermediate_size": "n_inner", "hidden_size": "n_embd"},
         lacks=("head_dim",),
     ),
+    "phi3": Family(
+        "phi3",
+        (_window, _divisors_of_phi3),
+        NAMES | {"mlp.gate_up_proj": "ffn_up"},
+        sizes={"original_max_position_embeddings": 64, "rope_parameters": PHI3_ROPE},
+    ),
+    "bloom": Family(
+        "bloom",
+        names=NAMES | {"model.embed_layernorm": "token_embd_norm"},
+        sizes={"hidden_size": 96},
+        lacks=("head_dim", "intermediate_size"),
+    ),
+    "mpt": Family(
+        "mpt",
+        (_slopes,),
+        sizes={"attn_config": {"clip_qkv": 1.5}},
+        called={"hidden_size": "d_model"},
+        lacks=("head_dim", "intermediate_size"),
+    ),
+    "hunyuan_v1_dense": Family("hunyuan-dense", (_alpha,)),
+    "hunyuan_v1_moe": Family("hunyuan-moe", (_experts, _inner_width), sizes={"intermediate_size": 32}),
+    "llama4_text": Family("llama4", (_experts, _slices_of_llama4), sizes=LLAMA4_SIZES),
     "minimax_m2": Family("minimax-m2", (_experts, _inner_width, _sigmoids)),
     "gpt_oss": Family(
         "gpt-oss",

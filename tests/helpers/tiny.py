@@ -95,6 +95,20 @@ _GRANITE = {
 _ERNIE = {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
 _FALCON = {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 56}
 _GPT = {"n_embd": 32, "n_head": 4}
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 5.0, "factor": 1.0}
+_LLAMA4 = {
+    **_LLAMA,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 56,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 2,
+    "attn_scale": 0.6,
+    "floor_scale": 9,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+}
+_MPT = {"d_model": 32, "n_heads": 4, "max_seq_len": POSITIONS}
 _MINIMAX = {
     "head_dim": 16,
     "intermediate_size": 24,
@@ -254,6 +268,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {**_GPT, "n_inner": 72, "tie_word_embeddings": True}),
     "gpt2-untied": ("gpt2", {**_GPT, "scale_attn_weights": False, "activation_function": "gelu"}),
     "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
+    "bloom": ("bloom", {"hidden_size": 32, "n_head": 4, "tie_word_embeddings": True}),
+    "bloom-between": ("bloom", {"hidden_size": 48, "n_head": 6}),  # no power of two
+    "mpt": ("mpt", {**_MPT, "tie_word_embeddings": True}),
+    "mpt-clipped": ("mpt", {**_MPT, "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.5}}),
+    "hunyuan": ("hunyuan_v1_dense", {**_LLAMA, "head_dim": 16, "rope_parameters": _ALPHA}),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe",
+        {**_LLAMA, "head_dim": 16, "intermediate_size": 24, "num_experts": 6, "moe_topk": 2, "attention_bias": True},
+    ),
+    "llama4": ("llama4_text", {**_LLAMA4, "interleave_moe_layer_step": 2}),
+    "llama4-near": ("llama4_text", {**_LLAMA4, "use_qk_norm": False, "attention_chunk_size": 48, "num_experts_per_tok": 2}),
     "minimax": ("minimax_m2", {**_LLAMA, **_MINIMAX}),
     "smollm3": ("smollm3", {**_LLAMA, "no_rope_layers": [1, 0, 1], "rope_theta": 300.0, "mlp_bias": True}),
     "olmo": ("olmo", {**_LLAMA, "clip_qkv": 1.5, "rope_theta": 300.0}),
@@ -369,7 +394,7 @@ def named_in_model(config: PretrainedConfig, named: Mapping[str, Tensor]) -> dic
     """The tensors of a checkpoint, as layers have them."""
     names = tensor_names(config)
     found = {names.usual(name): tensor for name, tensor in named.items()}
-    usual = {name: tensor.T if name.endswith(names.turned) else tensor for name, tensor in found.items()}
+    usual = {name: tensor.mT if name.endswith(names.turned) else tensor for name, tensor in found.items()}
     for end, parts in names.of_heads.items():
         for name in [name for name in usual if name.endswith(end)]:
             whole = usual.pop(name)

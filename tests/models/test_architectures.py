@@ -287,6 +287,7 @@ PUBLISHED = {
     "facebook/opt-30b": 30e9,
     "facebook/opt-66b": 66e9,
     "facebook/opt-175b": 175e9,
+    "bigscience/bloom-7b1": 7.07e9,
     "google/gemma-2-9b": 9.24e9,
     "google/gemma-3-1b-pt": 1.0e9,
     "google/gemma-3-4b-pt": 3.88e9,  # its text part
@@ -298,6 +299,8 @@ PUBLISHED = {
     "meta-llama/Meta-Llama-3-8B": 8.03e9,
     "meta-llama/Meta-Llama-3-70B": 70.55e9,
     "meta-llama/Llama-3.1-8B": 8.03e9,
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.8e9,  # its text part
+    "tencent/Hunyuan-7B-Instruct": 7.5e9,
     "meta-llama/Llama-3.1-70B": 70.55e9,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1.10e9,
     "microsoft/Phi-3-mini-4k-instruct": 3.82e9,
@@ -321,7 +324,7 @@ def test_known_shapes_add_up_to_the_published_number_of_parameters(name: str) ->
     spec = create_model(config, "bfloat16", name=name).spec
     assert spec.weight_bytes / 2 == pytest.approx(PUBLISHED[name], rel=0.015)
     widths = (
-        spec.width // spec.heads,
+        spec.width // spec.heads + spec.position_values,
         getattr(config, "head_dim", None),
         spec.values_in_keys + getattr(config, "qk_rope_head_dim", 0),
     )

@@ -56,6 +56,7 @@ def test_a_size_that_makes_no_sense_is_named(wrong: object, values: Mapping[str,
         ({"sliding_window": 1}, "sliding_window is 1, in which a token would see itself alone"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, which is no whole number from 1 to 4"),
         ({"num_experts": 4, "num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [2, 0]}, "moe_topk is 0, which is no whole number from 1"),
         ({"num_local_experts": 0}, "num_local_experts is 0"),
         ({"moe_intermediate_size": "x"}, "moe_intermediate_size is 'x'"),
         ({"rope_theta": "word"}, "rope_theta is 'word'"),
@@ -133,9 +134,9 @@ def test_what_no_architecture_knows_is_refused_by_its_setting(own: dict[str, obj
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"model_type": "llama4", "vision_config": {"hidden_size": 32}}, "has vision_config beside its text part"),
-        ({"model_type": "llama4", "vision_config": {}, "quantization_config": {}}, "has vision_config beside its text part"),
-        ({"model_type": "llama4"}, "has other parts beside its text part"),
+        ({"model_type": "mllama", "vision_config": {"hidden_size": 32}}, "has vision_config beside its text part"),
+        ({"model_type": "mllama", "vision_config": {}, "quantization_config": {}}, "has vision_config beside its text part"),
+        ({"model_type": "mllama"}, "has other parts beside its text part"),
     ],
 )
 def test_a_model_with_parts_beside_its_text_is_called_so(values: dict[str, object], parts: str, tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ def test_a_model_is_asked_for_the_heads_of_a_layer(spec: ModelSpec) -> None:
     assert queries == [spec.heads * width for _, width in HEADS]
 
 
+def test_a_model_with_the_heads_of_a_layer_knows_those_of_the_others(spec: ModelSpec) -> None:
+    for own in map(spec.at, spec.kv_layers):
+        assert [(own.at(layer).kv_heads, own.at(layer).head_dim) for layer in spec.kv_layers] == [*HEADS]
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_what_layers_hold_is_counted_by_their_own_heads(spec: ModelSpec, within: bool) -> None:
     """Within windows all layers keep equally many tokens, and are yet of two levels."""

@@ -105,9 +105,10 @@ def attend_whole(tokens: NewTokens) -> WholeText:
 def turned(tokens: NewTokens) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (1, heads, tokens, dim), rotated to their positions in the text."""
     q, k = tokens.q, tokens.k
-    if tokens.rotation is not None and (of_queries := tokens.of_queries) is not None:
-        positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
-        q, k = of_queries(q, positions), tokens.rotation(k, positions)
+    positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
+    q = q if tokens.of_queries is None else tokens.of_queries(q, positions)
+    q = q if tokens.query_norm is None else tokens.query_norm(q)
+    k = k if tokens.rotation is None else tokens.rotation(k, positions)
     q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, tokens.v))
     return q, k, v
 
