@@ -38,7 +38,7 @@ from tests.planning.worlds import tiny_spec
 from tests.test_contract import EQUAL, MANY, MIXES, RAGGED, has_code
 
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "gpt-oss", "qwen2-near", "deepseek-v3"),
+    "kind": ("opt", "llama-gqa", "opt-350m", "gpt-oss", "qwen2-near", "deepseek-v3"),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),

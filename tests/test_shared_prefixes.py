@@ -78,7 +78,7 @@ class SharedCase(Case):
 CHOICES = {
     "kind": ("opt", "llama-gqa", "gpt-oss-far", "deepseek-v3"),
     "percent": MIXES,
-    "gpu_batch_size": (1, 2, 3, 5),
+    "gpu_batch_size": (1, 2, 5),
     "num_gpu_batches": (1, 2, 3),
     "buffers": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),

@@ -48,7 +48,7 @@ CHOICES = {
         *MIXES[:3],
         *MIXES[4:],
     ),  # the first of a choice stands in cases that meet nothing new: offload, and overlap
-    "gpu_batch_size": (2, 1, 3, 4),
+    "gpu_batch_size": (2, 1, 4),
     "num_gpu_batches": (2, 1, 3),
     "buffers": (2, 1, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
