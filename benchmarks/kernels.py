@@ -40,8 +40,9 @@ from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention_twin
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
 from h2o_flexgen.kernels.native import in_use
-from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
+from h2o_flexgen.kernels.operations import decode, decode_attention, encode, gated_delta, packed_product, selective_scan
 from h2o_flexgen.kernels.raw_memory import bytes_of
+from h2o_flexgen.kernels.states import gated_delta_twin, selective_scan_twin
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -100,9 +101,9 @@ def benchmark(args: argparse.Namespace) -> dict[str, object]:
         "machine": describe_machine(open_device("cpu")),
         "unit": "GB/s or GFLOP/s",
         "higher_is_better": True,
-        "ceiling": "a sum over 1 GiB (decode attention), a copy of 1 GiB (decoding weights), a square product in bf16 "
-        "(prompts), direct reading of the same file with one thread (disk), in the same run; what the processor could compute "
-        "in a type if nothing had to be read (many heads)",
+        "ceiling": "a sum over 1 GiB (decode attention, and states, which are read and written), a copy of 1 GiB (decoding "
+        "weights), a square product in bf16 (prompts), direct reading of the same file with one thread (disk), in the same "
+        "run; what the processor could compute in a type if nothing had to be read (many heads)",
         "limits": limits,
         "rows": lines,
         "notes": "In torch instead: " + "; ".join(f"{line['name']} {line['twin']:.1f}" for line in lines if line["twin"]) + ".",
@@ -139,6 +140,8 @@ def subjects(scale: float) -> list[Subject]:
         latents("Kimi-K2 heads, bf16", max(1, rows // 4), 64),
         latents("GLM-4.7-Flash heads, bf16", rows, 20),
         latents("DeepSeek-V3 heads, fp32", max(1, rows // 4), 128, dtype=torch.float32),
+        deltas("Qwen3.6-35B-A3B", 16 * rows, 16, 32),
+        scans("Granite 4 H small", 8 * rows, 128),
         decoding(4, torch.bfloat16, scale),
         decoding(8, torch.bfloat16, scale),
         product(4, 1, scale),
@@ -177,6 +180,36 @@ def latents(name: str, rows: int, group: int, dim: int = 576, slots: int = 512, 
         0.5,
         lambda: decode_attention(q, keys, keys, held, mask, gathers=None),
         lambda: decode_attention_twin(q, keys, keys, held, mask, gathers=None),
+    )
+
+
+def deltas(name: str, rows: int, key_heads: int, heads: int, width: int = 128) -> Subject:
+    """A step of the delta rule in one layer, which reads and writes the states of its rows."""
+    state = torch.randn(rows, heads, width, width).mul_(0.1)
+    q, k, v = (torch.randn(rows, 1, each, width).bfloat16() for each in (key_heads, key_heads, heads))
+    decay, beta = -torch.rand(rows, 1, heads), torch.rand(rows, 1, heads)
+    return Subject(
+        f"step of the gated delta rule, {name}, {rows} rows",
+        2 * state.nbytes,
+        READ,
+        0.7,
+        lambda: gated_delta(q, k, v, decay, beta, state),
+        lambda: gated_delta_twin(q, k, v, decay, beta, state),
+    )
+
+
+def scans(name: str, rows: int, heads: int, width: int = 64, state_width: int = 128) -> Subject:
+    """The same of Mamba-2."""
+    state = torch.randn(rows, heads, state_width, width).mul_(0.1)
+    x, b, c = (torch.randn(rows, 1, *each).bfloat16() for each in ((heads, width), (1, state_width), (1, state_width)))
+    steps, rates, skip = torch.rand(rows, 1, heads), -torch.rand(heads), torch.rand(heads)
+    return Subject(
+        f"step of Mamba-2's scan, {name}, {rows} rows",
+        2 * state.nbytes,
+        READ,
+        0.7,
+        lambda: selective_scan(x, steps, rates, b, c, skip, state),
+        lambda: selective_scan_twin(x, steps, rates, b, c, skip, state),
     )
 
 

@@ -36,6 +36,8 @@ class Numbers(NamedTuple):
     prompt_heads: int
     tile_rows: int
     shared_keys: int
+    state_keys: int
+    convolved: int
     shared_queries: int
 
 

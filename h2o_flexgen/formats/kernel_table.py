@@ -237,14 +237,13 @@ def _of_values() -> Iterator[Kernel]:
     gelus = (GATED_GELU_TANH, "gated_gelu_tanh"), (GATED_GELU, "gated_gelu"), (GATED_QUICK_GELU, "gated_quick_gelu")
     gating = (GATED_SILU, "gated_silu"), (CLAMPED_SILU, "clamped_silu"), (GATED_RELU, "gated_relu"), *gelus
     ungated = (GATED_RELU_SQUARED, "gated_relu_squared"), (XIELU, "xielu")
+    gates = (GATED_SIGMOID, "gated_sigmoid"), (GATED_IDENTITY, "gated_identity")
     of_rows = (RMS_NORM, "rms_norm"), (LAYER_NORM, "layer_norm"), (LENGTHS, "lengths"), (HALVES_APART, "halves_apart")
     of_experts = (ROUTE, "route"), (GATHER_CHOSEN, "gather_chosen")
     sums = (ADD_SCALED, "add_scaled"), (ADD_WEIGHTED, "add_weighted")
     picking = (PICK_TOKENS, "pick_tokens"), (LIKELIEST, "likeliest")
-    for op, function in (*gating, *ungated, *of_rows, *of_experts, *sums, *picking):
+    for op, function in (*gating, *ungated, *gates, *of_rows, *of_experts, *sums, *picking):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
-        yield Kernel(op, PLAIN, f"{function}_twin")
-    for op, function in ((GATED_SIGMOID, "gated_sigmoid"), (GATED_IDENTITY, "gated_identity")):
         yield Kernel(op, PLAIN, f"{function}_twin")
     for op, function in ((TAKE_ROWS, "take_rows"), (PUT_ROWS, "put_rows")):
         yield Kernel(op, PLAIN, function, CPU, LIBRARIES)
@@ -252,9 +251,13 @@ def _of_values() -> Iterator[Kernel]:
 
 
 def _of_states() -> Iterator[Kernel]:
-    functions = (SHORT_CONVOLUTION, "short_convolution"), (STEP_SIZES, "step_sizes"), (GATED_NORM, "gated_norm")
-    passing = (GATED_DELTA, "gated_delta"), (SELECTIVE_SCAN, "selective_scan")
-    for op, function in (*passing, *functions):
+    keys, inputs = shared().state_keys, shared().convolved
+    passing = (GATED_DELTA, "gated_delta", keys), (SELECTIVE_SCAN, "selective_scan", keys)
+    beside = (SHORT_CONVOLUTION, "short_convolution", inputs), (STEP_SIZES, "step_sizes", inf), (GATED_NORM, "gated_norm", inf)
+    for op, function, most in (*passing, *beside):
+        if op != STEP_SIZES:
+            yield Kernel(op, PLAIN, function, CUDA, (TRITON,), DTYPES, most_width=most)
+        yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES, most_width=most)
         yield Kernel(op, PLAIN, f"{function}_twin")
 
 

@@ -62,6 +62,7 @@ from h2o_flexgen.kernels.row_functions import (
     gated_gelu_tanh,
     gated_gelu_tanh_twin,
     gated_gelu_twin,
+    gated_identity,
     gated_identity_twin,
     gated_quick_gelu,
     gated_quick_gelu_twin,
@@ -69,6 +70,7 @@ from h2o_flexgen.kernels.row_functions import (
     gated_relu_squared,
     gated_relu_squared_twin,
     gated_relu_twin,
+    gated_sigmoid,
     gated_sigmoid_twin,
     gated_silu,
     gated_silu_twin,
@@ -84,9 +86,9 @@ from h2o_flexgen.kernels.row_functions import (
     xielu_twin,
 )
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
-from h2o_flexgen.kernels.short_convolution import short_convolution_twin
-from h2o_flexgen.kernels.state_gates import gated_norm_twin, step_sizes_twin
-from h2o_flexgen.kernels.states import gated_delta_twin, selective_scan_twin
+from h2o_flexgen.kernels.short_convolution import short_convolution, short_convolution_twin
+from h2o_flexgen.kernels.state_gates import gated_norm, gated_norm_twin, step_sizes, step_sizes_twin
+from h2o_flexgen.kernels.states import gated_delta, gated_delta_twin, selective_scan, selective_scan_twin
 from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin, stored_int8_products
 from h2o_flexgen.kernels.stored_product import (
     stored_dot_products,
@@ -115,12 +117,14 @@ FUNCTIONS: Mapping[str, Function] = {
         *(rms_norm, rms_norm_twin, layer_norm, layer_norm_twin, lengths, lengths_twin, halves_apart, halves_apart_twin),
         *(gated_silu, gated_silu_twin, gated_gelu_tanh, gated_gelu_tanh_twin, gated_gelu, gated_gelu_twin),
         *(gated_quick_gelu, gated_quick_gelu_twin, gated_relu, gated_relu_twin),
-        *(gated_relu_squared, gated_relu_squared_twin, xielu, xielu_twin, gated_sigmoid_twin, gated_identity_twin),
+        *(gated_relu_squared, gated_relu_squared_twin, xielu, xielu_twin),
+        *(gated_sigmoid, gated_sigmoid_twin, gated_identity, gated_identity_twin),
         *(take_slots, take_slots_twin, gather_slots_twin, take_rows, take_rows_twin, put_rows, put_rows_twin),
         *(clamped_silu, clamped_silu_twin, route, route_twin, gather_chosen, gather_chosen_twin),
         *(add_scaled, add_scaled_twin, add_weighted, add_weighted_twin),
         *(pick_tokens, pick_tokens_twin, likeliest, likeliest_twin),
-        *(gated_delta_twin, selective_scan_twin, short_convolution_twin, step_sizes_twin, gated_norm_twin),
+        *(gated_delta, gated_delta_twin, selective_scan, selective_scan_twin),
+        *(short_convolution, short_convolution_twin, step_sizes, step_sizes_twin, gated_norm, gated_norm_twin),
     )
 }
 

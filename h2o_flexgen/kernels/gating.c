@@ -1,11 +1,11 @@
 /* An activation of the gate, rounded to the type of the values, and then times up where there is one. Both may be limited first, and
    the gate scaled. An activation is x times a share: silu's is 1 / (1 + exp(-x)), that of gelu by a tanh the same of
    sqrt(8 / pi) * (x + 0.044715 * x^3), that of quick gelu the same of 1.702 * x, gelu's is the normal distribution. Relu's are 0 below 0
-   and then 1, those of relu squared 0 and then x. xIELU has numbers of its own, which
-   are learned. What becomes of a value depends on nothing beside these and the two. */
+   and then 1, those of relu squared 0 and then x. A sigmoid and the gate itself are no such products. xIELU has numbers of its own,
+   which are learned. What becomes of a value depends on nothing beside these and the two. */
 
+#include "sigmoid.h"
 #include "team.h"
-#include "vectors.h"
 #include <math.h>
 
 typedef struct {
@@ -19,25 +19,7 @@ typedef struct {
                                                       steep both are in 0; and the least distance from it that counts below */
 } gating;
 
-enum { SILU, GELU_TANH, GELU, QUICK_GELU, RELU, RELU_SQUARED, CLAMPED_SILU, XIELU, CURVES };
-
-/* Of what is not above 0; 0 from -86 on: then an activation of -infinity is NaN, as it is in torch. */
-static ALWAYS_INLINE floats exp_or_nothing(floats from)
-{
-    return (floats)((integers)exp_below_zero(from) & ~(integers)(from < -86.0f));
-}
-
-static ALWAYS_INLINE floats either(integers first, floats one, floats other)
-{
-    return (floats)(((integers)one & first) | ((integers)other & ~first));
-}
-
-static ALWAYS_INLINE floats sigmoid(floats x)
-{
-    const integers positive = x > 0.0f;
-    const floats part = exp_or_nothing(either(positive, -x, x));
-    return either(positive, all(1.0f), part) / (part + 1.0f);
-}
+enum { SILU, GELU_TANH, GELU, QUICK_GELU, RELU, RELU_SQUARED, CLAMPED_SILU, XIELU, SIGMOID, IDENTITY, CURVES };
 
 /* By an approximation of erfc with a relative error below 1.2e-7 everywhere (Press et al., Numerical Recipes, erfcc). */
 static ALWAYS_INLINE floats normal_distribution(floats x)
@@ -62,6 +44,10 @@ static ALWAYS_INLINE floats activated(floats x, int curve)
         return either(x < 0.0f, all(0.0f), x);
     if (curve == RELU_SQUARED)
         return either(x < 0.0f, all(0.0f), x * x);
+    if (curve == SIGMOID)
+        return sigmoid(x);
+    if (curve == IDENTITY)
+        return x;
     if (curve == QUICK_GELU)
         return x * sigmoid(x * 1.702f);
     return x * sigmoid(curve == SILU ? x : x * 1.59576912f * (x * x * 0.044715f + 1.0f));
@@ -133,7 +119,7 @@ static ALWAYS_INLINE void gate_some(const gating *g, long number, int kind, int 
     static void CURVE##_##KIND(const void *g, long number, int member) { gate_some(g, number, KIND, CURVE); }
 #define OF_KIND(KIND)                                                                                                            \
     OF(KIND, SILU) OF(KIND, GELU_TANH) OF(KIND, GELU) OF(KIND, QUICK_GELU) OF(KIND, RELU) OF(KIND, RELU_SQUARED)     \
-    OF(KIND, CLAMPED_SILU) OF(KIND, XIELU)
+    OF(KIND, CLAMPED_SILU) OF(KIND, XIELU) OF(KIND, SIGMOID) OF(KIND, IDENTITY)
 
 OF_KIND(BF16)
 OF_KIND(FLOAT)
@@ -143,7 +129,7 @@ void gated(const void *given, int threads)
 {
     const gating *g = given;
 #define ACTIONS(KIND)                                                                                                            \
-    [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND, RELU_SQUARED_##KIND, CLAMPED_SILU_##KIND, XIELU_##KIND}
+    [KIND] = {SILU_##KIND, GELU_TANH_##KIND, GELU_##KIND, QUICK_GELU_##KIND, RELU_##KIND, RELU_SQUARED_##KIND, CLAMPED_SILU_##KIND, XIELU_##KIND, SIGMOID_##KIND, IDENTITY_##KIND}
     static part_action *const actions[][CURVES] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
 #undef ACTIONS
     share_out(given, (g->count + AT_ONCE - 1) / AT_ONCE, threads, actions[g->kind][g->curve]);

@@ -600,7 +600,7 @@ def short_convolution(
     """Each channel of x (rows, tokens, channels) becomes the sum of its last inputs, itself at last, times weight (channels,
     width) or (channels, 1, width), plus bias (channels,); `is_activated`: and silu of that. state (rows, width - 1, channels),
     fp32, has the inputs before those that come, the oldest first. -> like x"""
-    out: Tensor = _required(SHORT_CONVOLUTION, PLAIN, x)(x, weight, bias, state, lengths, is_activated)
+    out: Tensor = _required(SHORT_CONVOLUTION, PLAIN, x, width=weight.shape[-1])(x, weight, bias, state, lengths, is_activated)
     return out
 
 

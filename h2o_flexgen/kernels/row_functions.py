@@ -131,7 +131,7 @@ class _Vectors(ctypes.Structure):
 # last bits of float32; both round the activation to the type of the values first. With C what becomes of a value depends on
 # nothing but the value: torch gives the last values of a tensor, and of a thread's part, other last bits.
 
-SILU, GELU_TANH, GELU, QUICK_GELU, RELU, RELU_SQUARED, CLAMPED_SILU, XIELU = range(8)  # as in C
+SILU, GELU_TANH, GELU, QUICK_GELU, RELU, RELU_SQUARED, CLAMPED_SILU, XIELU, SIGMOID, IDENTITY = range(10)  # as in C
 
 
 def gated_silu(gate: Tensor, up: Tensor | None, counted: CountedRows | None = None) -> Tensor:
@@ -184,8 +184,16 @@ def gated_relu_squared_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(torch.relu_(gate).square_(), up)
 
 
+def gated_sigmoid(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, SIGMOID)
+
+
 def gated_sigmoid_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(torch.sigmoid_(gate), up)
+
+
+def gated_identity(gate: Tensor, up: Tensor | None) -> Tensor:
+    return _gated(gate, up, IDENTITY)
 
 
 def gated_identity_twin(gate: Tensor, up: Tensor | None) -> Tensor:

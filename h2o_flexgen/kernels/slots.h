@@ -16,6 +16,17 @@ static ALWAYS_INLINE const char *slot_at(const slots *from, long row, long head,
     return from->data + row * from->row + head * from->head + slot * from->slot;
 }
 
+/* A number of each head. */
+typedef struct {
+    const char *data; /* (heads); NULL: there are none */
+    int kind;
+} of_heads;
+
+static ALWAYS_INLINE float number_of_head(of_heads from, long head, float otherwise)
+{
+    return from.data ? load_value(from.data + head * itemsize_of(from.kind), from.kind) : otherwise;
+}
+
 /* What a policy notes of each slot: (rows, heads, slots), the numbers of a head side by side. */
 typedef struct {
     int32_t *positions; /* of tokens in their text */

@@ -5,20 +5,45 @@ key, and reads from it what is found under the token's query. The delta rule add
 
 Rows may be filled up behind their last tokens: `lengths` (rows,), int64, says how many tokens of each are real. A state is then
 that behind the last one. States are changed in place. Rows of them may lie apart, their heads may not.
+
+In C tokens pass a state one by one, so that a prompt has the bits of its tokens, in whatever pieces it comes. What becomes of a
+row depends on nothing but the row. Torch takes the tokens of a prompt chunk by chunk, with products of matrices.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from h2o_flexgen.kernels.native import KINDS, NO_KIND, ValuePlaces, pointer, run
+from h2o_flexgen.kernels.raw_memory import address_of
+from h2o_flexgen.kernels.thread_counts import threads_for
 
 CHUNK = 64  # tokens of a prompt that the twins take at once
 KEY_EPS = 1e-6  # is added to the square of a key's length, and of a query's
 
 
 # -- gated delta rule ------------------------------------------------------------------------------------------------------
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    is_tiled: bool = False,
+) -> Tensor:
+    q, k, v, out = *map(with_neighbours, (q, k, v)), torch.empty(v.shape, dtype=v.dtype)
+    of_tokens = *map(_by_heads, (q, k, v)), _of_each(decay), _of_each(beta), HeadNumbers.of(None), HeadNumbers.of(None)
+    _pass_states(v, q, state, _Passing(*of_tokens, corrects=True, is_tiled=is_tiled), out, lengths)
+    return out
 
 
 def gated_delta_twin(
@@ -31,19 +56,34 @@ def gated_delta_twin(
     lengths: Tensor | None = None,
     is_tiled: bool = False,
 ) -> Tensor:
-    heads, width = v.shape[2], q.shape[-1]
-    there = _there(v, lengths)
-    tokens = _Tokens(
-        _of_length_one(_by_head(q, heads, is_tiled)).mul_(width**-0.5),
-        _of_length_one(_by_head(k, heads, is_tiled)),
-        _by_head(v, heads),
-        _only(decay, there),
-        _only(beta, there),
-    )
-    return _passed(tokens, state, v.dtype)
+    heads, scale, out = v.shape[2], q.shape[-1] ** -0.5, torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    for part in _chunks(v):
+        there = _there(v, part, lengths)
+        queries, keys = (_of_length_one(_by_head(each[:, part], heads, is_tiled)) for each in (q, k))
+        fading, shares = (_only(each[:, part], there) for each in (decay, beta))
+        tokens = _Tokens(queries.mul_(scale), keys, _by_head(v[:, part], heads), fading, shares)
+        out[:, part] = _passed(tokens, state).transpose(1, 2)
+    return out
 
 
 # -- Mamba-2 ---------------------------------------------------------------------------------------------------------------
+
+
+def selective_scan(
+    x: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor | None,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    are_logs: bool = False,
+) -> Tensor:
+    x, b, c, out = *map(with_neighbours, (x, b, c)), torch.empty(x.shape, dtype=x.dtype)
+    of_tokens = *map(_by_heads, (c, b, x)), _of_each(steps), ValuePlaces(), HeadNumbers.of(rates), HeadNumbers.of(skip)
+    _pass_states(x, b, state, _Passing(*of_tokens, are_logs=are_logs), out, lengths)
+    return out
 
 
 def selective_scan_twin(
@@ -57,16 +97,72 @@ def selective_scan_twin(
     lengths: Tensor | None = None,
     are_logs: bool = False,
 ) -> Tensor:
-    heads = x.shape[2]
-    sizes = _only(steps, _there(x, lengths))
-    wide = _by_head(x, heads)
-    fading = sizes * (-rates.float().exp() if are_logs else rates.float())[:, None]
-    tokens = _Tokens(_by_head(c, heads), _by_head(b, heads), wide * sizes[..., None], fading)
-    out = _passed(tokens, state, torch.float32)
-    return (out if skip is None else out + wide.transpose(1, 2) * skip.float()[:, None]).to(x.dtype)
+    heads, out = x.shape[2], torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    of_size_one = (-rates.float().exp() if are_logs else rates.float())[:, None]
+    for part in _chunks(x):
+        sizes, wide = _only(steps[:, part], _there(x, part, lengths)), _by_head(x[:, part], heads)
+        q, k = (_by_head(each[:, part], heads) for each in (c, b))
+        read = _passed(_Tokens(q, k, wide * sizes[..., None], sizes * of_size_one), state)
+        out[:, part] = (read if skip is None else read.addcmul_(wide, skip.float()[:, None, None])).transpose(1, 2)
+    return out
 
 
 # -- both ------------------------------------------------------------------------------------------------------------------
+
+
+def _pass_states(values: Tensor, keys: Tensor, state: Tensor, given: _Passing, out: Tensor, lengths: Tensor | None) -> None:
+    (rows, tokens, heads, width), (key_heads, key_width) = values.shape, keys.shape[2:]
+    assert state.shape == (rows, heads, key_width, width) and heads % key_heads == 0
+    given.state, given.state_row = state_places(state)
+    given.out, given.lengths = pointer(out), lengths_place(lengths)
+    given.rows, given.tokens, given.heads, given.key_heads = rows, tokens, heads, key_heads
+    given.key_width, given.value_width = key_width, width
+    run("pass_states", given, threads_for(state.numel() * tokens))
+
+
+def _by_heads(x: Tensor) -> ValuePlaces:
+    return ValuePlaces.of(x.transpose(1, 2), KINDS[x.dtype])
+
+
+def _of_each(x: Tensor) -> ValuePlaces:
+    """Numbers of tokens (rows, tokens, heads)."""
+    return _by_heads(x.unsqueeze(-1))
+
+
+def state_places(state: Tensor) -> tuple[int, int]:
+    """The address of a state that is written, and the bytes from one row to the next."""
+    assert state.dtype == torch.float32 and (not len(state) or state[0].is_contiguous())
+    return address_of(state, writes=True), state.stride(0) * state.itemsize
+
+
+def lengths_place(lengths: Tensor | None) -> int | None:
+    assert lengths is None or lengths.dtype == torch.int64
+    return None if lengths is None else pointer(lengths)
+
+
+def with_neighbours(x: Tensor) -> Tensor:
+    """Values of which the last ones lie side by side; copied only where they do not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class HeadNumbers(ctypes.Structure):
+    """A number of each head, or none."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("kind", ctypes.c_int))
+
+    @classmethod
+    def of(cls, numbers: Tensor | None) -> HeadNumbers:
+        return cls(None, NO_KIND) if numbers is None else cls(pointer(numbers), KINDS[numbers.dtype])
+
+
+class _Passing(ctypes.Structure):
+    _fields_ = (
+        *((name, ValuePlaces) for name in ("q", "k", "v", "sizes", "betas")),
+        *((name, HeadNumbers) for name in ("rates", "skips")),
+        *((name, ctypes.c_void_p) for name in ("state", "out", "lengths")),
+        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "key_width", "value_width", "state_row")),
+        *((name, ctypes.c_int) for name in ("corrects", "is_tiled", "are_logs")),
+    )
 
 
 class _Tokens(NamedTuple):
@@ -78,8 +174,9 @@ class _Tokens(NamedTuple):
     decay: Tensor  # its logarithm
     beta: Tensor | None = None  # how much of what is not found is added; None: all of it is added, whatever is found
 
-    def part(self, first: int, behind: int) -> _Tokens:
-        return _Tokens(*(None if each is None else each[:, :, first:behind] for each in self))  # type: ignore[arg-type]
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    return (slice(first, first + CHUNK) for first in range(0, x.shape[1], CHUNK))
 
 
 def _by_head(x: Tensor, heads: int, is_tiled: bool = False) -> Tensor:
@@ -93,11 +190,11 @@ def _of_length_one(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + KEY_EPS)
 
 
-def _there(x: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """True for tokens (rows, 1, tokens) that are real. None stands for all."""
+def _there(x: Tensor, part: slice, lengths: Tensor | None) -> Tensor | None:
+    """The tokens (rows, 1, tokens) of a part that are real; None: all."""
     if lengths is None:
         return None
-    return (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[:, None]
+    return (torch.arange(x.shape[1], device=x.device)[part] < lengths[:, None])[:, None]
 
 
 def _only(x: Tensor, there: Tensor | None) -> Tensor:
@@ -106,14 +203,9 @@ def _only(x: Tensor, there: Tensor | None) -> Tensor:
     return wide if there is None else wide.masked_fill(~there, 0.0)
 
 
-def _passed(tokens: _Tokens, state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tokens one after the other, or many of them at once. -> (rows, tokens, heads, value width)"""
-    count, made = tokens.q.shape[2], list[Tensor]()
-    for first in range(0, count, CHUNK):
-        part = tokens.part(first, first + CHUNK)
-        made.append(_step(part, state) if part.q.shape[2] == 1 else _chunk(part, state))
-    out = torch.cat(made, dim=2) if made else torch.empty_like(tokens.v)
-    return out.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+def _passed(tokens: _Tokens, state: Tensor) -> Tensor:
+    """What tokens read: (rows, heads, tokens, value width)."""
+    return _step(tokens, state) if tokens.q.shape[2] == 1 else _chunk(tokens, state)
 
 
 def _step(tokens: _Tokens, state: Tensor) -> Tensor:

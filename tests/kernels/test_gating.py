@@ -12,9 +12,11 @@ from torch import Tensor
 from h2o_flexgen.kernels.operations import (
     gated_gelu,
     gated_gelu_tanh,
+    gated_identity,
     gated_quick_gelu,
     gated_relu,
     gated_relu_squared,
+    gated_sigmoid,
     gated_silu,
     xielu,
 )
@@ -23,9 +25,11 @@ from h2o_flexgen.kernels.row_functions import (
     clamped_silu_twin,
     gated_gelu_tanh_twin,
     gated_gelu_twin,
+    gated_identity_twin,
     gated_quick_gelu_twin,
     gated_relu_squared_twin,
     gated_relu_twin,
+    gated_sigmoid_twin,
     gated_silu_twin,
     xielu_twin,
 )
@@ -43,6 +47,8 @@ GATINGS = {
     gated_quick_gelu: gated_quick_gelu_twin,
     gated_relu: gated_relu_twin,
     gated_relu_squared: gated_relu_squared_twin,
+    gated_sigmoid: gated_sigmoid_twin,
+    gated_identity: gated_identity_twin,
 }
 
 

@@ -1,0 +1,159 @@
+"""States of rows that tokens pass one after the other, for GPUs: the gated delta rule and Mamba-2's scan.
+
+A program has some columns of a head's state in registers: they depend on no other columns. So memory is read and written once,
+whatever the number of tokens, and a prompt has the bits of its tokens one by one. It differs from the twin in the last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, Type, kept_by_shape, launcher, seen, type_of
+from h2o_flexgen.kernels.states import KEY_EPS, with_neighbours
+
+COLUMNS = 16  # of a program
+VALUES_OF_A_WARP = 2048  # so that a sum over keys is within one warp where these have 128 values
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    is_tiled: bool = False,
+) -> Tensor:
+    forms = {"CORRECTS": True, "IS_TILED": is_tiled, "ARE_LOGS": False}
+    return _passed(q, k, v, decay, beta, None, None, state, lengths, **forms)
+
+
+def selective_scan(
+    x: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor | None,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    are_logs: bool = False,
+) -> Tensor:
+    forms = {"CORRECTS": False, "IS_TILED": False, "ARE_LOGS": are_logs}
+    return _passed(c, b, x, steps, None, rates, skip, state, lengths, **forms)
+
+
+def _passed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sizes: Tensor,
+    betas: Tensor | None,
+    rates: Tensor | None,
+    skips: Tensor | None,
+    state: Tensor,
+    lengths: Tensor | None,
+    **forms: bool,
+) -> Tensor:
+    q, k, v, out = *map(with_neighbours, (q, k, v)), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if out.numel():
+        optional = betas, rates, skips, lengths
+        known = seen(sizes if betas is None else betas), *map(type_of, optional[1:])
+        launch = _launch(seen(q), seen(k), seen(v), seen(sizes), *known, seen(state), *forms.items())
+        launch(q, k, v, sizes, *(sizes if each is None else each for each in optional), state, out)
+    return out
+
+
+@kept_by_shape
+def _launch(
+    q: Seen,
+    k: Seen,
+    v: Seen,
+    sizes: Seen,
+    betas: Seen,
+    rates: Type,
+    skips: Type,
+    lengths: Type,
+    state: Seen,
+    *forms: tuple[str, bool],
+) -> Launch:
+    (rows, tokens, heads, width), (_, _, key_heads, keys) = v[0], k[0]
+    assert state[0] == (rows, heads, keys, width) and state[1][1:] == (keys * width, width, 1) and state[2] == torch.float32
+    strides = (stride for each in (q, k, v, sizes, betas) for stride in each[1][:3])
+    room, columns = triton.next_power_of_2(keys), min(COLUMNS, triton.next_power_of_2(width))
+    has = {"HAS_RATES": rates is not None, "HAS_SKIPS": skips is not None, "HAS_LENGTHS": lengths is not None}
+    return launcher(
+        pass_state_kernel,
+        (rows * heads, triton.cdiv(width, columns)),
+        (*strides, state[1][0], tokens, heads, key_heads, keys**-0.5, KEY_EPS),
+        **dict(forms),
+        **has,
+        KEYS=keys,
+        VALUES=width,
+        ROOM=room,
+        COLUMNS=columns,
+        num_warps=max(1, min(16, room * columns // VALUES_OF_A_WARP)),
+    )
+
+
+@triton.jit
+def _key_of(places: tl.tensor, is_there: tl.tensor, scale: tl.tensor, eps: tl.tensor, IS_NORMED: tl.constexpr) -> tl.tensor:
+    value = tl.load(places, mask=is_there, other=0.0).to(tl.float32)
+    if IS_NORMED:
+        value = value * (tl.rsqrt(tl.sum(value * value, 0) + eps) * scale)
+    return value
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def pass_state_kernel(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, sizes: tl.tensor, betas: tl.tensor, rates: tl.tensor, skips: tl.tensor,
+    lengths: tl.tensor, state: tl.tensor, out: tl.tensor,
+    q_row: tl.tensor, q_token: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_token: tl.tensor, k_head: tl.tensor,
+    v_row: tl.tensor, v_token: tl.tensor, v_head: tl.tensor, size_row: tl.tensor, size_token: tl.tensor, size_head: tl.tensor,
+    beta_row: tl.tensor, beta_token: tl.tensor, beta_head: tl.tensor,
+    state_row: tl.tensor, tokens: tl.tensor, heads: tl.tensor, key_heads: tl.tensor, scale: tl.tensor, eps: tl.tensor,
+    CORRECTS: tl.constexpr, IS_TILED: tl.constexpr, ARE_LOGS: tl.constexpr,
+    HAS_RATES: tl.constexpr, HAS_SKIPS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    of_rows = tl.program_id(0).to(tl.int64)
+    row, head = of_rows // heads, of_rows % heads
+    key_head = head % key_heads if IS_TILED else head // (heads // key_heads)
+    key, column = tl.arange(0, ROOM), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_column = key < KEYS, column < VALUES
+    is_there = is_key[:, None] & is_column[None, :]
+    places = state + row * state_row + (head * KEYS + key[:, None]) * VALUES + column[None, :]
+    own = tl.load(places, mask=is_there, other=0.0)
+    rate = 1.0
+    if HAS_RATES:
+        rate = tl.load(rates + head).to(tl.float32)
+        rate = -tl.exp(rate) if ARE_LOGS else rate
+    count = tokens
+    if HAS_LENGTHS:
+        count = tl.load(lengths + row).to(tl.int32)
+    for number in range(count):
+        at = tl.cast(number, tl.int64)
+        query = _key_of(q + row * q_row + at * q_token + key_head * q_head + key, is_key, scale, eps, CORRECTS)
+        own_key = _key_of(k + row * k_row + at * k_token + key_head * k_head + key, is_key, 1.0, eps, CORRECTS)
+        value = tl.load(v + row * v_row + at * v_token + head * v_head + column, mask=is_column, other=0.0).to(tl.float32)
+        size = tl.load(sizes + row * size_row + at * size_token + head * size_head).to(tl.float32)
+        own = own * tl.exp(size * rate)
+        if CORRECTS:
+            beta = tl.load(betas + row * beta_row + at * beta_token + head * beta_head).to(tl.float32)
+            added = (value - tl.sum(own * own_key[:, None], 0)) * beta
+        else:
+            added = value * size
+        own = own + own_key[:, None] * added[None, :]
+        read = tl.sum(own * query[:, None], 0)
+        if HAS_SKIPS:
+            read += value * tl.load(skips + head).to(tl.float32)
+        made = out + ((row * tokens + at) * heads + head) * VALUES + column
+        tl.store(made, read.to(out.dtype.element_ty), mask=is_column)
+    for number in range(count, tokens):
+        nothing = out + ((row * tokens + number) * heads + head) * VALUES + column
+        tl.store(nothing, tl.zeros((COLUMNS,), out.dtype.element_ty), mask=is_column)
+    tl.store(places, own, mask=is_there)
