@@ -127,7 +127,7 @@ def test_layers_differ_in_the_levels_that_they_have_heads_of() -> None:
 
 TEXTS = (5, 9, 4, 7, 12)
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "llama31", "gpt-oss", "deepseek-v2"),
+    "kind": ("opt", "llama-gqa", "gpt-oss", "deepseek-v2"),
     "percent": MIXES[:4],
     "policy": BY_HEAD,
     "kv_codec": (PLAIN, "group4"),

@@ -24,6 +24,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import (
     BY_HEAD,
     POLICIES,
+    UNLIKE,
     WEIGHTS,
     WITH_STATES,
     Case,
@@ -56,7 +57,7 @@ def is_without_graphs(device: str) -> bool:
     return device == "cpu" and processor("cpu").build == TORCH
 
 
-@pytest.mark.parametrize("place", range(len(POLICIES)))
+@pytest.mark.parametrize("place", range(len(UNLIKE)))
 def test_replayed_steps_give_the_bits_of_the_resident_loop(
     place: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
@@ -70,7 +71,7 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
         STEPS,
         device=any_device,
         schedule=("zigzag", "flexgen_barrier", "row_by_row")[place % 3],
-        policy=POLICIES[place],
+        policy=UNLIKE[place],
         weight_codec=format,
         compute=product,
         kv_codec=("plain", "group4")[place % 2],
@@ -200,7 +201,7 @@ def test_what_cannot_be_captured_is_computed_without_unless_graphs_are_asked_for
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
-@pytest.mark.parametrize("place", range(len(POLICIES)))
+@pytest.mark.parametrize("place", range(len(UNLIKE)))
 def test_the_room_of_programs_is_counted(
     place: int, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +215,7 @@ def test_the_room_of_programs_is_counted(
         STEPS,
         gpu_batch_size=8,
         num_gpu_batches=1,
-        policy=POLICIES[place],
+        policy=UNLIKE[place],
         weight_codec=format,
         compute=product,
         kv_codec=("plain", "group4")[place % 2],

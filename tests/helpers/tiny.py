@@ -333,6 +333,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def of_each_type(kinds: list[str]) -> list[str]:
+    """One kind of each model_type."""
+    return [*{KINDS[kind][0]: kind for kind in reversed(kinds)}.values()]
+
+
 def tiny_config(kind: str, **changes: Any) -> PretrainedConfig:
     model_type, values = KINDS[kind]
     common = {

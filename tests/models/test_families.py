@@ -22,7 +22,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from tests.checkpoints.test_gguf_model import RELATIVES
 from tests.helpers.contract import as_stored, opened
 from tests.helpers.gguf_files import save_gguf
-from tests.helpers.tiny import KINDS, save_tiny, tiny_config
+from tests.helpers.tiny import KINDS, of_each_type, save_tiny, tiny_config
 
 STEPS, STEPS_IN_GGUF = 64, 24  # what is computed is the same: what differs is read before
 PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13], [60]]
@@ -43,11 +43,6 @@ def in_folder(kind: str, place: Path) -> tuple[Path, PreTrainedModel]:
 def in_gguf(kind: str, place: Path) -> tuple[Path, PreTrainedModel]:
     model = save_gguf(kind, place / "tiny.gguf", "q8_0", "q4_1", tensors_per_part=9, seed=3)
     return sorted(place.glob("tiny-*.gguf"))[1], model
-
-
-def of_each_type(kinds: list[str]) -> list[str]:
-    """One kind of each model_type."""
-    return [*{KINDS[kind][0]: kind for kind in reversed(kinds)}.values()]
 
 
 CASES = [(kind, in_folder) for kind in of_each_type([*KINDS])] + [(kind, in_gguf) for kind in of_each_type(RELATIVES)]

@@ -18,7 +18,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.table import SCHEDULES
-from tests.helpers.contract import POLICIES, Case, Checkpoints
+from tests.helpers.contract import POLICIES, UNLIKE, Case, Checkpoints
 from tests.helpers.pairwise import in_turn, on_devices
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
@@ -112,7 +112,7 @@ def test_the_bytes_really_go_over_the_disk(checkpoints: Checkpoints, offload: Pa
     assert went["write"] >= moved["write"] + moved["store"]
 
 
-@pytest.mark.parametrize("values", in_turn({"policy": POLICIES}))
+@pytest.mark.parametrize("values", in_turn({"policy": UNLIKE}))
 def test_the_budget_of_a_policy_is_what_is_moved(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
