@@ -39,11 +39,11 @@ def normed() -> None:
     gated_norm(x, x, made(128, dtype=torch.float32), 1e-6)
 
 
-STATE, CONVOLUTION = {"pass_state_kernel": 16}, {"convolve_kernel": 2}
+STATE, CONVOLUTION = {"pass_state_kernel": 16}, {"convolve_kernel": 16}
 LAUNCHES = (
-    Launch("delta rule of a prompt", lambda: delta(512), 168, STATE, kernels=1),
-    Launch("scan of a step", scan, 168, STATE, kernels=1),
+    Launch("delta rule of a prompt", lambda: delta(512), 192, STATE, kernels=1),
+    Launch("scan of a step", scan, 192, STATE, kernels=1),
     Launch("convolution of a prompt", lambda: convolved(512), 168, CONVOLUTION, kernels=1),
     Launch("convolution of a step", lambda: convolved(1), 64, CONVOLUTION, kernels=1),
-    Launch("gated norm", normed, 64, {"norm_group": 2}, kernels=1),
+    Launch("gated norm", normed, 64, {"norm_group": 8}, kernels=1),
 )
