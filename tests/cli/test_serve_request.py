@@ -51,6 +51,11 @@ def test_what_requests_share_has_the_room_that_is_asked_for() -> None:
     assert (site.prefix_dir, site.prefix_dir_size) == ("x", "2GB")
 
 
+def test_adapters_are_given_in_their_order_with_their_weights() -> None:
+    assert asked().model.adapter == ()
+    assert asked("--model", "m", "--adapter", "b", "--adapter", "a=0.5").model.adapter == ("b", "a=0.5")
+
+
 def test_a_plan_of_ones_own_is_taken_as_it_is() -> None:
     request = asked("--percent", 0, 50, 0, 100, 0, 100, "--gpu-batch-size", 3, "--kv-policy", "h2o")
     assert isinstance(request.plan, Plan) and request.plan.first_plan.gpu_batch_size == 3
