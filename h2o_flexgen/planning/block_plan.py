@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces, StateLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, HOST, Site
@@ -26,7 +25,7 @@ from h2o_flexgen.planning.placement import (
     state_layouts,
     traffic,
 )
-from h2o_flexgen.planning.plan import ON, Plan
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
@@ -158,7 +157,6 @@ def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan) -> None:
         f"a pipeline of {plan.pipeline} devices": plan.pipeline > 1 and "give pipeline=1",
         f"kv_policy {plan.kv_policy!r}, which reads prompts twice,": plan.policy.echoes and "take another policy",
         "head budgets": plan.head_budgets is not None and "leave them out",
-        f"graphs {ON!r}": plan.graphs == ON and f"use {AUTO!r}",
     }
     for what, instead in advice.items():
         if instead:

@@ -26,7 +26,6 @@ from tests.helpers.contract import (
     POLICIES,
     UNLIKE,
     WEIGHTS,
-    WITH_STATES,
     Case,
     Checkpoints,
     compare,
@@ -39,7 +38,7 @@ from tests.helpers.recorded import repeated
 from tests.helpers.tiny import KINDS
 
 NEAR = [kind for kind in KINDS if kind.endswith("-near")]  # have positions for few tokens
-LONG_ENOUGH = sorted(kind for kind in KINDS if kind not in (*NEAR, *WITH_STATES))
+LONG_ENOUGH = sorted(kind for kind in KINDS if kind not in NEAR)
 RESIDENT, STEPS = (100, 0, 100, 0, 100, 0), 8
 WEIGHTS_MOVE = (30, 40, 100, 0, 100, 0)
 
