@@ -14,8 +14,8 @@ from torch import Tensor
 from h2o_flexgen.kernels.gpu.launching import Launch, Seen, Type, kept_by_shape, launcher, seen, type_of
 from h2o_flexgen.kernels.states import KEY_EPS, with_neighbours
 
-COLUMNS = 16  # of a program
-VALUES_OF_A_WARP = 2048  # so that a sum over keys is within one warp where these have 128 values
+COLUMNS = 8  # of a program
+VALUES_OF_A_WARP = 1024  # so that a sum over keys is within one warp where these have 128 values
 
 
 def gated_delta(

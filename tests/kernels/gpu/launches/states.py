@@ -41,8 +41,8 @@ def normed() -> None:
 
 STATE, CONVOLUTION = {"pass_state_kernel": 16}, {"convolve_kernel": 16}
 LAUNCHES = (
-    Launch("delta rule of a prompt", lambda: delta(512), 192, STATE, kernels=1),
-    Launch("scan of a step", scan, 192, STATE, kernels=1),
+    Launch("delta rule of a prompt", lambda: delta(512), 144, STATE, kernels=1),
+    Launch("scan of a step", scan, 144, STATE, kernels=1),
     Launch("convolution of a prompt", lambda: convolved(512), 168, CONVOLUTION, kernels=1),
     Launch("convolution of a step", lambda: convolved(1), 64, CONVOLUTION, kernels=1),
     Launch("gated norm", normed, 64, {"norm_group": 8}, kernels=1),
