@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 from h2o_flexgen.core.buffer_layout import (
     READERS,
@@ -26,12 +25,12 @@ from h2o_flexgen.core.buffer_layout import (
     read_buffer_bytes,
     region_bytes,
 )
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import KVRooms, StateRooms
-from h2o_flexgen.planning.placement import Place, Placement
+from h2o_flexgen.planning.placement import Place, layers_by_tiers
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
 from h2o_flexgen.schedule.schedule import Schedule
@@ -119,43 +118,42 @@ def _worked_out(function: Callable[..., int], planned: BlockPlan, *tiers: str) -
     """The parts that depend on the weights alone: they are the same for all blocks of a model with the same shares."""
     key, known = (function, planned.plan.weights, tiers), planned.spec.worked_out
     if key not in known:
-        known[key] = function(planned.spec, planned.placement, *tiers)
+        known[key] = function(planned, *tiers)
     found: int = known[key]
     return found
 
 
-def _held_weights(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
-    return Arena.of(tensor.nbytes for tensor in spec.tensors.values() if placement.weights[tensor.name] in tiers).nbytes
+def _held_weights(planned: BlockPlan, *tiers: str) -> int:
+    placed = planned.placement.weights
+    return Arena.of([tensor.nbytes for tensor in planned.spec.tensors.values() if placed[tensor.name] in tiers]).nbytes
 
 
-def _written_weights(spec: ModelSpec, placement: Placement, tier: str) -> int:
-    on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == tier]
+def _written_weights(planned: BlockPlan, tier: str) -> int:
+    placed = planned.placement.weights
+    on_disk = [tensor for tensor in planned.spec.tensors.values() if placed[tensor.name] == tier]
     return sum(aligned(tensor.stored_nbytes) for tensor in on_disk)
 
 
-def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
+def _largest_layer(planned: BlockPlan, *tiers: str) -> int:
     """Bytes of the layer that has most on these tiers."""
-    return max(Arena.of(tensor.nbytes for tensor in own).nbytes for own in _of_layers(spec, placement, tiers))
+    return max(Arena.of(tensor.nbytes for tensor in own).nbytes for own in _of_layers(planned, tiers))
 
 
-def _largest_read(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
+def _largest_read(planned: BlockPlan, *tiers: str) -> int:
     """The same where layers are computed with as they were read."""
-    return read_buffer_bytes(max(read_arena(own, accelerator=False).nbytes for own in _of_layers(spec, placement, tiers)))
+    return read_buffer_bytes(max(read_arena(own, accelerator=False).nbytes for own in _of_layers(planned, tiers)))
 
 
-def _largest_read_and_copied(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
-    return read_buffer_bytes(max(read_arena(own, accelerator=True).nbytes for own in _of_layers(spec, placement, tiers)))
+def _largest_read_and_copied(planned: BlockPlan, *tiers: str) -> int:
+    return read_buffer_bytes(max(read_arena(own, accelerator=True).nbytes for own in _of_layers(planned, tiers)))
 
 
-def _of_layers(spec: ModelSpec, placement: Placement, tiers: tuple[str, ...]) -> Iterator[list[TensorSpec]]:
+def _of_layers(planned: BlockPlan, tiers: tuple[str, ...]) -> Iterator[list[TensorSpec]]:
     """The tensors of each layer that are on these tiers, as decode steps pass it and as prompts do. Of layers with the same
     sizes in the same places there is one."""
-    found: dict[object, tuple[LayerSpec, tuple[bool, ...]]] = {}
-    for form in spec.forms:
-        for layer, kind in zip(form.layers, form.stored_kinds, strict=True):
-            there = tuple([placement.weights[tensor.name] in tiers for tensor in layer.stored])
-            found.setdefault((kind, there), (layer, there))
-    return (list(compress(layer.stored, there)) for layer, there in found.values())
+    for form in planned.spec.forms:
+        for (_, placed), alike in layers_by_tiers(form, planned.plan, planned.placement.weights).items():
+            yield [tensor for tensor, tier in zip(form.layers[alike[0]].stored, placed) if tier in tiers]
 
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
@@ -216,9 +214,9 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
     sizes = [region_bytes(hidden_bytes(spec, batch)) for batch in block.batches]
     for nbytes, tier in zip(sizes, schedule.traffic.hidden):
         parts[tier if tier != DEVICE else compute]["activations"] += nbytes
-    own = [at for at, layer in enumerate(spec.layers) if layer.tensors]
+    own = [at for at, layer in enumerate(spec.layers) if layer.tensors] if schedule.traffic.lanes.devices > 1 else []
     for batch, nbytes in enumerate(sizes):  # found from the device before, and left for the next
-        passed = sum(schedule.traffic.passes_on(at, batch) for at in (own[0] - 1, own[-1]) if at >= 0)
+        passed = sum(schedule.traffic.passes_on(at, batch) for at in (own[0] - 1, own[-1]) if at >= 0) if own else 0
         parts[compute]["activation buffers"] += passed * nbytes
     moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:

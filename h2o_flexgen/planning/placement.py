@@ -295,14 +295,26 @@ def _hidden_sizes(spec: ModelSpec, block: Block) -> list[int]:
 # -- what came of it -----------------------------------------------------------------------------------------------------
 
 
+LayersByTiers = Mapping[tuple[int, tuple[str, ...]], Sequence[int]]
+
+
+def layers_by_tiers(spec: ModelSpec, plan: Plan, weights: Mapping[str, str]) -> LayersByTiers:
+    """The layers by the sizes of their tensors and the tiers of these: with many slices of experts most are alike."""
+    key = layers_by_tiers, plan.weights
+    if key not in spec.worked_out:
+        found: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for index, (layer, kind) in enumerate(zip(spec.layers, spec.stored_kinds, strict=True)):
+            found.setdefault((kind, tuple([weights[tensor.name] for tensor in layer.stored])), []).append(index)
+        spec.worked_out[key] = found
+    known: LayersByTiers = spec.worked_out[key]
+    return known
+
+
 def _layers_with(spec: ModelSpec, plan: Plan, placement: Placement, tier: str) -> frozenset[int]:
     key = _layers_with, plan.weights, tier
     if key not in spec.worked_out:
-        spec.worked_out[key] = frozenset(
-            index
-            for index, layer in enumerate(spec.layers)
-            if any(placement.weights[tensor.name] == tier for _, tensor in layer.tensors)
-        )
+        by_tiers = layers_by_tiers(spec, plan, placement.weights)
+        spec.worked_out[key] = frozenset(index for (_, tiers), own in by_tiers.items() if tier in tiers for index in own)
     found: frozenset[int] = spec.worked_out[key]
     return found
 
