@@ -20,6 +20,7 @@ from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config, labels_of, parts_beside_text, what_is_unsupported
 from h2o_flexgen.models.text_parts import TEXT_PARTS, text_part
+from h2o_flexgen.models.whole_configs import whole_config
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
@@ -173,10 +174,14 @@ def _known_files() -> dict[str, Path]:
 
 
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
-    """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
+    """transformers is imported where it alone knows what a config means. Only classes that it has itself are ever made: code
+    that comes with a checkpoint is not run."""
     own = text_part(_with_floats(values), lambda model_type: architecture(model_type).bounds, name)
     values = _without_own_keys(own)
     model_type = _check(values, name)
+    whole = whole_config(values, architecture(model_type).usual)
+    if whole is not None:
+        return cast("Config", SimpleNamespace(**whole))
     from transformers import CONFIG_MAPPING
 
     try:

@@ -20,6 +20,7 @@ from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.models.config_values import Bounds, Config
 from h2o_flexgen.models.new_tokens import Attend, NewTokens
+from h2o_flexgen.models.whole_configs import Usual
 
 
 class Matrix(Protocol):
@@ -61,6 +62,7 @@ class Model(Protocol):
     turned: ClassVar[tuple[str, ...]]  # ends of the usual names of matrices that its checkpoints have transposed
     gguf: ClassVar[GgufArchitecture | None]  # None: GGUF files of it are not read
     classifies: ClassVar[bool]  # its checkpoints may have a head for labels
+    usual: ClassVar[Mapping[str, Usual]]  # what its configs mean where they do not say it; nothing: transformers is asked
     spec: ModelSpec
 
     @staticmethod
@@ -85,6 +87,7 @@ class InHalves(ABC):
     turned: ClassVar[tuple[str, ...]] = ()
     gguf: ClassVar[GgufArchitecture | None] = None
     classifies: ClassVar[bool] = False
+    usual: ClassVar[Mapping[str, Usual]] = {}
     spec: ModelSpec
 
     @staticmethod

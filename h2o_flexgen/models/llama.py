@@ -25,6 +25,7 @@ from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.norms import BEFORE, RMS, NormKind, NormPlaces
 from h2o_flexgen.models.rotary import Rope, Rotary
+from h2o_flexgen.models.whole_configs import LLAMA
 from h2o_flexgen.models.windows import FULL, SLIDING, Windows
 
 
@@ -377,6 +378,7 @@ class Llama(Decoder):
         is_interleaved=True,
         has_divisors=True,
     )
+    usual = LLAMA
 
     @staticmethod
     def traits_of(config: Config) -> Traits:

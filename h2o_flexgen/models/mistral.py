@@ -16,6 +16,7 @@ from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import QUERY_SHARE, Rotary
+from h2o_flexgen.models.whole_configs import MISTRAL
 from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
@@ -29,6 +30,7 @@ PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
 
 class Mistral(Decoder):
     gguf = replace(Llama.gguf, tensors=OF_LLAMA, has_window=True)
+    usual = MISTRAL
 
     @staticmethod
     def traits_of(config: Config) -> Traits:

@@ -31,6 +31,7 @@ from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
+from h2o_flexgen.models.whole_configs import QWEN2, QWEN3
 from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
@@ -44,6 +45,7 @@ KEYS_OF_EXPERTS: Mapping[str, Said] = {
 
 class Qwen2(Decoder):
     gguf = GgufArchitecture("qwen2", {**OF_LLAMA, **biases(QKV)})
+    usual = QWEN2
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
@@ -52,6 +54,7 @@ class Qwen2(Decoder):
 
 class Qwen3(Decoder):
     gguf = GgufArchitecture("qwen3", {**OF_LLAMA, **weights(HEAD_NORMS), **biases(ATTENTION)})
+    usual = QWEN3
 
     @staticmethod
     def traits_of(config: Config) -> Traits:

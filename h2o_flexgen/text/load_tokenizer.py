@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,6 +16,7 @@ from h2o_flexgen.core.files import read_document
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.text.gguf_tokenizer import GgufTokenizer
 from h2o_flexgen.text.gguf_vocabulary import END, KIND, GgufVocabulary, has_tokens
+from h2o_flexgen.text.json_tokenizer import JsonFiles, JsonTokenizer
 from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, ByteTokenizer, NoTokenizer, Tokenizer
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
@@ -139,7 +141,7 @@ def load_tokenizer(
         return GgufTokenizer(vocabulary)
     if not _has_files(model):
         return NoTokenizer(model, _eos_ids(model, config, None, said), _lacks(model))
-    return FolderTokenizer(model, config)
+    return _folder_tokenizer(model, config, model)
 
 
 def _other(place: Path, model: Path | None, config: object, said: Metadata | None) -> WordTokenizer:
@@ -147,12 +149,21 @@ def _other(place: Path, model: Path | None, config: object, said: Metadata | Non
     vocabulary = _vocabulary(place)
     if vocabulary is None and not _has_files(place):
         raise ValueError(f"{place} has no tokenizer ({_lacks(place)}); give a folder or a GGUF file that has, or {BYTES}")
-    other = FolderTokenizer(place, config, model) if vocabulary is None else GgufTokenizer(vocabulary)
+    other = _folder_tokenizer(place, config, model or place) if vocabulary is None else GgufTokenizer(vocabulary)
     if vocabulary is not None and model is not None:
         other.eos_ids = _eos_ids(model, config, vocabulary.ids.get(END), said)
     other.eos_ids = frozenset() if model is None else other.eos_ids
     other.note = f"those of the tokenizer in {place}"
     return other
+
+
+def _folder_tokenizer(folder: Path, config: object, model: Path) -> WordTokenizer:
+    """The tokenizer of a folder, without transformers where its files say all. Those of the model say what ends texts."""
+    refuse_growth(folder)
+    files = JsonFiles.of(folder)
+    if files is None:
+        return FolderTokenizer(folder, config, model)
+    return JsonTokenizer(files, _eos_ids(model, config, files.end_id), partial(_of_folder, folder))
 
 
 def _has_files(place: Path) -> bool:

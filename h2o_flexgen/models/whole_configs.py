@@ -1,0 +1,99 @@
+"""What configs mean where they do not say it, for architectures that are run most. transformers knows it of all, but takes
+seconds to import: it is asked where a config says something that is not understood here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, NamedTuple
+
+from h2o_flexgen.core.allowed_values import EOS
+from h2o_flexgen.core.labels import KIND as LABELS
+from h2o_flexgen.models.windows import FULL, SLIDING
+
+ROPES = "rope_parameters", "rope_scaling"
+OWN_SWITCH = "use_sliding_window"  # of windows, which most architectures do not read
+ORIGINAL = "original_max_position_embeddings"
+PLAIN_ROPES: Mapping[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": (ORIGINAL,)}  # and what they say
+ELSEWHERE = (ORIGINAL, "partial_rotary_factor", "rotary_pct", "rope_interleave", "per_layer_config")  # said of a rotation, too
+
+
+class Usual(NamedTuple):
+    """What a key of a config means where it is missing."""
+
+    value: object
+    kinds: tuple[type, ...]  # of the values that it may have
+
+
+FLAG, COUNT, SEVERAL, NUMBERS = (bool,), (int, NoneType), (list, NoneType), (int, float)
+OFF = Usual(False, FLAG)
+
+DECODERS: Mapping[str, Usual] = {
+    "num_key_value_heads": Usual(None, COUNT),
+    "head_dim": Usual(None, COUNT),
+    "hidden_act": Usual("silu", (str,)),
+    "rms_norm_eps": Usual(1e-6, (float,)),
+    "rope_theta": Usual(10000.0, NUMBERS),
+    "tie_word_embeddings": OFF,
+    **dict.fromkeys(ROPES, Usual(None, (dict, NoneType))),
+}
+LLAMA: Mapping[str, Usual] = {**DECODERS, "attention_bias": OFF, "mlp_bias": OFF, EOS: Usual(2, (int, list, NoneType))}
+MISTRAL: Mapping[str, Usual] = {
+    **DECODERS,
+    "num_key_value_heads": Usual(8, (int,)),
+    "sliding_window": Usual(4096, COUNT),
+    EOS: Usual(2, (int, list, NoneType)),
+}
+QWEN2: Mapping[str, Usual] = {
+    **DECODERS,
+    "num_key_value_heads": Usual(32, COUNT),
+    OWN_SWITCH: OFF,
+    "sliding_window": Usual(4096, COUNT),
+    "max_window_layers": Usual(28, (int,)),
+    "layer_types": Usual(None, SEVERAL),
+    EOS: Usual(None, (int, list, NoneType)),
+}
+QWEN3: Mapping[str, Usual] = {**QWEN2, "head_dim": Usual(128, (int,)), "attention_bias": OFF}
+
+
+def whole_config(values: Mapping[str, Any], usual: Mapping[str, Usual]) -> dict[str, Any] | None:
+    """A config with all that it means, if all that it says is understood here."""
+    if not usual or _has_labels(values) or not _rotates_plainly(values) or not _are_kinds_of_layers(values):
+        return None
+    if any(type(values[key]) not in one.kinds for key, one in usual.items() if key in values):
+        return None
+    whole = {**{key: one.value for key, one in usual.items()}, **values}
+    if OWN_SWITCH in usual and not whole[OWN_SWITCH]:
+        whole["sliding_window"] = None
+    return whole
+
+
+def _has_labels(values: Mapping[str, Any]) -> bool:
+    """Whether it may be of a model that scores texts by labels, of which configs say little."""
+    named = values.get("architectures")
+    return named is not None and not (isinstance(named, list) and not any(str(one).endswith(LABELS) for one in named))
+
+
+def _rotates_plainly(values: Mapping[str, Any]) -> bool:
+    """Whether all layers rotate whole heads in the same way, with all numbers that it takes in the config."""
+    ropes = [rope for key in ROPES if (rope := values.get(key))]
+    if len(ropes) > 1 or any(key in values for key in ELSEWHERE):
+        return False
+    said = ropes[0] if ropes else {}
+    if not isinstance(said, dict) or any(key in said for key in ELSEWHERE[1:]):
+        return False
+    kind, theta = said.get("rope_type", said.get("type", "default")), said.get("rope_theta", 1.0)
+    of_kind = PLAIN_ROPES.get(kind) if isinstance(kind, str) else None
+    is_flat = not any(isinstance(one, dict) for one in said.values())
+    return of_kind is not None and is_flat and type(theta) in NUMBERS and all(key in said for key in of_kind)
+
+
+def _are_kinds_of_layers(values: Mapping[str, Any]) -> bool:
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return values.get("sliding_window") != 0  # which stands for a window there
+    return (
+        isinstance(kinds, list)
+        and len(kinds) == values.get("num_hidden_layers")
+        and all(kind in (SLIDING, FULL) for kind in kinds)
+    )
