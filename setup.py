@@ -25,7 +25,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     VNNI = [*AVX512, "-mavx512vnni"]
     PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": VNNI}
     BF16 = [*VNNI, "-mavx512bf16"]
-    PROCESSORS |= {"avx512bf16": BF16, "avx512amx": [*BF16, "-mamx-tile", "-mamx-bf16"]}
+    PROCESSORS |= {"avx512bf16": BF16, "avx512amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
 INTEL, REQUEST_FOR_TILES = "GenuineIntel", (158, 0x1023, 18)  # arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
 BUILD = "H2O_FLEXGEN_BUILD"  # names of some of them, or "all"
 OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # a level in CFLAGS wins

@@ -12,7 +12,7 @@ from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.predicted import Predicted
 from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
-from h2o_flexgen.cli.slow import int8_reason, plan_reasons, say_slow
+from h2o_flexgen.cli.slow import compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.dealing import longest_part
 from h2o_flexgen.core.workload import Workload
@@ -173,7 +173,7 @@ class RunJob:
         """Says what makes the run slow and could be mended."""
         say_slow(plan_reasons(self.planned, self.plan_report.arithmetic))
         if self._known_machine is not None:
-            say_slow(int8_reason(self.planned.blocks.first, self._known_machine))
+            say_slow(compute_reason(self.planned.blocks.first, self._known_machine))
 
     @cached_property
     def _known_machine(self) -> Machine | None:

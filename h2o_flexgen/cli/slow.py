@@ -23,7 +23,7 @@ from h2o_flexgen.planning.predict import BlockPrediction, with_fewer_blocks
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 SLOW = "slow"  # the first word of each line
-WORTH_SAYING = 1.3  # times that int8 products must be faster to be named
+WORTH_SAYING: Mapping[str, float] = {INT8: 1.3, EXACT: 1.1}  # times that other products must be faster to be named
 NO_KERNELS = (
     "no kernels in C were built, and what takes their place in torch is slower; get a C compiler (`apt install gcc` or "
     "`dnf install gcc`), and install again, from a checkout with `pip install -e .`"
@@ -77,16 +77,22 @@ def kernel_reasons(
         yield f"--compute {INT8} is slower than {EXACT} products where there are no kernels in C; leave it out"
 
 
-def int8_reason(first: BlockPlan, machine: Machine) -> Iterator[str]:
-    """The reason that products are exact, if the machine's profile says that rounded ones would be much faster."""
+def compute_reason(first: BlockPlan, machine: Machine) -> Iterator[str]:
+    """The reason that products are exact, if the machine's profile says that rounded ones would be much faster. Where they are
+    rounded, that exact ones would be faster."""
     plan = first.plan
-    if plan.compute != EXACT or not first.spec.can_compute(INT8):
+    other = EXACT if plan.compute == INT8 else INT8
+    if not first.spec.can_compute(other):
         return
-    rounded = replace(first, plan=replace(plan, compute=INT8), spec=replace(first.spec, product=PRODUCTS[INT8]))
-    exact, other = (_seconds(one, machine) for one in (first, rounded))
-    if exact >= WORTH_SAYING * other:
-        gain = f"--compute {INT8} would be {exact / other:.1f} times as fast, says the profile of {machine.name}"
-        yield f"products are exact; {gain}; it rounds activations to 8 bits"
+    changed = replace(first, plan=replace(plan, compute=other), spec=replace(first.spec, product=PRODUCTS[other]))
+    own, its = (_seconds(one, machine) for one in (first, changed))
+    if own < WORTH_SAYING[other] * its:
+        return
+    gain = f"would be {own / its:.1f} times as fast, says the profile of {machine.name}"
+    if other == INT8:
+        yield f"products are exact; --compute {INT8} {gain}; it rounds activations to 8 bits"
+    else:
+        yield f"products are in 8 bits; exact ones {gain}; leave --compute {INT8} out"
 
 
 def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:

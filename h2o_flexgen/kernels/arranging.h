@@ -16,12 +16,10 @@ static ALWAYS_INLINE words words_of_row(const char *from, long left, int kind)
     return (words)load_floats(from, kind);
 }
 
-/* Transposes the rows of a block register by register: the bytes of rows lie one behind the other, then words of all rows lie side
-   by side. A register is stored whole, and the next one overwrites what it has behind the last row, but at the end. */
-static ALWAYS_INLINE void arrange_block(const char *x, const product *p, long block, long nbytes, int kind)
+/* Transposes some rows, no more than lanes, register by register: the bytes of rows lie one behind the other, then words of all rows
+   lie side by side. A register is stored whole, and the next one overwrites what it has behind the last row, but at the end. */
+static ALWAYS_INLINE void arrange_some(const char *x, long rows, long columns, long nbytes, int kind, float *out)
 {
-    const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows), columns = p->columns;
-    float *out = (float *)block_of_x(p, block);
     for (long first = 0; first < columns; first += LANES) {
         const long at = first * itemsize_of(kind);
         words square[LANES];
@@ -36,6 +34,12 @@ static ALWAYS_INLINE void arrange_block(const char *x, const product *p, long bl
             for (long word = 0; word < LANES; word++)
                 memcpy(out + (first + word) * rows, square + word, rows * sizeof *out);
     }
+}
+
+static ALWAYS_INLINE void arrange_block(const char *x, const product *p, long block, long nbytes, int kind)
+{
+    const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows);
+    arrange_some(x, rows, p->columns, nbytes, kind, (float *)block_of_x(p, block));
 }
 
 typedef void (*row_action)(const char *x, float *out, float *sums, long rows, long inputs);

@@ -4,10 +4,11 @@
 
    Some tiles pass at a time, some groups of them after each other: their blocks stay in the cache for all rows, while those that
    come next are fetched. Codes are taken apart anew for every few rows, which costs little beside dot products of dwords; where
-   those are slower, and rows many, they are taken apart once. */
+   those are slower, or made in tiles of registers (int8_tiles.h), and rows many, they are taken apart once. */
 
 #include "asked_products.h"
 #include "int8_sums.h"
+#include "int8_tiles.h"
 #include "team.h"
 
 #define GROUPS_AT_ONCE (16 / TILES)
@@ -83,6 +84,63 @@ static const action actions[][2][MOST_ROWS] = {
 #endif
 };
 
+/* -- in tiles of registers ---------------------------------------------------------------------------------------------------- */
+
+#if WITH_TILES
+
+/* Adds some groups to the sums of some rows and a tile of outputs. Codes of 4 bits are prepared. */
+static ALWAYS_INLINE void multiply_in_tiles(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS], int tile, int rows,
+                                            int bits)
+{
+    const int prepared = bits == 4;
+    const long all_groups = p->of.groups, x_row = all_groups * GROUP, begin = row * all_groups + from->first_group;
+    const long size = prepared ? prepared_bytes(bits) : block_bytes(bits);
+    _Alignas(LINE) dots_of_groups dots;
+    floats held[LINES_OF_TILE];
+    use_tiles_of(rows, 1);
+#pragma GCC unroll 16
+    for (int next = 0; next < rows; next++)
+        held[next] = sums[next][tile];
+    dots_in_tiles(p->of.codes + begin * GROUP, x_row, from->tiles[tile], 1, 0, dots);
+    for (long group = 0; group < from->groups; group++) {
+        const uint8_t *block = from->tiles[tile] + group * size;
+        const float *scales_of_x = p->of.scales + begin + group, *sums_of_x = p->sums + begin + group;
+        for (long line = 0; line < from->lines; line++)
+            __builtin_prefetch(from->next[tile] + (group * from->lines + line) * LINE);
+        if (group + 1 < from->groups)
+            dots_in_tiles(p->of.codes + (begin + group + 1) * GROUP, x_row, block + size, 1, 0, dots + (group + 1) % 2);
+        const floats scale = shared_at(block, 0, 0, bits, prepared), minimum = shared_at(block, 1, 0, bits, prepared);
+#pragma GCC unroll 16
+        for (int next = 0; next < rows; next++) {
+            const integers dot = LOAD(integers, dots[group % 2][next]);
+            const floats of_codes = __builtin_convertvector(dot, floats) * scales_of_x[next * all_groups] * scale;
+            held[next] += rounded(of_codes) + rounded(sums_of_x[next * all_groups] * minimum);
+        }
+    }
+#pragma GCC unroll 16
+    for (int next = 0; next < rows; next++)
+        sums[next][tile] = held[next];
+}
+
+typedef void (*tiles_action)(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS], int tile);
+
+#define DEFINED_IN_TILES(ROWS, BITS)                                                                                             \
+    static void in_tiles_##ROWS##_##BITS(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS], int tile)    \
+    {                                                                                                                            \
+        multiply_in_tiles(p, from, row, sums, tile, ROWS, BITS);                                                                 \
+    }
+#define NAMED_IN_TILES(ROWS, BITS) in_tiles_##ROWS##_##BITS,
+
+EACH_IN_TILES(DEFINED_IN_TILES, 4)
+EACH_IN_TILES(DEFINED_IN_TILES, 8)
+
+/* By bits. */
+static const tiles_action actions_in_tiles[][NUMBERS_IN_TILES] = {{EACH_IN_TILES(NAMED_IN_TILES, 4)}, {EACH_IN_TILES(NAMED_IN_TILES, 8)}};
+
+#endif
+
+/* -- the order of the work ---------------------------------------------------------------------------------------------------- */
+
 /* The block of this group and tile; behind the last tile the last one is repeated, behind the last group come the next tiles. */
 static ALWAYS_INLINE const uint8_t *block_at(const product *p, long tile, long group, int bits)
 {
@@ -100,11 +158,39 @@ static ALWAYS_INLINE void prepare_blocks(blocks *from, uint8_t *room, int bits)
     }
 }
 
+/* How many rows make use of tiles of registers, how many parts there are then, and whether blocks are prepared for them. */
+typedef struct {
+    int are_many, prepared;
+    long parts;
+} way;
+
+static ALWAYS_INLINE way way_of(long rows, int bits)
+{
+#if WITH_TILES
+    if (rows >= FEWEST_ROWS)
+        return (way){1, bits == 4, blocks_in_tiles(rows)};
+#endif
+    return (way){0, !WHOLE_DWORDS && rows >= PREPARED_ROWS, (rows + MOST_ROWS - 1) / MOST_ROWS};
+}
+
+static ALWAYS_INLINE void multiply_part_of_rows(const product *p, const blocks *from, way how, long row, long count, int bits,
+                                                floats (*sums)[REGISTERS])
+{
+#if WITH_TILES
+    for (int tile = 0; how.are_many && tile < TILES; tile++)
+        actions_in_tiles[bits == 8][count - FEWEST_IN_TILES](p, from, row, sums, tile);
+    if (!how.are_many)
+        actions[0][bits == 8][count - 1](p, from, row, sums);
+#else
+    actions[how.prepared][bits == 8][count - 1](p, from, row, sums);
+#endif
+}
+
 static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long first_row, int bits)
 {
     const long left = p->of.rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
-    const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (block_bytes(bits) / LINE + parts - 1) / parts;
-    const int prepared = !WHOLE_DWORDS && rows >= PREPARED_ROWS;
+    const way how = way_of(rows, bits);
+    const long parts = how.parts, lines = (block_bytes(bits) / LINE + parts - 1) / parts;
     floats sums[ROWS_AT_ONCE][REGISTERS];
     uint8_t room[TILES * GROUPS_AT_ONCE * PREPARED_BYTES] __attribute__((aligned(LINE)));
     memset(sums, 0, rows * sizeof *sums);
@@ -116,11 +202,11 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long
             from.tiles[tile] = block_at(p, first_tile + tile, group, bits);
             from.next[tile] = block_at(p, first_tile + tile, after, bits);
         }
-        if (prepared)
+        if (how.prepared)
             prepare_blocks(&from, room, bits);
         for (long part = 0, row = 0; part < parts; part++) {
             const long count = (rows - row + parts - part - 1) / (parts - part); /* about the same in each part */
-            actions[prepared][bits == 8][count - 1](p, &from, first_row + row, sums + row);
+            multiply_part_of_rows(p, &from, how, first_row + row, count, bits, sums + row);
             row += count;
             for (int tile = 0; tile < TILES; tile++)
                 from.next[tile] += groups * lines * LINE;
@@ -144,6 +230,7 @@ static ALWAYS_INLINE void multiply_part(const some_products *some, long number, 
     const product *p = some->products + at;
     for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
         multiply_tiles(p, (number - some->begins[at]) * TILES, row, bits);
+    leave_tiles();
 }
 
 static void multiply_by_4(const void *some, long number, int member) { multiply_part(some, number, 4); }

@@ -35,7 +35,7 @@ int runs_here(const char *library)
     int vnni = 0, vnni_of_avx = 0, bf16 = 0, tiles = 0;
 #if defined(__x86_64__)
     unsigned a, b, c, d;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) vnni = c >> 11 & 1, tiles = d >> 22 & 1 && d >> 24 & 1;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) vnni = c >> 11 & 1, tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) vnni_of_avx = a >> 4 & 1, bf16 = a >> 5 & 1;
 #endif
     if (strcmp(library, "avx512amx") == 0) return vnni && bf16 && tiles && tiles_are_given();

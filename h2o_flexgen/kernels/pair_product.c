@@ -6,6 +6,7 @@
 
 #include "pair_sums.h"
 #include "plain_rows.h"
+#include "plain_tiles.h"
 #include "tile_codes.h"
 
 enum { PLAIN_PAIRS = 0 };
@@ -50,7 +51,23 @@ static void fill_plain(const product *p, long output, long pair, long pairs, pan
 
 /* -- the product ------------------------------------------------------------------------------------------------------------- */
 
+#ifdef __AMX_BF16__
+/* A part of a product with one block of rows is a panel of outputs. */
+static void multiply_plain(const void *given, long number, int member)
+{
+    const some_products *some = given;
+    const long at = work_of_part(some->begins, some->count, number);
+    const product *p = product_number(some, at);
+    if (is_one_block(p)) {
+        multiply_plain_outputs(p, (number - some->begins[at]) * PANEL);
+        leave_tiles();
+    } else {
+        multiply_pairs(some, number, fill_plain);
+    }
+}
+#else
 static void multiply_plain(const void *some, long number, int member) { multiply_pairs(some, number, fill_plain); }
+#endif
 static void multiply_4(const void *some, long number, int member) { multiply_pairs(some, number, fill_4); }
 static void multiply_8(const void *some, long number, int member) { multiply_pairs(some, number, fill_8); }
 

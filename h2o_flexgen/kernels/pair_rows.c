@@ -22,17 +22,34 @@ static void arrange_block_of_pairs(const char *x, const product *p, long block, 
             }
     }
 }
+
+/* Of a plain matrix: pairs of all rows side by side, those above first, where there are no more rows than a block has. */
+static void arrange_for_plain(const char *x, const product *p, long block, long nbytes)
+{
+    const long above = rows_above(p->rows);
+    if (!is_one_block(p)) {
+        arrange_block_of_pairs(x, p, block, nbytes);
+        return;
+    }
+    arrange_some(x, above, p->columns, nbytes, FLOAT, (float *)p->x);
+    if (p->rows > above)
+        arrange_some(x + above * nbytes, p->rows - above, p->columns, nbytes, FLOAT, (float *)p->x + above * p->columns);
+}
 #else
 static void arrange_block_of_pairs(const char *x, const product *p, long block, long nbytes)
 {
     arrange_block(x, p, block, nbytes, FLOAT);
 }
+
+#define arrange_for_plain arrange_block_of_pairs
 #endif
 
+/* Arranges rows for a matrix with codes of any number of bits, or for a plain one (0). */
 void arrange_row_pairs(const void *given, int threads)
 {
     const rows_in_runs *of = given;
-    arrange_runs((arranging){of, NULL, of->inputs * 2, of->columns, .of_blocks = arrange_block_of_pairs}, threads);
+    const block_action of_blocks = of->bits ? arrange_block_of_pairs : arrange_for_plain;
+    arrange_runs((arranging){of, NULL, of->inputs * 2, of->columns, .of_blocks = of_blocks}, threads);
 }
 
 #endif

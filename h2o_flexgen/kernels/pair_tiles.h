@@ -1,6 +1,8 @@
-/* Tiles of registers (AMX): each thread says how large they are before it uses them, and gives them back. */
+/* The tiles of registers (AMX) that products of pairs use. */
 
 #pragma once
+
+#include "tile_registers.h"
 
 #ifdef __AMX_BF16__
 
@@ -8,13 +10,6 @@
 #define GROUP_PANELS 2
 #define GROUP_BLOCKS 24
 #define STEP 16 /* pairs of a row that lie side by side in a tile */
-
-#include "kernel.h"
-
-#include <immintrin.h>
-#include <stdint.h>
-
-enum { TILES = 8, LINE_OF_TILE = 64 };
 
 /* Numbers of tiles, as instructions are told them: rows above and below times a panel's outputs on the left and on the right. */
 #define ABOVE_LEFT 0
@@ -26,44 +21,45 @@ enum { TILES = 8, LINE_OF_TILE = 64 };
 #define LEFT 6
 #define RIGHT 7
 
-typedef struct {
-    uint8_t palette, start, none[14];
-    uint16_t bytes[16]; /* of a line of each tile */
-    uint8_t lines[16];
-} tile_sizes;
-
-static _Thread_local long rows_of_tiles; /* 0: there are none */
-
 static ALWAYS_INLINE long rows_above(long rows)
 {
     return (rows + 1) / 2;
 }
 
-/* Tiles of rows, and of their sums, have a half of a block of rows each. */
+/* Rows are lines. Tiles of rows, and of their sums, have a half of a block of rows each; a single row has no tile below. */
 static inline void use_tiles_of(long rows)
 {
-    if (rows_of_tiles == rows)
+    if (tiles_are_for == rows)
         return;
-    tile_sizes sizes = {.palette = 1};
-    for (int tile = 0; tile < TILES; tile++) {
-        const int is_below = tile == BELOW || tile == BELOW_LEFT || tile == BELOW_RIGHT;
-        const long lines = tile >= LEFT ? STEP : is_below ? rows - rows_above(rows) : rows_above(rows);
-        sizes.bytes[tile] = lines ? LINE_OF_TILE : 0; /* a single row has no tile below */
-        sizes.lines[tile] = lines;
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(sizes)); /* GCC 12's own function says that eight bytes are read, and drops the rest */
-    rows_of_tiles = rows;
+    const long above = rows_above(rows), below = rows - above;
+    tile_sizes sizes = {0};
+    size_tile(&sizes, ABOVE_LEFT, above, LINE_OF_TILE);
+    size_tile(&sizes, ABOVE_RIGHT, above, LINE_OF_TILE);
+    size_tile(&sizes, BELOW_LEFT, below, LINE_OF_TILE);
+    size_tile(&sizes, BELOW_RIGHT, below, LINE_OF_TILE);
+    size_tile(&sizes, ABOVE, above, LINE_OF_TILE);
+    size_tile(&sizes, BELOW, below, LINE_OF_TILE);
+    size_tile(&sizes, LEFT, STEP, LINE_OF_TILE);
+    size_tile(&sizes, RIGHT, STEP, LINE_OF_TILE);
+    take_tiles(sizes, rows);
 }
 
-static inline void leave_tiles(void)
+/* Outputs are lines, and rows are words of them. */
+static inline void use_turned_tiles_of(long rows)
 {
-    if (rows_of_tiles)
-        _tile_release();
-    rows_of_tiles = 0;
+    if (tiles_are_for == -rows)
+        return;
+    const long above = rows_above(rows) * sizeof(float), below = rows * sizeof(float) - above;
+    tile_sizes sizes = {0};
+    size_tile(&sizes, ABOVE_LEFT, LINES_OF_TILE, above);
+    size_tile(&sizes, ABOVE_RIGHT, LINES_OF_TILE, above);
+    size_tile(&sizes, BELOW_LEFT, below ? LINES_OF_TILE : 0, below);
+    size_tile(&sizes, BELOW_RIGHT, below ? LINES_OF_TILE : 0, below);
+    size_tile(&sizes, ABOVE, STEP, above);
+    size_tile(&sizes, BELOW, below ? STEP : 0, below);
+    size_tile(&sizes, LEFT, LINES_OF_TILE, LINE_OF_TILE);
+    size_tile(&sizes, RIGHT, LINES_OF_TILE, LINE_OF_TILE);
+    take_tiles(sizes, -rows);
 }
-
-#else
-
-static inline void leave_tiles(void) {}
 
 #endif

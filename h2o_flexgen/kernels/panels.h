@@ -60,6 +60,11 @@ static ALWAYS_INLINE long first_row(long block, long rows)
     return block * rows / parts_of(rows, MOST_ROWS);
 }
 
+static ALWAYS_INLINE int is_one_block(const product *p)
+{
+    return p->rows <= MOST_ROWS;
+}
+
 static ALWAYS_INLINE const float *block_of_x(const product *p, long block)
 {
     return p->x + first_row(block, p->rows) * p->columns;

@@ -18,7 +18,7 @@ from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
 from h2o_flexgen.kernels.native import KINDS, RECORDER, pointer, run
-from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, JoinedRuns, RowsInRuns, call, panel_products
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Arranged, JoinedRuns, RowsInRuns, call, panel_products
 from h2o_flexgen.kernels.raw_memory import address_of
 
 # -- plain product ---------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def pair_products(format: PlainFormat | Tiled, x: Factor, meetings: Sequence[Mee
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     bits = format.bits if isinstance(format, Tiled) else PLAIN_BITS
     assert x.values.dtype == torch.bfloat16 and (bits or all(meeting.data.dtype == torch.bfloat16 for meeting in meetings))
-    panel_products("pair_product", x, paired, meetings, out, told=bits)
+    panel_products("pair_product", x, paired if bits else paired_for_plain, meetings, out, told=bits)
 
 
 def pair_product_twin(format: PlainFormat | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -197,9 +197,13 @@ def pair_product_twin(format: PlainFormat | Tiled, x: Factor, data: Tensor, outp
     return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
 
 
-def paired(values: Tensor, runs: Runs) -> Arranged:
-    """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
+def _paired(values: Tensor, runs: Runs, bits: int) -> Arranged:
+    """Rows (..., inputs) block by block, in pairs of inputs: pair_rows.c says how."""
     joined, pairs = JoinedRuns.of(values, runs), groups_of(values.shape[-1]) * GROUP // 2
     out = torch.empty(len(joined.rows), 2 * pairs, dtype=values.dtype)
-    run("arrange_row_pairs", RowsInRuns.of(joined, out, pairs, PLAIN_BITS), torch.get_num_threads())
+    run("arrange_row_pairs", RowsInRuns.of(joined, out, pairs, bits), torch.get_num_threads())
     return Arranged(out, pairs, joined.places)
+
+
+paired: Arrange = partial(_paired, bits=4)  # or any other number of bits
+paired_for_plain: Arrange = partial(_paired, bits=PLAIN_BITS)

@@ -6,7 +6,7 @@
 
    Some groups of some tiles of outputs are prepared at a time: turned round, so that neighbours are the same inputs of neighbouring
    outputs, which registers of dot products want. They stay in the cache for all rows. For a single row codes stay as they lie, and
-   its dot products are turned, which are fewer. */
+   its dot products are turned, which are fewer. Where there are tiles of registers (int8_tiles.h), many rows use them. */
 
 #include "asked_products.h"
 #include "int8_dots.h"
@@ -14,6 +14,7 @@
 #define MOST_ROWS 4 /* the values of a group are there beside the dot products of its parts */
 #endif
 #include "int8_sums.h"
+#include "int8_tiles.h"
 #include "squares.h"
 #include "stored_values.h"
 #include "team.h"
@@ -102,8 +103,15 @@ static ALWAYS_INLINE words register_of_codes(const stored_row *row, long first, 
 #endif
 }
 
-/* The codes of a tile and a group, turned round. */
-static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int format, int whole, uint8_t *out)
+/* Codes from another zero on. */
+static ALWAYS_INLINE words less(words codes, int zero)
+{
+    typedef uint8_t narrow __attribute__((vector_size(4 * LANES)));
+    return (words)((narrow)codes - (uint8_t)zero);
+}
+
+/* The codes of a tile and a group, from their zero on and turned round. Only tiles of registers want another zero. */
+static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int format, int whole, int zero, uint8_t *out)
 {
     const long to_next = next_tiles(rows->matrix);
     for (int part = 0; part < PARTS; part++)
@@ -119,7 +127,8 @@ static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int 
 #pragma GCC unroll 16
             for (int at = 0; at < LANES; at++)
                 for (int plane = 0, planes = planes_of(bits_of(format)); plane < planes; plane++) {
-                    const words of_plane = planes == 1 ? square[at] : square[at] >> (4 * plane) & 0x0f0f0f0f;
+                    const words codes = WITH_TILES ? less(square[at], zero) : square[at];
+                    const words of_plane = planes == 1 ? codes : codes >> (4 * plane) & 0x0f0f0f0f;
                     memcpy(out + 4 * (TILE * (X_DWORDS * plane + dword + at) + LANES * part), &of_plane, sizeof of_plane);
                 }
         }
@@ -207,26 +216,26 @@ static ALWAYS_INLINE void rows_of_tile(const stored_matrix *matrix, int format, 
 }
 
 /* Some groups of a tile, from the beginning of a stretch on. */
-static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int format, long tile, long group, long groups, uint8_t *out)
+static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int format, long tile, long group, long groups, int zero, uint8_t *out)
 {
     const block_kind kind = kind_of(matrix, format);
     stored_row rows[TILE];
     rows_of_tile(matrix, format, tile, rows);
     for (long at = 0; at < groups; at++)
         if ((group + at + 1) * GROUP <= matrix->inputs)
-            prepare_codes(rows, (group + at) * GROUP, format, 1, out + at * bytes_of(kind));
+            prepare_codes(rows, (group + at) * GROUP, format, 1, zero, out + at * bytes_of(kind));
         else
-            prepare_codes(rows, (group + at) * GROUP, format, 0, out + at * bytes_of(kind));
+            prepare_codes(rows, (group + at) * GROUP, format, 0, zero, out + at * bytes_of(kind));
     for (long at = 0; at < groups; at += GROUPS_OF_STRETCH)
         prepare_shares(rows, (group + at) * GROUP, format, kind, out + at * bytes_of(kind));
 }
 
-typedef void (*prepare_action)(const stored_matrix *matrix, long tile, long group, long groups, uint8_t *out);
+typedef void (*prepare_action)(const stored_matrix *matrix, long tile, long group, long groups, int zero, uint8_t *out);
 
 #define PREPARE(FORM)                                                                                                            \
-    static void prepare_##FORM(const stored_matrix *matrix, long tile, long group, long groups, uint8_t *out)                    \
+    static void prepare_##FORM(const stored_matrix *matrix, long tile, long group, long groups, int zero, uint8_t *out)          \
     {                                                                                                                            \
-        prepare_tile(matrix, FORM, tile, group, groups, out);                                                                    \
+        prepare_tile(matrix, FORM, tile, group, groups, zero, out);                                                              \
     }
 #define PREPARES(FORM) prepare_##FORM,
 
@@ -306,23 +315,106 @@ typedef void (*action)(const product *p, const uint8_t *blocks, long first, long
 #else
 #define EACH_KIND(DO) DO(4, 1, 0) DO(4, 1, 1) DO(4, 2, 0) DO(4, 2, 1) DO(5, 2, 0) DO(5, 2, 1) DO(8, 2, 0) DO(6, 4, 0)
 #endif
+
+/* -- in tiles of registers ---------------------------------------------------------------------------------------------------- */
+
+#if WITH_TILES
+
+/* Adds some groups to the sums of some rows and a tile of outputs. */
+static ALWAYS_INLINE void multiply_in_tiles(const product *p, const uint8_t *blocks, long first, long groups, long row,
+                                            floats (*sums)[REGISTERS], int tile, int rows, block_kind kind)
+{
+    const long all_groups = p->of.groups, x_row = all_groups * GROUP, begin = row * all_groups + first;
+    const uint8_t *from = blocks + tile * GROUPS_AT_ONCE * bytes_of(kind);
+    _Alignas(LINE) dots_of_groups dots;
+    floats held[LINES_OF_TILE];
+    use_tiles_of(rows, kind.parts);
+#pragma GCC unroll 16
+    for (int next = 0; next < rows; next++)
+        held[next] = sums[next][tile];
+    dots_in_tiles(p->of.codes + begin * GROUP, x_row, from, kind.parts, !kind.minima, dots);
+    for (long group = 0; group < groups; group++) {
+        const uint8_t *block = from + group * bytes_of(kind);
+        const float *scales_of_x = p->of.scales + begin + group;
+        const int32_t *wholes = p->wholes + (begin + group) * kind.parts;
+        floats scales[MOST_PARTS], minima[MOST_PARTS];
+        if (group + 1 < groups)
+            dots_in_tiles(p->of.codes + (begin + group + 1) * GROUP, x_row, block + bytes_of(kind), kind.parts, !kind.minima,
+                          dots + (group + 1) % 2 * kind.parts);
+#pragma GCC unroll 4
+        for (int part = 0; part < kind.parts; part++) {
+            scales[part] = share_at(block, kind, 0, part, 0);
+            minima[part] = kind.minima ? share_at(block, kind, 1, part, 0) : scales[part];
+        }
+#pragma GCC unroll 16
+        for (int next = 0; next < rows; next++) {
+            floats values = {0};
+#pragma GCC unroll 4
+            for (int part = 0; part < kind.parts; part++) {
+                const integers dot = LOAD(integers, dots[group % 2 * kind.parts + part][next]);
+                floats value = rounded(__builtin_convertvector(dot, floats) * scales[part]);
+                if (kind.minima) {
+                    const integers whole = wholes[next * all_groups * kind.parts + part] - (integers){0};
+                    value += rounded(__builtin_convertvector(whole, floats) * minima[part]);
+                }
+                values = part ? values + value : value;
+            }
+            held[next] += rounded(values * scales_of_x[next * all_groups]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int next = 0; next < rows; next++)
+        sums[next][tile] = held[next];
+}
+
+typedef void (*tiles_action)(const product *p, const uint8_t *blocks, long first, long groups, long row, floats (*sums)[REGISTERS],
+                             int tile);
+
+#define DEFINED_IN_TILES(ROWS, BITS, PARTED, MINIMA)                                                                             \
+    static void in_tiles_##ROWS##_##BITS##_##PARTED##_##MINIMA(const product *p, const uint8_t *blocks, long first, long groups, \
+                                                               long row, floats (*sums)[REGISTERS], int tile)                    \
+    {                                                                                                                            \
+        multiply_in_tiles(p, blocks, first, groups, row, sums, tile, ROWS, (block_kind){BITS, PARTED, MINIMA});                  \
+    }
+#define NAMED_IN_TILES(ROWS, BITS, PARTED, MINIMA) in_tiles_##ROWS##_##BITS##_##PARTED##_##MINIMA,
+#define EACH_DEFINED_IN_TILES(...) EACH_IN_TILES(DEFINED_IN_TILES, __VA_ARGS__)
+#define IN_TILES(...) {{__VA_ARGS__}, {ALL_ROWS(NAMED, __VA_ARGS__)}, {EACH_IN_TILES(NAMED_IN_TILES, __VA_ARGS__)}},
+
+/* Where scaling takes longest, registers are as fast (measured). */
+#define EACH_KIND_IN_TILES(DO) DO(8, 1, 0) DO(8, 1, 1) DO(8, 2, 0)
+#define EACH_OTHER_KIND(DO) DO(8, 2, 1) DO(8, 4, 0)
+
+EACH_KIND_IN_TILES(EACH_DEFINED_IN_TILES)
+
+#else
+#define EACH_KIND_IN_TILES(DO)
+#define EACH_OTHER_KIND EACH_KIND
+#endif
+
+/* -- by kinds of blocks ------------------------------------------------------------------------------------------------------- */
+
 #define EACH_DEFINED(...) ALL_ROWS(DEFINED, __VA_ARGS__)
 #define EACH_LISTED(...) {{__VA_ARGS__}, {ALL_ROWS(NAMED, __VA_ARGS__)}},
 
 EACH_KIND(EACH_DEFINED)
 
-static const struct {
+typedef struct {
     block_kind kind;
     action actions[MOST_ROWS];
-} kinds[] = {EACH_KIND(EACH_LISTED)};
+#if WITH_TILES
+    tiles_action in_tiles[NUMBERS_IN_TILES]; /* NULL: tiles would not be faster */
+#endif
+} kind_actions;
 
-static const action *actions_of(block_kind kind)
+static const kind_actions kinds[] = {EACH_KIND_IN_TILES(IN_TILES) EACH_OTHER_KIND(EACH_LISTED)};
+
+static const kind_actions *actions_of(block_kind kind)
 {
     for (unsigned at = 0; at < sizeof kinds / sizeof *kinds; at++)
         if (kinds[at].kind.parts == kind.parts && kinds[at].kind.minima == kind.minima &&
             (WHOLE_DWORDS || kinds[at].kind.bits == kind.bits))
-            return kinds[at].actions;
-    return kinds->actions; /* there is no such format */
+            return kinds + at;
+    return kinds; /* there is no such format */
 }
 
 /* -- one row ------------------------------------------------------------------------------------------------------------------ */
@@ -424,10 +516,54 @@ static const tile_action tile_actions[] = {EACH_FORM(MULTIPLIES_TILE)};
 
 /* -- the order of the work ---------------------------------------------------------------------------------------------------- */
 
-static ALWAYS_INLINE void multiply_tiles(const product *p, int format, const action *actions, long first_tile, long first_row)
+/* Some groups of some tiles that are prepared, as they lie in the cache. */
+typedef struct {
+    const uint8_t *blocks;
+    long first, groups;
+    const kind_actions *of_kind;
+} prepared_tiles;
+
+/* Adds them to the sums of some rows. `zero` is that of all codes. */
+static void multiply_in_registers(const product *p, prepared_tiles with, long first_row, long rows, int zero, floats (*sums)[REGISTERS])
+{
+    const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (long part = 0, row = 0; part < parts; part++) {
+        const long count = (rows - row + parts - part - 1) / (parts - part); /* about the same in each part */
+        with.of_kind->actions[count - 1](p, with.blocks, with.first, with.groups, first_row + row, zero, sums + row);
+        row += count;
+    }
+}
+
+#if WITH_TILES
+/* The same where codes begin at their zero, or have minima. */
+static void multiply_many(const product *p, prepared_tiles with, long first_row, long rows, floats (*sums)[REGISTERS])
+{
+    for (long block = 0, blocks = blocks_in_tiles(rows); block < blocks; block++) {
+        const long row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
+        const tiles_action multiply_block = with.of_kind->in_tiles[count - FEWEST_IN_TILES];
+        for (int tile = 0; tile < TILES; tile++)
+            multiply_block(p, with.blocks, with.first, with.groups, first_row + row, sums + row, tile);
+    }
+}
+
+static ALWAYS_INLINE int are_many(const kind_actions *of_kind, long rows)
+{
+    return rows >= FEWEST_ROWS && *of_kind->in_tiles;
+}
+#else
+static ALWAYS_INLINE void multiply_many(const product *p, prepared_tiles with, long first_row, long rows, floats (*sums)[REGISTERS]) {}
+
+static ALWAYS_INLINE int are_many(const kind_actions *of_kind, long rows)
+{
+    return 0;
+}
+#endif
+
+static ALWAYS_INLINE void multiply_tiles(const product *p, int format, const kind_actions *of_kind, long first_tile, long first_row)
 {
     const long left = p->of.rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
-    const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, turns = (p->of.groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+    const long turns = (p->of.groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+    const int in_tiles = are_many(of_kind, rows), zero = in_tiles && !of_kind->kind.minima ? usual_zero(format) : 0;
     floats sums[ROWS_AT_ONCE][REGISTERS];
     uint8_t room[TILES * GROUPS_AT_ONCE * MOST_BYTES] __attribute__((aligned(LINE)));
     const long size = bytes_of(kind_of(&p->matrix, format));
@@ -436,12 +572,12 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, int format, const act
         const long group = turn * GROUPS_AT_ONCE, behind = p->of.groups - group;
         const long groups = behind < GROUPS_AT_ONCE ? behind : GROUPS_AT_ONCE;
         for (int tile = 0; tile < TILES; tile++)
-            prepare_actions[format](&p->matrix, first_tile + tile, group, groups, room + tile * GROUPS_AT_ONCE * size);
-        for (long part = 0, row = 0; part < parts; part++) {
-            const long count = (rows - row + parts - part - 1) / (parts - part); /* about the same in each part */
-            actions[count - 1](p, room, group, groups, first_row + row, usual_zero(format), sums + row);
-            row += count;
-        }
+            prepare_actions[format](&p->matrix, first_tile + tile, group, groups, zero, room + tile * GROUPS_AT_ONCE * size);
+        const prepared_tiles with = {room, group, groups, of_kind};
+        if (in_tiles)
+            multiply_many(p, with, first_row, rows, sums);
+        else
+            multiply_in_registers(p, with, first_row, rows, usual_zero(format), sums);
     }
     finish(&p->of, first_row, rows, first_tile, sums);
 }
@@ -456,7 +592,7 @@ static ALWAYS_INLINE void multiply_one_row(const product *p, int format, long fi
 
 typedef struct {
     const product *products;
-    const action *actions;
+    const kind_actions *of_kind;
     const long *begins; /* of the parts of each */
     long count;
     int format;
@@ -474,7 +610,8 @@ static void multiply_part(const void *given, long number, int member)
         return;
     }
     for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
-        multiply_tiles(p, some->format, some->actions, first, row);
+        multiply_tiles(p, some->format, some->of_kind, first, row);
+    leave_tiles();
 }
 
 /* Some products with matrices of one format. */

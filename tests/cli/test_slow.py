@@ -12,8 +12,8 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import (
     NO_KERNELS,
     NO_TRITON,
+    compute_reason,
     experts_reason,
-    int8_reason,
     kernel_reasons,
     say_slow,
 )
@@ -117,26 +117,45 @@ def block(format: str = "group4", compute: str = "exact") -> BlockPlan:
 
 
 def test_exact_products_are_named_where_rounded_ones_are_much_faster() -> None:
-    (line,) = int8_reason(block(), machine(2e6))
+    (line,) = compute_reason(block(), machine(2e6))
     assert line == (
         "products are exact; --compute int8 would be 2.0 times as fast, says the profile of this one; "
         "it rounds activations to 8 bits"
     )
 
 
+def test_rounded_products_are_named_where_exact_ones_are_faster() -> None:
+    (line,) = compute_reason(
+        block(compute="int8"), replace(machine(1e6), packed_flops_per_s={"int8 tiles4": ((1, 1e6),), "tiles4": ((1, 1.2e6),)})
+    )
+    gain = "exact ones would be 1.2 times as fast, says the profile of this one"
+    assert line == f"products are in 8 bits; {gain}; leave --compute int8 out"
+
+
 @pytest.mark.parametrize(
     ("planned", "known"),
     [
         (block(), machine(1.2e6)),
+        (
+            block(compute="int8"),
+            replace(machine(1e6), packed_flops_per_s={"int8 tiles4": ((1, 1e6),), "tiles4": ((1, 1.05e6),)}),
+        ),
         (block(compute="int8"), machine(9e6)),
         (block("plain"), machine(9e6)),
         (block(), replace(machine(9e6), packed_flops_per_s={})),
         (block(), replace(machine(9e6), packed_flops_per_s={"tiles4": ((1, 1e3),)})),
     ],
-    ids=["a little faster", "rounded already", "not packed", "not measured", "only exact ones measured"],
+    ids=[
+        "a little faster",
+        "exact ones a little faster",
+        "rounded already",
+        "not packed",
+        "not measured",
+        "only exact ones measured",
+    ],
 )
 def test_otherwise_nothing_is_said_of_products(planned: BlockPlan, known: Machine) -> None:
-    assert list(int8_reason(planned, known)) == []
+    assert list(compute_reason(planned, known)) == []
 
 
 def experts(

@@ -13,7 +13,7 @@ from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used
 
-ROWS = (*range(1, 14), 64, 257, 600)
+ROWS = (*range(1, 14), *range(17, 33), 64, 257, 600)
 SHAPES = [(1, 64), (3, 5), (16, 640), (130, 100), (33, 576), (576, 70)]  # outputs, inputs
 
 
@@ -76,11 +76,11 @@ def test_extreme_codes_do_not_saturate(variant: str, bits: int) -> None:
     blocks[..., : TILE * format.as_rows.code_bytes] = 255
     blocks[..., TILE * format.as_rows.code_bytes + 1 :: 2][..., : 2 * TILE] = 0x3F  # scales and minima of 0.5
     for sign in (1.0, -1.0):
-        x = torch.full((9, 128), sign)
+        x = torch.full((17, 128), sign)
         with used(variant):
             found = int8_product(format, Factor(x), blocks.flatten(1), 16, None)
         dot = 128 * 127 * (2**bits - 1)
-        assert torch.allclose(found, torch.full((9, 16), sign * (dot + 128 * 127) * 0.5 / 127), rtol=1e-6)
+        assert torch.allclose(found, torch.full((17, 16), sign * (dot + 128 * 127) * 0.5 / 127), rtol=1e-6)
         assert torch.equal(found, int8_product_twin(format, Factor(x), blocks.flatten(1), 16, None))
 
 

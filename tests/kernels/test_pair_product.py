@@ -17,7 +17,7 @@ from tests.kernels.variants import WITH_PAIRS, used
 
 FORMATS: list[PlainFormat | Tiled] = [PlainFormat(), Tiled(4), Tiled(8)]
 SHAPES = [(1, 64), (3, 5), (16, 640), (130, 100), (33, 1024), (97, 577)]  # outputs, inputs
-ROWS = (*range(1, 15), 24, 25, 40, 800)
+ROWS = (*range(1, 18), 24, 25, 31, 32, 33, 40, 800)
 TOLERANCE = 4e-3  # of the sum of what is added up: one rounding
 
 pytestmark = pytest.mark.parametrize("variant", WITH_PAIRS)
@@ -63,14 +63,15 @@ def test_what_is_no_number_stays_none(variant: str, format: PlainFormat | Tiled,
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_threads_change_nothing(variant: str, format: PlainFormat | Tiled) -> None:
+@pytest.mark.parametrize("rows", [20, 40])
+def test_threads_change_nothing(variant: str, format: PlainFormat | Tiled, rows: int) -> None:
     data, before = stored(format, 130, 320), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             with used(variant):
-                found.append(pair_product(format, Factor(values(40, 320)), data, 130, None))
+                found.append(pair_product(format, Factor(values(rows, 320)), data, 130, None))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

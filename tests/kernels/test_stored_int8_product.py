@@ -24,7 +24,7 @@ Whole = Blocked | Fp4 | Int4
 FORMS: tuple[Whole, ...] = (*BLOCKED, MXFP4_SECTIONS, *INT4)
 # one of each kind of loop, with every number of rows; the others are held to the twin with some
 KINDS = [Int4(64, "float16", False, False), Int4(128, "bfloat16", True, True), *BLOCKED]
-ROWS = (*range(1, 8), 13, 64, 258)
+ROWS = (*range(1, 8), *range(17, 33), 64, 258)
 
 
 def values_of(format: Whole, data: Tensor, outputs: int, inputs: int) -> Tensor:
@@ -83,7 +83,7 @@ def test_extreme_codes_do_not_saturate(variant: str) -> None:
     """All codes are the largest or the least and x has the largest magnitude: sums reach their limits."""
     for format in KINDS:
         for byte, sign in itertools.product((0, 255), (1.0, -1.0)):
-            data, x = random_matrix(format, 17, 256), torch.full((7, 256), sign)
+            data, x = random_matrix(format, 17, 256), torch.full((17, 256), sign)
             codes = data.view(17, -1, format.block_bytes)[..., -16:] if isinstance(format, Blocked) else data[:, : 17 * 128]
             codes.fill_(byte)
             if format.name == "q6_K":
