@@ -125,6 +125,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--load", type=argument_of(Load.of), default=Load(64, 64), metavar="P+G", help="tokens of a prompt + to generate")
     add("--rows", type=int, nargs="+", default=[128, 512], help="of ours")
     add("--their-rows", type=int, nargs="+", default=[1, 16, 64], help="of llama.cpp")
+    add("--graphs", default="auto", help="of ours: what is recorded of hundreds of rows may be more than --memory has room for")
     add("--rows-at-once", type=int, default=512, help="of ours, in a batch")
     add("--resident", type=float, metavar="PERCENT", help="of our weights, in memory (default: what fits beside the rest)")
     add("--steps", type=int, default=4, help="decode steps that are timed")
@@ -149,7 +150,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
     share = {} if args.resident is None else {"percent": (0, args.resident, 0, 100, 0, 100)}
-    ours = {**KEPT, "buffers": BUFFERS, "rows_at_once": args.rows_at_once, **share}
+    ours = {**KEPT, "buffers": BUFFERS, "graphs": args.graphs, "rows_at_once": args.rows_at_once, **share}
     return [
         Contender(OURS, OURS, ours, computes="rows in bfloat16"),
         Contender(f"{OURS}, int8", OURS, {**ours, "compute": INT8}, computes="rows in int8", arithmetic=INT8),

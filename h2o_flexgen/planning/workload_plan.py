@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import TypeVar
 
-from h2o_flexgen.core.allowed_values import Bounds
+from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefix_groups import ROOM_TOKENS, room_of
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
@@ -19,7 +19,7 @@ from h2o_flexgen.core.workload import MOST_TOKENS, Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.memory_limits import MemoryLimits
-from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.planning.plan import OFF, Plan, Shares
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -85,8 +85,10 @@ class DoesNotFit(ValueError):
 
 
 def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
-    """The nearest plans that fit: a smaller batch, or less of the weights and KV in memory."""
+    """The nearest plans that fit: one without graphs, a smaller batch, or less of the weights and KV in memory."""
     found = []
+    if asked.plan.graphs == AUTO and replace(asked, plan=replace(asked.plan, graphs=OFF)).fits(limits):
+        found.append(f"graphs {OFF}")
     for size in _halves(asked.plan.gpu_batch_size):
         plan = replace(asked.plan, gpu_batch_size=size)
         if replace(asked, plan=plan).fits(limits):

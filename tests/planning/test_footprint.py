@@ -690,6 +690,8 @@ def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
         plan = replace(request.plan, gpu_batch_size=int(both[1])).with_percent([float(value) for value in both[2].split()])
         return [replace(request, plan=plan.at(request.site))]
     found = []
+    if " graphs off" in message:
+        found.append(replace(request, plan=replace(request.plan, graphs="off")))
     if size := re.search(r"gpu_batch_size (\d+)", message):
         found.append(replace(request, plan=replace(request.plan, gpu_batch_size=int(size[1]))))
     if percent := re.search(r"percent ([\d. ]+?)(?: or |$)", message):
@@ -717,6 +719,16 @@ def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: st
         each.refuse_what_does_not_fit(limits)
     if share >= 0.7:
         assert plans, message
+
+
+def test_a_refusal_says_where_a_plan_without_graphs_would_fit() -> None:
+    request = replace(request_of((0, 100, 0, 100, 0, 100), accelerator=False), site=Site(processor=Processor(build="avx2")))
+    without = replace(request, plan=replace(request.plan, graphs="off"))
+    assert without.footprint.total(HOST) < request.footprint.total(HOST)
+    for least, is_named in ((without.footprint.total(HOST), True), (without.footprint.total(HOST) - 1, False)):
+        with pytest.raises(ValueError, match="would fit: ") as caught:
+            request.refuse_what_does_not_fit(MemoryLimits(host=least))
+        assert ("graphs off" in str(caught.value)) == is_named
 
 
 @pytest.mark.parametrize(
