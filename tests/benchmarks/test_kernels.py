@@ -24,7 +24,7 @@ def test_each_line_is_a_share_of_a_limit_of_the_same_run(small: dict[str, object
         assert line["ceiling"] == limits[line["limit"]] > 0 and 0 < line["aim"] < 1
         assert line["share"] == pytest.approx(line["measured"] / line["ceiling"]) and line["share"] > 0
     assert {line["limit"] for line in small["rows"]} == set(limits)
-    assert set(limits) == {"read", "copy", "products", "plain reading", "peak of bf16", "peak of fp32"}
+    assert set(limits) == {"read", "in place", "copy", "products", "plain reading", "peak of bf16", "peak of fp32"}
 
 
 def test_notes_have_a_figure_for_each_twin_in_torch(small: dict[str, object]) -> None:
