@@ -301,7 +301,7 @@ def test_what_a_closed_conversation_held_is_let_go_of_before_the_next_workload(c
     with Case("llama-gqa", MIXES[3], policy=ROLLING).open(checkpoints, offload) as llm:
         with llm.converse(CONTEXT) as talk:
             talk.reply(TURNS[0], GREEDY)
-            (store,) = talk._kv._stores
+            (store,) = talk._stores.kv._stores
             held = [weakref.ref(tensor) for tensor in store._in_memory.values()]
             held += [weakref.ref(unit.cache) for unit in store._units.values() if unit.cache is not None]
             assert held and all(one() is not None for one in held)

@@ -16,6 +16,7 @@ from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.models.config_values import Config
 
 ORIGINAL_LENGTH, QUERY_SHARE = "original_max_position_embeddings", "llama_4_scaling_beta"
+WIDTH = "width"  # of what is rotated of a head, beside what a config says of a scaling
 STRETCH_OF_ALL = "mscale_all_dim"
 
 
@@ -124,7 +125,7 @@ class Rope:
             )
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
         stretch = STRETCHES[self.kind](self.scaling) if self.kind in STRETCHES else 1.0
-        return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, **self.scaling}), stretch)
+        return Rotary(SCALINGS[self.kind](frequencies, {"rope_theta": self.theta, WIDTH: width, **self.scaling}), stretch)
 
     def of_queries(self, rotary: Rotary) -> LongerQueries | None:
         """The rotation of queries, if it is another one than that of keys."""
@@ -195,20 +196,20 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them by their
     number."""
-    count, length = len(frequencies), _positive(scaling, ORIGINAL_LENGTH)
+    width, length = scaling[WIDTH], _positive(scaling, ORIGINAL_LENGTH)
     if scaling["rope_theta"] == 1:
         raise ValueError("rope_theta is 1, by which all values rotate alike, but YaRN tells them apart; download it again")
 
     def number(turns: float) -> float:
         """The number of the wave that fits so often into the original length."""
-        return count * math.log(length / (turns * 2 * math.pi)) / math.log(_positive(scaling, "rope_theta"))
+        return width / 2 * math.log(length / (turns * 2 * math.pi)) / math.log(_positive(scaling, "rope_theta"))
 
     low, high = (number(_positive_or(scaling, name, usual)) for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * count - 1)
+    low, high = max(low, 0), min(high, width - 1)
     between = high - low or 0.001  # below 0 where all waves fit often, or beta_fast is below beta_slow
-    stretched = ((torch.arange(count, dtype=torch.float32) - low) / between).clamp(0.0, 1.0)
+    stretched = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / between).clamp(0.0, 1.0)
     return frequencies * (1.0 - stretched) + frequencies / _positive(scaling, "factor") * stretched
 
 

@@ -21,7 +21,7 @@ from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
 from h2o_flexgen.core.option import Option, flags_written, options_of
 from h2o_flexgen.core.units import SIZE
 from h2o_flexgen.formats.table import of_rows
-from h2o_flexgen.planning.plan import Plan, RowCodec
+from h2o_flexgen.planning.plan import Plan, RowCodec, Shares, TierShares
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING
 
@@ -84,6 +84,8 @@ def another(option: Option) -> object:
     if isinstance(allowed, (Choice, RowCodec)):
         names = of_rows() if isinstance(allowed, RowCodec) else allowed.names
         return next(name for name in reversed([*names]) if name != option.default)
+    if isinstance(allowed, TierShares):
+        return Shares(0.25, 0.5)
     assert isinstance(allowed, Bounds)
     return allowed.most
 

@@ -115,7 +115,7 @@ def test_bounds_of_few_blocks_tell_those_of_all(accelerator: bool) -> None:
     spec = with_many_heads(blocks=8)
     case = case_of(accelerator, lengths=[[30, 20]], spec=spec, **uneven(8, 4))
     plan = case.with_shares().with_percent((0,) * 6)
-    found, whole = case._of_all_blocks(plan, case.block), case._bounds_of(plan, case.block)
+    found, whole = case._bounds(plan), case._bounds_of(plan)
     assert len(case._other_blocks) > 2
     for one, other in zip(found, whole, strict=True):
         assert one == pytest.approx(other)

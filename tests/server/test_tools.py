@@ -274,8 +274,13 @@ def test_a_stream_says_what_the_whole_answer_says(template: str, text: str, reas
             known["function"]["arguments"] += call["function"]["arguments"]
     message = choice["message"]
     assert (joined["content"], joined["reasoning_content"]) == (message["content"] or "", message.get("reasoning_content", ""))
-    made = [{name: value for name, value in call.items() if name != "index"} for call in joined.get("tool_calls", {}).values()]
-    assert made == message.get("tool_calls", [])
+    made = [without(call, "index", "id") for call in joined.get("tool_calls", {}).values()]
+    assert made == [without(call, "id") for call in message.get("tool_calls", [])]
+    assert len({call["id"] for call in joined.get("tool_calls", {}).values()}) == len(made)
+
+
+def without(call: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name not in names}
 
 
 class SaysHalfACharacter(AnswerReader):
