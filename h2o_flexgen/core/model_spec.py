@@ -548,11 +548,16 @@ class ModelSpec:
         attention = 4.0 * self.heads * self.at(layer).head_dim * context if spec.has_kv else 0.0
         return rows * (2.0 * spec.matmul_values * counted + attention * tokens)
 
+    @property
+    def can_attend_on_host(self) -> bool:
+        """Whether others may attend for its layers: each with an attention can be cut there."""
+        return all(layer.halves is not None for layer in self.layers if layer.has_kv)
+
     def cut_at_attention(self) -> ModelSpec:
         """The same model with layers that end where an attention is over: what comes after it begins the next one. Blocks
         that are one layer and those that are two come out the same. For prompts the host does not attend: they pass layers
         that end behind an attention, and so hand on no outcome of it beside their hidden states."""
-        if any(layer.has_kv and layer.halves is None for layer in self.layers):
+        if not self.can_attend_on_host:
             raise ValueError(
                 f"attention of {self.name} has a gate, which is not there where the CPU attends; leave attend_on 'host' out "
                 "(on the command line --cpu-cache-compute)"

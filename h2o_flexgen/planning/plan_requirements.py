@@ -110,12 +110,18 @@ class PlanRequirements:
             codecs=tuple(pair for pair in self.codecs if spec.can_keep(pair[1])),
             computes=self.computes,
             buffers=() if plan.buffers == 1 or plan.has_own_buffers else self.buffers,  # without overlap there is one
-            attend_on=self.attend_on,
+            attend_on=self._attending(plan, spec),
             batch_sizes=self.batch_sizes,
             batches=self.batches,
             latency_limit=self.latency_limit,
             prefer=self.prefer,
         )
+
+    def _attending(self, plan: Plan, spec: ModelSpec) -> tuple[str, ...]:
+        """The allowed processors that can attend. Where the host attends under the plan, layers are cut there already."""
+        if HOST not in self.attend_on or plan.attend_on == HOST or spec.can_attend_on_host:
+            return self.attend_on
+        return tuple(where for where in self.attend_on if where != HOST) or self.attend_on
 
     def _checked(self, plan: Plan, model: Callable[[Plan], ModelSpec]) -> ModelSpec:
         """The model's sizes under the plan. Products that none of the allowed codecs can have are refused."""

@@ -17,6 +17,7 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.models import create_model
 from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
@@ -33,6 +34,7 @@ from h2o_flexgen.planning.search import (
     search,
 )
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
+from tests.helpers.tiny import tiny_config
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
 from tests.planning.worlds import of_slices, tiny_spec, with_experts
@@ -136,6 +138,30 @@ def test_the_host_attends_where_that_is_faster() -> None:
     fetched, best = (search(replace(crowded, attend_on=who)).best for who in ((DEVICE,), (DEVICE, HOST)))
     assert best.plan.attend_on == HOST and best.plan.kv.device < 1
     assert best.tokens_per_second > 2 * fetched.tokens_per_second
+
+
+def opened(kind: str) -> Callable[[Plan], ModelSpec]:
+    """A model as it is kept under a plan: cut where the host attends."""
+
+    def under(plan: Plan) -> ModelSpec:
+        spec = create_model(tiny_config(kind), "float32").spec
+        spec = spec.cut_at_attention() if plan.attend_on == HOST else spec
+        return spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
+
+    return under
+
+
+def test_the_host_is_not_asked_where_it_cannot_attend() -> None:
+    """Attention with a gate cannot be cut."""
+    need, both = PlanNeed(Workload.uniform(8, 20, 10)), PlanRequirements(Plan(), batch_sizes=(2,), batches=(1,))
+    told = PlanRequirements(Plan(attend_on=HOST), attend_on=(HOST,))
+    gated, cut = (PlanSubject(opened(kind), MemoryLimits(), Site(True)) for kind in ("qwen3-5", "llama-gqa"))
+    asked = both.problem(on(SLOW, True), gated, need)
+    assert asked.attend_on == (DEVICE,) and search(asked).best.plan.attend_on == DEVICE
+    assert both.problem(on(SLOW, True), cut, need).attend_on == (DEVICE, HOST)
+    assert told.problem(on(SLOW, True), cut, need).attend_on == (HOST,)
+    with pytest.raises(ValueError, match="has a gate"):
+        told.problem(on(SLOW, True), gated, need)
 
 
 def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
