@@ -13,13 +13,17 @@ from unittest.mock import patch
 import pytest
 
 from h2o_flexgen.core.option import options_of
-from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.prefix_groups import SharedPrefix
+from h2o_flexgen.core.site import HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.row_states import OpenStates, StateStore
 from h2o_flexgen.formats.kernel_table import EXACT, INT8
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.models import create_model
+from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Task
 from tests import test_conversation as talks
@@ -27,6 +31,7 @@ from tests import test_stream as stream
 from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.pairwise import in_turn, on_devices
 from tests.helpers.refusals import one_line
+from tests.helpers.tiny import tiny_config
 from tests.planning.test_cost import assert_moved_as_predicted
 
 KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short")
@@ -207,24 +212,27 @@ def test_states_that_stay_where_their_rows_were_are_found(checkpoints: Checkpoin
 # -- plans -----------------------------------------------------------------------------------------------------------------
 
 
-def refused_by(checkpoints: Checkpoints, offload: Path, work: Callable[[Any], object], **options: Any) -> str:
-    with Case("lfm2", ON_DISK).open(checkpoints, offload, **options) as llm:
-        said = one_line(lambda: work(llm))
-        assert llm.loaded._engine is None, "weights were loaded before it was refused"
-    return said
+OF_HEADS = {"kv_policy": "h2o", "kv_budget": 0.5, "head_budgets": HeadBudgets("tiny", "made up", (0.5,), (((0.6, 0.4),),))}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"kv_policy": "kvzip", "kv_budget": 0.5}, {}, "kv_policy 'kvzip'"),
+    (OF_HEADS, {}, "head budgets"),
+    ({"pipeline": 2}, {}, "a pipeline of 2 devices"),
+    ({}, {"prefixes": (SharedPrefix(0, 4),) * 2, "gen_lens": (3, 3)}, "prefixes that rows share"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "work", "what"),
-    [
-        ({"kv_policy": "kvzip", "kv_budget": 0.5}, lambda llm: llm.generate("one"), "kv_policy 'kvzip'"),
-    ],
-)
-def test_what_is_not_done_yet_is_refused(
-    options: dict[str, Any], work: Callable[[Any], object], what: str, checkpoints: Checkpoints, offload: Path
-) -> None:
-    said = refused_by(checkpoints, offload, work, **options)
-    assert said.startswith("rows of ") and "have a state in some layers" in said and what in said
+@pytest.mark.parametrize(("options", "of_rows", "what"), REFUSED, ids=[what for _, _, what in REFUSED])
+def test_what_is_not_done_yet_is_refused(options: dict[str, Any], of_rows: dict[str, Any], what: str) -> None:
+    spec, plan = create_model(tiny_config("lfm2"), "float32").spec, Plan.create(**options)
+    rows = Workload((5, 6), 3, **of_rows)
+    said = one_line(lambda: BlockPlans.of(spec, plan, rows, Site(True)))
+    assert said.startswith(f"rows of {spec.name} have a state in some layers") and what in said
+
+
+def test_it_is_refused_before_weights_are_loaded(checkpoints: Checkpoints, offload: Path) -> None:
+    with Case("lfm2", ON_DISK).open(checkpoints, offload, kv_policy="kvzip", kv_budget=0.5) as llm:
+        assert "have a state in some layers" in one_line(lambda: llm.generate("one"))
+        assert llm.loaded._engine is None
 
 
 def test_attention_with_a_gate_is_not_for_the_host(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:

@@ -58,7 +58,7 @@ class BlockPlan:
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
         if spec.state_layers:
-            _refuse_what_states_cannot(spec, plan)
+            _refuse_what_states_cannot(spec, plan, block)
         elif plan.state is not None:
             raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
         if plan.policy.echoes:
@@ -151,12 +151,14 @@ def _refuse_rows_of_a_pipeline(plan: Plan, block: Block) -> None:
         raise ValueError(f"a pipeline of {plan.pipeline} devices is for blocks of prompts, not for {what}; give pipeline=1")
 
 
-def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan) -> None:
+def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan, block: Block) -> None:
     """Refuses what is not done yet for layers in which rows have a state."""
+    shares = any(batch.longest_prefix for batch in block.batches)
     advice = {
         f"a pipeline of {plan.pipeline} devices": plan.pipeline > 1 and "give pipeline=1",
         f"kv_policy {plan.kv_policy!r}, which reads prompts twice,": plan.policy.echoes and "take another policy",
         "head budgets": plan.head_budgets is not None and "leave them out",
+        "prefixes that rows share": shares and "give shared_prefixes=False",
     }
     for what, instead in advice.items():
         if instead:
