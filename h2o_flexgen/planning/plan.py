@@ -297,6 +297,13 @@ class Plan:
         return self.shared_prefixes and self.pipeline == 1 and SCHEDULES[self.schedule].keeps_step
 
     @property
+    def why_none_are_shared(self) -> str:
+        """The reason why no prefixes are shared, where none are. Layers that cannot share them have switched them off."""
+        if not self.shared_prefixes:
+            return "they are off, or the model's layers have windows or states"
+        return f"schedule {self.schedule!r} cannot" if self.pipeline == 1 else f"a pipeline of {self.pipeline} devices cannot"
+
+    @property
     def copies_prefixes(self) -> bool:
         """Whether rows take shared prefixes into their own slots."""
         return self.prefix_policy == JUDGED

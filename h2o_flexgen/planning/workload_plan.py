@@ -205,8 +205,7 @@ def _of_one(plan: Plan, prompt_len: int) -> int:
 def _checked(plan: Plan, asked: int) -> int:
     room: int = ROOM.value("prefix_room", asked)
     if room and not plan.shares_prefixes:
-        off = "they are off, or the model's layers have windows"
-        why = f"schedule {plan.schedule!r} cannot" if plan.shared_prefixes else off
+        why = plan.why_none_are_shared
         raise ValueError(f"prefix_room is {room}, but no prefixes are shared ({why}); leave prefix_room out")
     if 0 < room < plan.least_prefix:
         raise ValueError(f"prefix_room is {room}, and a prefix has {plan.least_prefix} tokens at least; give more, or 0")

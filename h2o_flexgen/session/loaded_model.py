@@ -208,9 +208,7 @@ class LoadedModel:
     def _refuse_useless_folder(self) -> None:
         """Refuses a folder of prefixes where none are shared."""
         if (site := self.request.site).prefix_dir is not None and not self.plan.shares_prefixes:
-            off = "they are off, or layers have windows or states"
-            why = f"schedule {self.plan.schedule!r} cannot" if self.plan.shared_prefixes else off
-            given = site.named("prefix_dir")
+            given, why = site.named("prefix_dir"), self.plan.why_none_are_shared
             raise ValueError(f"{given} is {shown(str(site.prefix_dir))}, but no prefixes are shared ({why}); leave {given} out")
 
     @property

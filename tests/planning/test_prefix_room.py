@@ -8,6 +8,7 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.plan import JUDGED, Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit, first_that_fits, prefix_rooms, rooms_to_search
+from tests.helpers.refusals import one_line
 
 H2O = {"kv_policy": "h2o", "kv_budget": 0.2}
 
@@ -19,6 +20,17 @@ def test_the_most_that_is_of_use_is_tried_first_and_nothing_last() -> None:
     assert prefix_rooms(Plan.create(**H2O), 1024) == prefix_rooms(Plan(kv_codec="group4"), 1024) == [0]
     assert prefix_rooms(Plan.create(prefix_policy=JUDGED, **H2O), 1024)[0] == 1024
     assert prefix_rooms(Plan.create(**H2O), 1024, 77) == [77] == rooms_to_search(Plan.create(**H2O), 1024, 77)
+
+
+def test_why_there_is_no_room_is_told() -> None:
+    reasons = (
+        (Plan(shared_prefixes=False), "they are off, or the model's layers have windows or states"),
+        (Plan(schedule="row_by_row"), "schedule 'row_by_row' cannot"),
+        (Plan(pipeline=2), "a pipeline of 2 devices cannot"),
+    )
+    for plan, why in reasons:
+        said = one_line(lambda plan=plan: prefix_rooms(plan, 100, 64))  # type: ignore[misc]
+        assert said == f"prefix_room is 64, but no prefixes are shared ({why}); leave prefix_room out"
 
 
 def test_a_search_looks_for_a_plan_with_room_and_then_for_one_without() -> None:
