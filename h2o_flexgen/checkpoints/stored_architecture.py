@@ -166,12 +166,20 @@ class GgufModel:
 
     def sliding_blocks(self, every: int) -> list[bool]:
         """Whether each block has a window. Where the file does not say so, each last one of `every` has none."""
-        said = self.value(PATTERN)
-        if isinstance(said, array):
-            if len(said) < self.blocks:
-                raise self.refusal(PATTERN, f"but it has {self.blocks} blocks; {AGAIN}")
-            return [bool(slides) for slides in said[: self.blocks]]
-        every = self.whole(PATTERN, every)
+        listed = isinstance(self.value(PATTERN), array)
+        return self.listed_blocks(PATTERN) if listed else self.all_but_each_last(self.whole(PATTERN, every))
+
+    def listed_blocks(self, name: str) -> list[bool]:
+        """What a list says of each block: yes or no."""
+        said = self.value(name)
+        if not isinstance(said, array):
+            raise self.metadata.wrong(self.key(name), "list of yes or no")
+        if len(said) < self.blocks:
+            raise self.refusal(name, f"but it has {self.blocks} blocks; {AGAIN}")
+        return [bool(one) for one in said[: self.blocks]]
+
+    def all_but_each_last(self, every: int) -> list[bool]:
+        """For each block whether it is not the last one of so many; 0: none is."""
         return [every == 0 or (block + 1) % every != 0 for block in range(self.blocks)]
 
     def whole_of_each(self, name: str, otherwise: int) -> list[int]:

@@ -22,12 +22,13 @@ class Config(Protocol):
 
 
 class Whole(NamedTuple):
-    """The bounds of a whole number from 1 on."""
+    """The bounds of a whole number, usually from 1 on."""
 
     most: int
     is_required: bool = False
     may_be_zero: bool = False  # which stands for none
     of_each: bool = False  # or a list of one for each layer
+    least: int = 1
 
 
 class Number(NamedTuple):
@@ -40,6 +41,7 @@ class Flag(NamedTuple):
 
 
 Bounds = Mapping[str, Whole | Number | Flag]  # of the keys of a config
+CONVOLVED_TOKENS = Whole(1 << 10, least=2)  # that a short convolution mixes: of one alone rows would keep nothing
 FACTOR = Number(1e-3, 1e3)
 SOFTCAP = Number(1e-3, 1e6)
 
@@ -142,8 +144,8 @@ def _check_whole(key: str, value: object, bound: Whole) -> None:
             _check_whole(key, one, bound._replace(is_required=True, of_each=False))
         return
     is_none = value is None or (bound.may_be_zero and value == 0)
-    if not is_none and (type(value) is not int or not 1 <= value <= bound.most):
-        raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {bound.most}")
+    if not is_none and (type(value) is not int or not bound.least <= value <= bound.most):
+        raise ValueError(f"{key} is {shown(value)}, which is no whole number from {bound.least} to {bound.most}")
 
 
 def _check_flag(key: str, value: object) -> None:

@@ -22,7 +22,7 @@ from h2o_flexgen.kernels.operations import gated_identity, short_convolution
 from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.config_values import Bounds, Config, Flag, Number, Whole, refuse_short
+from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, Bounds, Config, Flag, Number, Whole, refuse_short
 from h2o_flexgen.models.glm import CorrectedMixture
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
@@ -48,10 +48,9 @@ OF_FILES = GgufArchitecture(
     convolutions=(KERNEL,),
     has_states=True,
 )
-LONGEST = 1 << 10  # tokens that a convolution mixes: far more than any model has
 CONVOLVED = 8  # times the width: values that a token has at once
 LEAST_SUM = 1e-6  # prevents a division by zero
-SIZES: Bounds = {"conv_L_cache": Whole(LONGEST), "norm_eps": Number(0.0, 1.0)}
+SIZES: Bounds = {"conv_L_cache": CONVOLVED_TOKENS, "norm_eps": Number(0.0, 1.0)}
 
 
 class Convolutions(Decoder):

@@ -14,19 +14,18 @@ from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, St
 from h2o_flexgen.kernels.operations import gated_norm, selective_scan, short_convolution, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.config_values import HEADS, Bounds, Config, Flag, Whole
+from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Flag, Whole
 from h2o_flexgen.models.layout import Origin
 from h2o_flexgen.models.llama import Decoder, Traits
 
 ATTENTION = ("full_attention", "attention")  # what configs call blocks with attention
-LONGEST = 1 << 10  # tokens that a convolution mixes: far more than any model has
 INPUTS, MATRIX = "inputs", "matrix"  # the states of a row
 NO_LIMITS = (0.0, inf)
 NAME = "mamba"
 SIZES: Bounds = {
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups"), Whole(HEADS)),
     "mamba_d_state": Whole(MOST_HEAD_DIM),
-    "mamba_d_conv": Whole(LONGEST),
+    "mamba_d_conv": CONVOLVED_TOKENS,
     "mamba_expand": Whole(1 << 10),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), Flag()),
 }

@@ -26,7 +26,7 @@ from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, St
 from h2o_flexgen.kernels.operations import gated_delta, gated_norm, gated_sigmoid, short_convolution, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.config_values import HEADS, Bounds, Config, Whole, refuse_short
+from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Whole, refuse_short
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
 from h2o_flexgen.models.mixture import Mixture
@@ -35,17 +35,17 @@ from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE
 from h2o_flexgen.models.qwen import SHARED, SHARED_GATE, Qwen2Moe
 
 LINEAR, FULL = "linear_attention", "full_attention"  # what configs call blocks with the delta rule, and with attention
-LONGEST = 1 << 10  # tokens that a convolution mixes: far more than any model has
 CONVOLVED, MATRIX = "inputs", "matrix"  # the states of a row
 NAME = "linear_attn"
 SIZES: Bounds = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), Whole(HEADS)),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), Whole(MOST_HEAD_DIM)),
-    "linear_conv_kernel_dim": Whole(LONGEST),
+    "linear_conv_kernel_dim": CONVOLVED_TOKENS,
 }
 
 
 KERNEL = f"{NAME}.conv1d.weight"
+RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"  # keys of metadata
 OF_RULE = {
     **{f"attn_{part}": f"{NAME}.in_proj_{own}" for part, own in (("qkv", "qkv"), ("gate", "z"))},
     **{f"ssm_{part}": f"{NAME}.in_proj_{own}" for part, own in (("alpha", "a"), ("beta", "b"))},
@@ -62,9 +62,8 @@ IN_FILES = {
 
 def _kinds(said: GgufModel) -> list[str]:
     """The kind of each block. Where the file does not say it, each last one of some has attention."""
-    every = said.whole("full_attention_interval", 4)
-    listed = said.value("attention.recurrent_layers")
-    is_linear = [bool((block + 1) % every) for block in range(said.blocks)] if listed is None else listed[: said.blocks]
+    is_listed = said.has(RECURRENT)
+    is_linear = said.listed_blocks(RECURRENT) if is_listed else said.all_but_each_last(said.whole(INTERVAL, 4))
     return [LINEAR if one else FULL for one in is_linear]
 
 

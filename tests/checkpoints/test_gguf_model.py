@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from h2o_flexgen.checkpoints import gguf_format
 from h2o_flexgen.checkpoints.model_places import demo_folder
+from h2o_flexgen.checkpoints.stored_architecture import GgufModel
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix
 from h2o_flexgen.core import buffer_layout
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
@@ -27,7 +29,7 @@ from h2o_flexgen.evaluation.answer_settings import folder_digest
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece
-from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models import create_model, load_config, qwen_next
 from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import gguf_files
@@ -383,6 +385,28 @@ def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any],
 def test_layers_of_an_architecture_that_do_otherwise_are_refused(kind: str, key: str, value: Any, tmp_path: Path) -> None:
     save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1, metadata={key: value})
     assert key in one_line(lambda: opened_whole(tmp_path / "tiny.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, [True, True, True]),
+        ({"full_attention_interval": 2}, [True, False, True]),
+        ({"full_attention_interval": 0}, [True, True, True]),
+        ({"attention.recurrent_layers": array("B", [1, 0, 0, 1])}, [True, False, False]),
+        ({"attention.recurrent_layers": array("B", [1, 0])}, "but it has 3 blocks"),
+        ({"attention.recurrent_layers": 3}, "which is no list of yes or no"),
+        ({"full_attention_interval": "often"}, "which is no whole number"),
+    ],
+)
+def test_blocks_with_the_delta_rule_are_those_that_a_file_says(said: Mapping[str, Any], found: list[bool] | str) -> None:
+    values = {f"qwen35.{key}": value for key, value in {"block_count": 3, **said}.items()}
+    file = GgufModel(gguf_format.Gguf(gguf_format.Metadata(Path("a.gguf"), values), ()), qwen_next.OF_FILES, "qwen3_5_text")
+    kinds = qwen_next.OF_FILES.keys["layer_types"]
+    if isinstance(found, str):
+        assert found in one_line(lambda: kinds(file))
+    else:
+        assert [kind == qwen_next.LINEAR for kind in kinds(file)] == found
 
 
 def test_gates_of_gpt_oss_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:

@@ -116,6 +116,16 @@ def test_a_rope_is_scaled_by_a_number_above_0(factor: object, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("kind", "key"), [("lfm2", "conv_L_cache"), ("qwen3-5", "linear_conv_kernel_dim"), ("bamba", "mamba_d_conv")]
+)
+def test_a_convolution_mixes_two_tokens_at_least(kind: str, key: str, tmp_path: Path) -> None:
+    """Of one token alone a row would keep nothing."""
+    values = json.loads(tiny_config(kind).to_json_string(use_diff=False))
+    said = told(values, tmp_path, **{key: 1})
+    assert f"{key} is 1, which is no whole number from 2 to 1024" in said
+
+
+@pytest.mark.parametrize(
     ("own", "said"),
     [
         ({"model_type": "deepseek_v32", "kv_lora_rank": 512, "n_group": 8}, "kv_lora_rank is 512: keys and values"),
