@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from h2o_flexgen.core.buffer_layout import region_bytes
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.site import HOST, Site
@@ -261,6 +262,24 @@ def test_a_model_without_states_has_no_shares_of_them(checkpoints: Checkpoints, 
     with Case("opt").open(checkpoints, offload, state=(100, 0)) as llm:
         assert "have no state beside their KV" in one_line(lambda: llm.generate("one"))
     assert "state is (60, 60)" in one_line(lambda: Plan.create(state=(60, 60)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "pretended"])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_states_that_no_later_visit_needs_have_one_home(
+    kind: str, device: str, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """They are not moved, and all layers and batches have them in one place after the other."""
+    case = Case(kind, ON_DISK, MANY, 1, gpu_batch_size=2, num_gpu_batches=3, prefill_tokens=7, device=device)
+    with case.open(checkpoints, offload) as llm:
+        planned = llm.planned(Workload(case.lengths, 1))
+        assert "states" not in planned.footprint.parts["disk"] and not planned.footprint.parts["host"].get("state buffers")
+        tier = "host" if device == "cpu" else "device"
+        assert planned.blocks.first.tiers[2] == (tier,) * 6
+        one = max(region_bytes(layout.nbytes) for layout in planned.blocks.first.states.values())
+        assert planned.footprint.parts[tier]["states"] == one
+        compare(case, checkpoints, *generate_with(llm, case))
+    stream.hold_contract(replace(case, schedule="zigzag"), (1,) * len(MANY), checkpoints, offload)
 
 
 def test_what_is_held_on_each_tier_is_what_is_counted(checkpoints: Checkpoints, offload: Path) -> None:

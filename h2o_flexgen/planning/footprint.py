@@ -202,6 +202,9 @@ def _add_level(
 def _add_states(parts: Parts, planned: BlockPlan, compute: str) -> None:
     """Adds the states of rows, at rest and in buffers."""
     traffic, buffers, layouts = planned.schedule.traffic, planned.schedule.buffers, planned.states
+    if planned.block.only_reads:  # in one place for all layers and batches
+        parts[compute]["states"] += max((region_bytes(layout.nbytes) for layout in layouts.values()), default=0)
+        return
     for place, layout in layouts.items():
         tier = traffic.state[place]
         parts[tier if tier != DEVICE else compute]["states"] += region_bytes(layout.nbytes)

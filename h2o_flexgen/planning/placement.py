@@ -226,16 +226,20 @@ def place(
     levels: Sequence[Level] | None = None,
     compute: str = DEVICE,
 ) -> Placement:
-    """Places a block. `weights`: their tiers, if they are known already; `levels`: of KV heads, if they are. Keys and values
-    that no later visit needs stay on the tier where it is computed."""
+    """Places a block. `weights`: their tiers, if they are known already; `levels`: of KV heads, if they are. Keys, values and
+    states that no later visit needs stay on the tier where it is computed."""
     held = HeldKV.of(spec, plan, block) if levels is None else HeldKV(spec, tuple(levels), block)
     kv, hidden, states = _kv_sizes(held), _hidden_sizes(spec, block), state_layouts(spec, block)
     return Placement(
         weights=place_weights(spec, plan) if weights is None else weights,
         kv=dict.fromkeys(kv, compute) if block.only_reads else dict(zip(kv, spread(list(kv.values()), plan.kv))),
         hidden=spread(hidden, plan.hidden),
-        state=dict(zip(states, spread([layout.nbytes for layout in states.values()], plan.of_states))),
+        state=dict.fromkeys(states, compute) if block.only_reads else _placed_states(states, plan),
     )
+
+
+def _placed_states(states: Mapping[Place, StateLayout], plan: Plan) -> dict[Place, str]:
+    return dict(zip(states, spread([layout.nbytes for layout in states.values()], plan.of_states)))
 
 
 def placed_shares(held: HeldKV, placement: Placement) -> tuple[float, ...]:

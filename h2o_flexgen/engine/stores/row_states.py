@@ -2,7 +2,8 @@
 through which states from other tiers pass while they are computed with.
 
 A state lies as it is computed with, on every tier, row by row. So the living rows of a batch, which come first, are one range.
-Each step reads all of it and writes all of it. At rest in the memory that computes, a state is used in place.
+Each step reads all of it and writes all of it. At rest in the memory that computes, a state is used in place. Where no later
+visit needs it, all layers and batches have one home there.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class StateStore:
         self._on_disk: dict[Place, DiskRegion] = {}
         self._views: dict[tuple[int, Place, int], OpenStates] = {}  # by the region that they lie in, and their number of rows
         with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
-            self._allocate(held, StateRooms.of(planned))
+            if planned.block.only_reads:
+                self._allocate_one_home(held)
+            else:
+                self._allocate_homes(held)
+            self._allocate_rings(held, StateRooms.of(planned))
             self._held = held.pop_all()
 
     def prepare(self, planned: BlockPlan) -> None:
@@ -63,7 +68,16 @@ class StateStore:
         for unit in self._units.values():
             unit.generation = 0
 
-    def _allocate(self, held: ExitStack, rooms: StateRooms) -> None:
+    def _allocate_one_home(self, held: ExitStack) -> None:
+        """One home for all layers and batches: each of them is over before the next one begins."""
+        if not self._layouts:
+            return
+        memory = self._memories.compute
+        home = memory.alloc(max(layout.nbytes for layout in self._layouts.values()))
+        held.callback(memory.free, home)
+        self._in_memory.update(dict.fromkeys(self._layouts, home))
+
+    def _allocate_homes(self, held: ExitStack) -> None:
         traffic, memories = self._schedule.traffic, self._memories
         for place, layout in self._layouts.items():
             tier = traffic.state[place]
@@ -74,6 +88,9 @@ class StateStore:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = memory.alloc(layout.nbytes)
                 held.callback(memory.free, self._in_memory[place])
+
+    def _allocate_rings(self, held: ExitStack, rooms: StateRooms) -> None:
+        memories = self._memories
         self._host_ring = Ring(memories.host, self._schedule.buffers, rooms.on_host)
         held.callback(self._host_ring.free)
         self._device_ring = Ring(memories.compute, self._schedule.buffers, rooms.on_device)
