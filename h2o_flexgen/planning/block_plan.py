@@ -59,8 +59,6 @@ class BlockPlan:
         _refuse_rows_of_a_pipeline(plan, block)
         if spec.state_layers:
             _refuse_what_states_cannot(spec, plan, block)
-        elif plan.state is not None:
-            raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
         if plan.policy.echoes:
             block = block.echoed(spec.max_positions)
         levels = plan.levels(spec) if levels is None else levels
@@ -182,7 +180,10 @@ class BlockPlans:
         size: BlockSize | None = None,
         rows: Sequence[int] | None = None,
     ) -> BlockPlans:
-        """Divides all rows, or those that are left, into blocks of the plan's size or of another."""
+        """Divides all rows, or those that are left, into blocks of the plan's size or of another. The model is the whole one,
+        and no part of it."""
+        if plan.state is not None and not spec.state_layers:
+            raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
         weights, size = place_weights(spec, plan), size or BlockSize(plan.gpu_batch_size, plan.num_gpu_batches)
         made: list[tuple[BlockPlan, Sequence[int]]] = []
         known: dict[object, BlockPlan] = {}

@@ -164,6 +164,16 @@ def test_the_host_is_not_asked_where_it_cannot_attend() -> None:
         told.problem(on(SLOW, True), gated, need)
 
 
+def test_shares_of_states_are_searched_beside_though_blocks_have_none() -> None:
+    """The program asks for the first block alone, which may be one with attention."""
+    kinds = ["full_attention", "conv", "conv", "full_attention"]
+    spec = create_model(tiny_config("lfm2", num_hidden_layers=4, layer_types=kinds), "float32").spec
+    told = problem(model=sized(spec), workload=Workload.uniform(8, 20, 10), plan=Plan(state=Shares(0.0, 0.0)), batches=(1,))
+    assert search(told).best.plan.state == Shares(0.0, 0.0)
+    with pytest.raises(ValueError, match="have no state beside their KV"):
+        search(replace(told, model=sized()))
+
+
 def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
     asked = scarce(False, 0.02)
     plain, free = search(asked), search(replace(asked, codecs=FORMATS))
