@@ -137,6 +137,11 @@ class StateTensor(NamedTuple):
     def nbytes(self) -> int:
         return prod(self.shape) * FLOAT_BYTES
 
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it is a matrix for each head (heads, key width, value width), and not the inputs of a convolution."""
+        return len(self.shape) == 3
+
 
 @dataclass(frozen=True)
 class AttentionHalves:

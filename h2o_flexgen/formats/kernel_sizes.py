@@ -17,6 +17,7 @@ DTYPES = ("bfloat16", "float32", "float16")  # types of values that kernels read
 TWIN_VALUES = 1 << 20  # values that twins encode or decode at once: torch's temporaries stay small
 DEVICE_TWIN_VALUES = 1 << 24  # on a device, where each part costs a dozen launches
 ROOM_CHUNK = 1 << 20  # bytes of the room of recorded programs that are allocated at least
+STATE_CHUNK = 64  # tokens of a prompt that the twins take through states at once
 SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
 WIDTH_OF_TORCH = 256  # values of a head up to which torch's own attention holds no n x n scores on GPUs
 

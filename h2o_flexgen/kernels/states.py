@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK
 from h2o_flexgen.kernels.native import KINDS, NO_KIND, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.thread_counts import threads_for
 
-CHUNK = 64  # tokens of a prompt that the twins take at once
 KEY_EPS = 1e-6  # is added to the square of a key's length, and of a query's
 
 
@@ -176,7 +176,7 @@ class _Tokens(NamedTuple):
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
-    return (slice(first, first + CHUNK) for first in range(0, x.shape[1], CHUNK))
+    return (slice(first, first + STATE_CHUNK) for first in range(0, x.shape[1], STATE_CHUNK))
 
 
 def _by_head(x: Tensor, heads: int, is_tiled: bool = False) -> Tensor:

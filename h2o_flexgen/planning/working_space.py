@@ -17,6 +17,7 @@ from h2o_flexgen.formats.kernel_sizes import (
     FLOAT_BYTES,
     ROOM_CHUNK,
     SCORED_BYTES,
+    STATE_CHUNK,
     WIDTH_OF_TORCH,
     ManyQueries,
     PromptRoom,
@@ -25,7 +26,16 @@ from h2o_flexgen.formats.kernel_sizes import (
     prompt_threads,
     twin_values,
 )
-from h2o_flexgen.formats.kernel_table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
+from h2o_flexgen.formats.kernel_table import (
+    CPU,
+    DECODE_ATTENTION,
+    GATED_DELTA,
+    INT8_PRODUCT,
+    PROMPT_ATTENTION,
+    SELECTIVE_SCAN,
+    SHARED_ATTENTION,
+    TORCH,
+)
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import HeldKV
@@ -41,6 +51,7 @@ WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it 
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
+BROUGHT = 2  # of each value that a token brings to a state: as it comes, and what is made of it
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
 RECORDED_BYTES = 16 << 10  # of the calls of a layer and batch on a CPU, and of what they are given
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
@@ -124,8 +135,8 @@ def picking_bytes(spec: ModelSpec, rows: int) -> int:
 def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], site: Site) -> int:
     """Bytes for a decode step, of the level that needs most. Graphs have as much of their own, which no other work gets."""
     rows = levels[0].occupancy.batch.size
-    attending = max(_decode_attention_bytes(at, plan, site) for at in levels)
-    return attending + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
+    mixing = max(_states_bytes(spec, site, rows, 1), *(_decode_attention_bytes(at, plan, site) for at in levels))
+    return mixing + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
 
 
 def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
@@ -169,7 +180,8 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at
     attention += max(_prompt_attention_bytes(at, site, at_once) for at in levels)
     attention += total * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
     passing = max(width for width, _ in spec.passing_widths) * spec.itemsize
-    most = max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
+    passing_states = _states_bytes(spec, site, batch.size, min(batch.prompt_len * batch.readings, at_once))
+    most = max(attention, tokens * (normed + passing) + passing_states) + tokens * _rounding_bytes(spec, site)
     return most + (_pieces_bytes(spec, levels, total) if total > tokens else 0)
 
 
@@ -199,6 +211,18 @@ def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
         encoding = ENCODING_BYTES * _values_at_once(site)
         room += total * spec.kv_bytes_per_slot + min(encoding, 4 * total * spec.kv_decoded_bytes_per_slot)
     return room
+
+
+def _states_bytes(spec: ModelSpec, site: Site, rows: int, tokens: int) -> int:
+    """Bytes for torch to take tokens of rows through states: one more of each state, and what a chunk of tokens brings to each
+    head, in fp32. A kernel works in place."""
+    chunk, of_row = min(tokens, STATE_CHUNK), [0]
+    matrices = {state.shape for layer in spec.unlike_layers for state in layer.states if state.is_of_heads}
+    for heads, key_width, value_width in matrices:
+        if not all(site.has_kernel(op, spec.dtype, width=key_width) for op in (GATED_DELTA, SELECTIVE_SCAN)):
+            brought = BROUGHT * (2 * key_width + value_width + chunk)
+            of_row.append(heads * FLOAT_BYTES * (key_width * value_width + chunk * brought))
+    return rows * max(of_row)
 
 
 def _in_heads_bytes(spec: ModelSpec, occupancy: Occupancy, at_once: int) -> int:

@@ -13,15 +13,14 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from h2o_flexgen.formats.kernel_sizes import shared
+from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK, shared
 from h2o_flexgen.kernels.recording import CallRecording
-from h2o_flexgen.kernels.states import CHUNK
 from h2o_flexgen.kernels.working_room import WorkingRoom
 from tests.helpers.all_of import all_of
 from tests.kernels.state_cases import CASES, LAST_BITS, Case, convolution_case, delta_case, near, scan_case
 from tests.kernels.variants import VARIANTS, used, without
 
-LENGTHS = (70, 1, 0, CHUNK, 5)
+LENGTHS = (70, 1, 0, STATE_CHUNK, 5)
 DELTA_RULES = [
     getattr(file, name)
     for file in (modeling_qwen3_next, modeling_qwen3_5)
@@ -41,7 +40,7 @@ def in_c(variant: str) -> Iterator[None]:
 # -- twins -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [1, 3, CHUNK, 2 * CHUNK + 7])
+@pytest.mark.parametrize("tokens", [1, 3, STATE_CHUNK, 2 * STATE_CHUNK + 7])
 @pytest.mark.parametrize("rule", DELTA_RULES)
 def test_the_delta_rule_is_that_of_transformers(rule: Rule, tokens: int) -> None:
     case = delta_case(2, tokens)
@@ -51,7 +50,7 @@ def test_the_delta_rule_is_that_of_transformers(rule: Rule, tokens: int) -> None
     near(case.state, state)
 
 
-@pytest.mark.parametrize("tokens", [3, CHUNK, CHUNK + 7])
+@pytest.mark.parametrize("tokens", [3, STATE_CHUNK, STATE_CHUNK + 7])
 def test_the_scan_of_a_prompt_is_that_of_transformers(tokens: int) -> None:
     case = scan_case(2, tokens)
     x, steps, b, c = case.tokens
@@ -88,9 +87,9 @@ def test_short_convolutions_are_those_of_transformers(tokens: int, has_bias: boo
 
 @pytest.mark.parametrize("made", CASES)
 def test_a_chunk_of_the_twin_is_its_tokens_one_by_one(made: MadeCase) -> None:
-    case = made(2, CHUNK + 9)
+    case = made(2, STATE_CHUNK + 9)
     whole, single = case.again(), case.again()
-    out = torch.cat([single.part(at, at + 1).by_twin() for at in range(CHUNK + 9)], dim=1)
+    out = torch.cat([single.part(at, at + 1).by_twin() for at in range(STATE_CHUNK + 9)], dim=1)
     near(whole.by_twin(), out)
     near(whole.state, single.state)
 
@@ -174,7 +173,7 @@ def test_channels_are_convolved_as_torch_does_it(
 @all_of({"made": CASES, "dtype": (torch.float32, torch.bfloat16)})
 def test_a_prompt_has_the_bits_of_its_pieces(variant: str, made: MadeCase, dtype: torch.dtype) -> None:
     case, count = made(2, 77, dtype=dtype), 77
-    for size in (1, 2, 30, CHUNK):
+    for size in (1, 2, 30, STATE_CHUNK):
         whole, pieces = case.again(), case.again()
         with in_c(variant):
             out = torch.cat([pieces.part(at, at + size)() for at in range(0, count, size)], dim=1)

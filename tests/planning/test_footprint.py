@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import aligned, decoded_arena
+from h2o_flexgen.core.buffer_layout import StateLayout, aligned, decoded_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
@@ -29,6 +29,7 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
+from h2o_flexgen.engine.stores.row_states import states_over
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled
@@ -403,6 +404,42 @@ def test_slices_of_experts_allocate_no_more_in_passing_than_is_estimated(values:
         held = HeldKV.of(spec, plan, Block((batch,), 4))
         estimate = SLACK * working_bytes(held, 0, plan, own_site("cpu", False), moves_hidden=False)
     assert len(slices) > 2 and 0.2 * estimate < most <= estimate
+
+
+OF_STATES = {
+    ("kind", "sizes"): (
+        ("qwen3-5", {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}),
+        ("qwen3-5", {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 96}),
+        ("bamba", {"mamba_n_heads": 8, "mamba_d_state": 128, "mamba_expand": 8}),
+    ),
+    ("rows", "tokens", "together"): ((32, 1, 32), (6, 30, 6), (1, 300, 1), (40, 100, 1)),  # rows that are read at once
+    "dtype": ("float32", "bfloat16"),
+    "variant": (TORCH, *variants()[:1]),
+}
+
+
+@pytest.mark.parametrize("values", covering(OF_STATES))
+def test_states_are_passed_in_no_more_room_than_is_estimated(values: dict[str, Any]) -> None:
+    """In torch, what is held of many rows in passing is more than all else of a layer."""
+    config: Any = tiny_config(values["kind"], **LARGER, intermediate_size=256, **values["sizes"])
+    model, dtype = create_model(config, values["dtype"]), getattr(torch, values["dtype"])
+    spec, rows, tokens = model.spec, values["rows"], values["tokens"]
+    layer = next(one for one in spec.layers if one.states)
+    weights = {name: weight_of(spec, layer, name) for name, _ in layer.tensors}
+
+    def passed(rows: int, tokens: int) -> int:
+        layout, hidden = StateLayout(rows, layer.states), torch.randn(rows, tokens, spec.width, dtype=dtype)
+        region, lengths = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.full((rows,), tokens)
+        given = Given(torch.arange(tokens)[None], states=states_over(region, layout), lengths=lengths)
+        there = [hidden, region, lengths, given.positions, *weights.values()]  # type: ignore[list-item]
+        return peak_allocated(lambda: computed(model, layer, hidden, weights, given), there)
+
+    with used(values["variant"]):
+        held = HeldKV.of(spec, Plan(), Block((Batch(tuple(range(rows)), (tokens,) * rows),), 4))
+        plan = Plan(prefill_tokens=tokens * values["together"])
+        estimate = SLACK * working_bytes(held, 0, plan, own_site("cpu", False), moves_hidden=False)
+        most = max(passed(values["together"], tokens), passed(rows, 1))
+    assert 0.1 * estimate < most <= estimate
 
 
 def in_form(form: str, tensor: TensorSpec, dtype: torch.dtype) -> Tensor | PackedMatrix:
