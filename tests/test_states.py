@@ -236,6 +236,13 @@ def test_it_is_refused_before_weights_are_loaded(checkpoints: Checkpoints, offlo
         assert llm.loaded._engine is None
 
 
+@pytest.mark.parametrize(("kind", "name"), [("lfm2", "conv"), ("qwen3-5", "linear_attention")])
+def test_a_model_without_attention_is_refused(kind: str, name: str) -> None:
+    """As damaged files say it: each block is of the same kind."""
+    spec = create_model(tiny_config(kind, layer_types=[name] * 3), "float32").spec
+    assert "has attention" in one_line(lambda: BlockPlans.of(spec, Plan(), Workload((5, 6), 3), Site()))
+
+
 def test_attention_with_a_gate_is_not_for_the_host(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     case = Case("qwen3-5", ON_HOST, device="pretended", attend_on=HOST)
     assert "attention of" in one_line(lambda: case.open(checkpoints, offload))

@@ -149,6 +149,14 @@ def _refuse_rows_of_a_pipeline(plan: Plan, block: Block) -> None:
         raise ValueError(f"a pipeline of {plan.pipeline} devices is for blocks of prompts, not for {what}; give pipeline=1")
 
 
+def _refuse_what_rows_have_not(spec: ModelSpec, plan: Plan) -> None:
+    """Refuses shares of states where rows have none, and models in which they have nothing else."""
+    if plan.state is not None and not spec.state_layers:
+        raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
+    if spec.state_layers and not spec.kv_layers:
+        raise ValueError(f"no layer of {spec.name} has attention, and models of states alone are not run; take another model")
+
+
 def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan, block: Block) -> None:
     """Refuses what is not done yet for layers in which rows have a state."""
     shares = any(batch.longest_prefix for batch in block.batches)
@@ -182,8 +190,7 @@ class BlockPlans:
     ) -> BlockPlans:
         """Divides all rows, or those that are left, into blocks of the plan's size or of another. The model is the whole one,
         and no part of it."""
-        if plan.state is not None and not spec.state_layers:
-            raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
+        _refuse_what_rows_have_not(spec, plan)
         weights, size = place_weights(spec, plan), size or BlockSize(plan.gpu_batch_size, plan.num_gpu_batches)
         made: list[tuple[BlockPlan, Sequence[int]]] = []
         known: dict[object, BlockPlan] = {}
