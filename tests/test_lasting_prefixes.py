@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -23,6 +24,7 @@ from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stores import stored_prefix
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX, PrefixFileCounts, PrefixFiles
+from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import JUDGED, PINNED
@@ -60,6 +62,13 @@ def settled(llm: LLM) -> PrefixFileCounts:
     assert files is not None
     files.settle()
     return files.counts
+
+
+def lasting(llm: LLM) -> PrefixStore:
+    """The prefixes that are kept between blocks."""
+    engine = llm.loaded._engine
+    assert engine is not None and engine._lasting is not None
+    return engine._lasting
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------------
@@ -189,9 +198,13 @@ def test_it_is_written_behind_the_work(
     with CASE.open(checkpoints, offload, prefix_dir=tmp_path) as llm:
         counted = Counted(llm, llm.arrivals(60, 4, prefix_room=48))
         assert counted.spared([*HEAD, 1], [*HEAD, 2]) == 40
+        states = [ref(kept.hidden) for kept in lasting(llm) if kept.hidden is not None]
+        assert len(states) == 1 and states[0]() is not None
         assert counted.spared([*other, 1], [*other, 2]) == 40, "it took the place of the first, which was not written yet"
+        is_held = states[0]() is not None
         assert counted.spared([*other, 3]) == 40 and not files_in(tmp_path)
         may_go_on.set()
+        assert not is_held, "what waits to be written holds no memory of its own"
         assert settled(llm).written == 1
     (file,) = files_in(tmp_path)
     with file.open("rb") as opened:

@@ -109,7 +109,9 @@ class PrefixStore:
                 self._discard(next(iter(self._kept)))
 
     def _discard(self, group: int) -> None:
-        self._kept.pop(group).is_gone = True
+        """Lets go of a prefix. It may still wait to be written: then it must not hold memory that is counted no more."""
+        discarded = self._kept.pop(group)
+        discarded.is_gone, discarded.hidden = True, None
 
     def __getitem__(self, group: int) -> Prefix:
         return self._kept[group]
