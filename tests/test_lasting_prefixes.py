@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -25,13 +26,14 @@ from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stores import stored_prefix
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX, PrefixFileCounts, PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
+from h2o_flexgen.formats.kernel_sizes import shared
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import JUDGED, PINNED
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.server.counts import Now, ServerCounts
-from h2o_flexgen.session.prefix_folder import MARK
+from h2o_flexgen.session.prefix_folder import MARK, PrefixFolder
 from tests.helpers.commands import called
 from tests.helpers.contract import POLICIES, WEIGHTS, Checkpoints
 from tests.helpers.pairwise import on_devices
@@ -177,10 +179,31 @@ def test_parts_of_what_is_kept_and_copies_of_it_are_shared(checkpoints: Checkpoi
 
 def test_another_plan_finds_nothing_of_it(checkpoints: Checkpoints, offload: Path, tmp_path: Path) -> None:
     heads = dict.fromkeys(("weight_codec", "kv_codec"), "group4")
-    for written, options in enumerate(({}, {"weight_codec": "group4"}, heads, {"dtype": "bfloat16"}), start=1):
+    others = {"weight_codec": "group4"}, heads, {"dtype": "bfloat16"}, {"prefill_tokens": 16}
+    for written, options in enumerate(({}, *others), start=1):
         with CASE.open(checkpoints, offload, prefix_dir=tmp_path, **options) as llm:
             asked(llm, [*HEAD, 1], [*HEAD, 2])
             assert (settled(llm).found, len(files_in(tmp_path))) == (0, written)
+
+
+def test_what_computes_is_a_part_of_the_name(
+    checkpoints: Checkpoints, offload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CASE.open(checkpoints, offload, prefix_dir=tmp_path) as llm:
+        folder, site, device = llm.loaded._prefix_folder, llm.loaded.site, llm.device
+        assert folder is not None
+        of_this = partial(folder.kind, llm.spec, llm.plan)
+        kinds = [of_this(site, device), of_this(replace(site, threads=site.threads + 1), device)]
+        for changed in (
+            ("h2o_flexgen.__version__", "0.0.0"),
+            ("torch.__version__", "0.0.0"),
+            (f"{PrefixFolder.__module__}.shared", lambda: shared()._replace(kernels_version=0)),
+            (f"{PrefixFolder.__module__}.describe_machine", lambda device: {"device": "another"}),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(*changed)
+                kinds.append(of_this(site, device))
+        assert len({*kinds}) == len(kinds) and of_this(site, device) == kinds[0]
 
 
 def test_it_is_written_behind_the_work(

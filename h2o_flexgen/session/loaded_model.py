@@ -265,7 +265,7 @@ class LoadedModel:
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared, self.others)
         try:
             if self._prefix_folder is not None:
-                self._prefix_files = self._prefix_folder.files(self.spec, self.plan, self.site)
+                self._prefix_files = self._prefix_folder.files(self.spec, self.plan, self.site, self.device)
             return Engine(self.model, source, self.plan, self._memories, self.request.trace, self._prefix_files)
         except BaseException:  # the next attempt starts from nothing
             self.source.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+import h2o_flexgen
 from h2o_flexgen.checkpoints.derived import model_name
 from h2o_flexgen.checkpoints.stale_files import written_beside
 from h2o_flexgen.core.buffer_layout import PrefixLayout
@@ -21,7 +22,10 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
+from h2o_flexgen.formats.kernel_sizes import shared
+from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.session.open_request import SiteRequest
 from h2o_flexgen.session.opened_model import OpenedModel
 
@@ -67,13 +71,18 @@ class PrefixFolder:
                 f"prefix folder {self.path} has prefixes of {other}, and this model is {name!r}; give another {flag}"
             )
 
-    def files(self, spec: ModelSpec, plan: Plan, site: Site) -> PrefixFiles:
-        """The prefixes of the model under this plan, as this site computes them."""
-        said = json.dumps(self._depends_on(spec, plan, site), sort_keys=True, default=str)
-        return PrefixFiles(self.path, self.limit, blake2b(said.encode(), digest_size=8).hexdigest())
+    def files(self, spec: ModelSpec, plan: Plan, site: Site, device: Device) -> PrefixFiles:
+        """The prefixes of the model under this plan, as this device of the site computes them."""
+        return PrefixFiles(self.path, self.limit, self.kind(spec, plan, site, device))
 
-    def _depends_on(self, spec: ModelSpec, plan: Plan, site: Site) -> dict[str, object]:
-        """All that the bytes of a prefix depend on beside its tokens, in their last bits too, and how they lie."""
+    def kind(self, spec: ModelSpec, plan: Plan, site: Site, device: Device) -> str:
+        """What the names of these prefixes begin with."""
+        said = json.dumps(self._depends_on(spec, plan, site, device), sort_keys=True, default=str)
+        return blake2b(said.encode(), digest_size=8).hexdigest()
+
+    def _depends_on(self, spec: ModelSpec, plan: Plan, site: Site, device: Device) -> dict[str, object]:
+        """All that the bytes of a prefix depend on beside its tokens, and how they lie. Their last bits also depend on what it
+        was computed behind: a prefix that begins with a copy of another has that one's bits."""
         read = [None if one is None else one.checksum for one in (plan.head_budgets, plan.probe)]
         return {
             "format": FORMAT,
@@ -82,5 +91,7 @@ class PrefixFolder:
             "weights": [plan.weight_codec, plan.compute],
             "kv": [plan.kv_codec, asdict(PrefixLayout.of(spec, 1, plan.prefix_note_bytes))],
             "policy": [plan.kv_policy, asdict(plan.kv_options), plan.prefix_policy, *read],
-            "computed by": [site.processor.device, site.processor.kernels, torch.__version__],
+            "passes": plan.prefill_tokens,
+            "computed by": [describe_machine(device)["device"], site.processor.device, site.threads, torch.__version__],
+            "kernels": [site.processor.kernels, shared().kernels_version, h2o_flexgen.__version__],
         }
