@@ -163,6 +163,24 @@ def test_what_is_read_has_the_bits_of_what_was_computed(checkpoints: Checkpoints
         assert settled(llm).found == 1 and wanted[0].prompt_logprobs is not None
 
 
+def test_what_a_job_wrote_without_hidden_states_costs_a_server_nothing(
+    checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    """Nothing makes room for it. What the server writes in its place is found, by the server itself too."""
+    other = drawn(40, 2)
+    with CASE.open(checkpoints, offload, prefix_dir=tmp_path) as llm:
+        assert [*llm.generate_stream([[*HEAD, 1], [*HEAD, 2]], seed=0)] and settled(llm).written == 1
+    with CASE.open(checkpoints, offload, prefix_dir=tmp_path) as llm:
+        counted = Counted(llm, llm.arrivals(60, 4, prefix_room=48))
+        assert counted.spared([*other, 1], [*other, 2]) == 40 and settled(llm).written == 1
+        assert counted.spared([*HEAD, 1]) == 0, "rows of a server may ask for states that are not there"
+        assert counted.spared([*other, 3]) == 40 and settled(llm).found == 0, "it has kept its place"
+        assert counted.spared([*HEAD, 2]) == 0 and settled(llm).written == 2, "computed, and written with them"
+        assert counted.spared([*other, 4]) == 40 and settled(llm).found == 1
+        assert counted.spared([*HEAD, 3]) == 40 and settled(llm).found == 2
+    assert len(files_in(tmp_path)) == 2
+
+
 def test_parts_of_what_is_kept_and_copies_of_it_are_shared(checkpoints: Checkpoints, offload: Path, tmp_path: Path) -> None:
     more = drawn(20, 5)
     with CASE.open(checkpoints, offload, prefix_dir=tmp_path) as llm:

@@ -67,6 +67,7 @@ class PrefixFiles:
         """`limit`: bytes of all files. `kind`: a hash of all that the bytes of a prefix depend on beside its tokens."""
         self._folder, self._limit, self._kind = folder, limit, kind
         self._known: dict[str, StoredPrefix] = {}  # of this kind, by the names of their files
+        self._there: dict[str, int] = {}  # which file had a name: another with the same name may have more parts
         self._looked_at: int | None = None  # when the folder had last changed
         self._counting = Lock()
         self.counts = PrefixFileCounts()
@@ -100,9 +101,12 @@ class PrefixFiles:
             changed = self._folder.stat().st_mtime_ns
             if changed == self._looked_at:
                 return
-            names = {name for name in os.listdir(self._folder) if name.startswith(self._kind) and name.endswith(SUFFIX)}
-            self._known = {name: one for name, one in self._known.items() if name in names}
-            for name in names - self._known.keys():
+            with os.scandir(self._folder) as files:
+                numbers = {one.name: one.inode() for one in files}
+            there = {name: one for name, one in numbers.items() if name.startswith(self._kind) and name.endswith(SUFFIX)}
+            self._known = {name: one for name, one in self._known.items() if there.get(name) == self._there[name]}
+            self._there = there
+            for name in there.keys() - self._known.keys():
                 self._take_note(self._folder / name)
             self._looked_at = changed
 

@@ -12,7 +12,7 @@ there is read instead of computed. `_parts` says what a prefix consists of.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -149,7 +149,7 @@ class PrefixStore:
         is_new = kept is None
         if kept is None:
             kept = Prefix(shared, ids, self._place_for(shared))
-            is_new = source is not None or self._files is None or not self._read(kept, self._files.of(kept.text))
+            is_new = source is not None or not self._read(kept, self._stored(kept.text))
         self._take_note(kept)
         return is_new
 
@@ -211,9 +211,11 @@ class PrefixStore:
             self._files.write_behind(kept.text, [PartInMemory(name, sizes[name], read[name]) for name in sizes])
 
     def stored_like(self, text: bytes, least: int) -> Iterator[StoredPrefix]:
-        """The prefixes in the folder that begin with the same tokens as a text, so many at least, and that may have room."""
+        """The prefixes in the folder that begin with the same tokens as a text, so many at least, and that may have room. Those
+        without a part that is needed are not among them: no room is made for them."""
         if self._files is not None:
-            yield from (one for one in self._files.like(text, least) if one.tokens <= self._longest)
+            found = self._files.like(text, least)
+            yield from (one for one in found if one.tokens <= self._longest and self._needed <= one.parts.keys())
 
     def take_in(self, stored: StoredPrefix) -> bool:
         """Keeps a prefix that lies in the folder, if there is room beside those in use. No row uses it yet."""
@@ -225,6 +227,16 @@ class PrefixStore:
             return False
         self._kept[shared.group] = kept
         return True
+
+    def _stored(self, text: bytes) -> StoredPrefix | None:
+        """The prefix in the folder of just these tokens, with all parts that are needed."""
+        found = None if self._files is None else self._files.of(text)
+        return found if found is not None and self._needed <= found.parts.keys() else None
+
+    @property
+    def _needed(self) -> Set[str]:
+        """The parts without which a prefix in the folder is of no use."""
+        return {KV, HIDDEN} if self._notes_hidden else {KV}
 
     def _parts(self, kept: Prefix) -> Mapping[str, Tensor]:
         """What a prefix consists of, as bytes where they lie."""
