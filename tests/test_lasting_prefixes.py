@@ -18,6 +18,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from torch import Tensor
 
 from h2o_flexgen import batch
 from h2o_flexgen.core.buffer_layout import CHUNK_BYTES, disk_buffer_bytes
@@ -445,15 +446,34 @@ def test_the_thread_that_writes_is_counted(checkpoints: Checkpoints, offload: Pa
     assert held(0, prefix_dir=tmp_path) == held(0)
 
 
-def test_an_error_that_nothing_foresaw_is_not_lost(tmp_path: Path) -> None:
+def test_an_error_that_nothing_foresaw_is_said_and_stops_nothing(tmp_path: Path) -> None:
     def broken(start: int, out: object) -> None:
-        raise RuntimeError("a bug")
+        raise RuntimeError("a bug\nand where it is")
+
+    def sound(start: int, out: Tensor) -> None:
+        out.zero_()
 
     with closing(PrefixFiles(tmp_path, 10**6, "kind")) as files:
-        files.write_behind(b"\0" * 400, [stored_prefix.PartInMemory("kv", 10, broken)])
-        with pytest.raises(RuntimeError, match="a bug"):
-            files.settle()
-    assert not [*tmp_path.iterdir()]
+        for text, read in ((b"\0" * 400, broken), (b"\1" * 400, sound)):
+            files.write_behind(text, [stored_prefix.PartInMemory("kv", 10, read)])
+        files.settle()
+        assert (files.counts.trouble, files.counts.written) == ("RuntimeError: a bug", 1)
+    assert len(files_in(tmp_path)) == len([*tmp_path.iterdir()]) == 1
+
+
+def test_memory_is_freed_whatever_becomes_of_what_is_unwritten(
+    checkpoints: Checkpoints, offload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(files: PrefixFiles) -> None:
+        raise KeyboardInterrupt
+
+    with CASE.open(checkpoints, offload, prefix_dir=tmp_path) as llm:
+        assert asked(llm, [*HEAD, 1], [*HEAD, 2])[0] == 40
+        kept = lasting(llm)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(PrefixFiles, "settle", stopped)
+            kept.close()
+        assert kept._region is None and not [*kept]
 
 
 def test_a_command_says_what_it_found_and_wrote(

@@ -162,7 +162,7 @@ class PrefixFiles:
     def write_behind(self, text: bytes, parts: Sequence[PartInMemory]) -> None:
         """Lets the thread write a prefix in time. Its parts are read then: one that has lost its place raises Gone."""
         while self._unwritten and self._unwritten[0].done():
-            self._unwritten.popleft().result()
+            self._unwritten.popleft()
         self._unwritten.append(self._pool.submit(self._write, text, parts))
 
     def settle(self) -> None:
@@ -187,6 +187,10 @@ class PrefixFiles:
             return
         except OSError as error:
             self._trouble(reason(error))
+            return
+        except Exception as error:  # whatever a device raises that is read from: rows have their answers without the file
+            said, _, _ = str(error).partition("\n")
+            self._trouble(f"{type(error).__name__}: {said}")
             return
         self._count(written=1, written_bytes=nbytes)
 

@@ -90,13 +90,15 @@ class PrefixStore:
         self._judges = judges_by_level(judges, planned.levels, dict(zip(spec.kv_layers, self._heads)))
 
     def close(self) -> None:
-        """Frees the region, when all that was computed is written."""
-        if self._files is not None:
-            self._files.settle()
-        self._forget_all()
-        if self._region is not None:
-            self._memories.compute.free(self._region)
-            self._region = None
+        """Frees the region, when all that was computed is written, or could not be."""
+        try:
+            if self._files is not None:
+                self._files.settle()
+        finally:
+            self._forget_all()
+            if self._region is not None:
+                self._memories.compute.free(self._region)
+                self._region = None
 
     def abandon(self) -> None:
         """Frees the region as soon as possible: after an error."""
