@@ -332,6 +332,26 @@ def test_what_cannot_be_is_one_line_before_it_listens(
     assert command(*flags).error.startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--kv-policy", "h2o"), "(answers would depend on it); say --prefix-room TOKENS, or leave --prefix-dir out"),
+        (("--compress-cache",), "(answers would depend on it); say --prefix-room TOKENS, or leave --prefix-dir out"),
+        (("--prefix-room", 0), "(--prefix-room is 0); give it tokens, or leave --prefix-dir out"),
+        (
+            ("--prompt-len", 20),
+            "(prompts of 20 tokens are too short); give a longer --prompt-len, or leave --prefix-dir out",
+        ),
+    ],
+)
+def test_a_folder_of_prefixes_in_which_nothing_would_be_is_refused(
+    command: Any, flags: tuple[object, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket.socket, "listen", lambda *_: pytest.fail("it listens"))
+    monkeypatch.chdir(tmp_path)
+    assert command("--prefix-dir", "kept", *flags).error == f"error: --prefix-dir is 'kept', but requests share nothing {said}"
+
+
 def test_a_short_key_is_refused(command: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a-long-key\nshort\n")

@@ -23,6 +23,7 @@ from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, S
 from h2o_flexgen.cli.slow import plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
@@ -40,7 +41,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.planning.positions import check_positions
-from h2o_flexgen.planning.workload_plan import first_that_fits, rooms_to_search
+from h2o_flexgen.planning.workload_plan import first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.server.access import Hosts, Keys
 from h2o_flexgen.server.app import make_app
@@ -82,6 +83,7 @@ class Preparing:
     def server(self) -> Server:
         """Plans the seats, and loads the weights; refuses what does not fit."""
         room = self._room()
+        self._refuse_useless_folder(room.prompt_len)
         self._find_plan(room)
         with _named_as_flags():
             arrivals = self.llm.arrivals(room.prompt_len, room.gen_len, prefix_room=self.request.prefix_room)
@@ -117,6 +119,22 @@ class Preparing:
             self._tell(finder.find(PlanNeed(Workload.arriving(room, request.rows, tokens))).lines())
 
         first_that_fits(rooms, find)
+
+    def _refuse_useless_folder(self, prompt_len: int) -> None:
+        """Refuses a folder of prefixes where requests share none, however much memory there is: nothing would be in it."""
+        request, plan = self.request, self.llm.plan
+        with _named_as_flags():
+            is_useful = request.site.prefix_dir is None or any(prefix_rooms(plan, prompt_len, request.prefix_room))
+        if is_useful:
+            return
+        if request.prefix_room is not None:
+            why, instead = "--prefix-room is 0", "give it tokens"
+        elif plan.answers_depend_on_prefixes:
+            why, instead = "answers would depend on it", "say --prefix-room TOKENS"
+        else:
+            why, instead = f"prompts of {prompt_len} tokens are too short", "give a longer --prompt-len"
+        folder = shown(str(request.site.prefix_dir))
+        raise ValueError(f"--prefix-dir is {folder}, but requests share nothing ({why}); {instead}, or leave --prefix-dir out")
 
     def _announce(self, report: PlanReport, arrivals: Arrivals) -> None:
         self._tell([*report.lines(), *self._unshared(arrivals)])
