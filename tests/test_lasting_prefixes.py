@@ -24,7 +24,7 @@ from h2o_flexgen import batch
 from h2o_flexgen.core.buffer_layout import CHUNK_BYTES, disk_buffer_bytes
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.reports import Tick
-from h2o_flexgen.engine.stores import stored_prefix
+from h2o_flexgen.engine.stores import prefix_files, stored_prefix
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX, PrefixFileCounts, PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.formats.kernel_sizes import shared
@@ -444,6 +444,29 @@ def test_the_thread_that_writes_is_counted(checkpoints: Checkpoints, offload: Pa
 
     assert held(64, prefix_dir=tmp_path) - held(64) == disk_buffer_bytes(CHUNK_BYTES)
     assert held(0, prefix_dir=tmp_path) == held(0)
+
+
+def test_what_is_known_of_files_has_a_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were used last are known."""
+    texts = [bytes([number]) * 400 for number in range(4)]
+
+    def known(files: PrefixFiles) -> list[bool]:
+        return [files.of(text) is not None for text in texts]
+
+    def sound(start: int, out: Tensor) -> None:
+        out.zero_()
+
+    monkeypatch.setattr(prefix_files, "KNOWN_BYTES", 2 * (400 + prefix_files.FILE_BYTES))
+    with closing(PrefixFiles(tmp_path, 10**6, "kind")) as files:
+        for number, text in enumerate(texts):
+            files.write_behind(text, [stored_prefix.PartInMemory("kv", 10, sound)])
+            files.settle()
+            os.utime(files._place(text), (number, number))
+            assert known(files) == [number - 2 < place <= number for place in range(4)]
+        os.utime(files._place(texts[0]), (9, 9))
+    with closing(PrefixFiles(tmp_path, 10**6, "kind")) as files:
+        assert [one.text for one in files._known.values()] == [texts[3], texts[0]], "before anything asks"
+        assert known(files) == [True, False, False, True]
 
 
 def test_an_error_that_nothing_foresaw_is_said_and_stops_nothing(tmp_path: Path) -> None:

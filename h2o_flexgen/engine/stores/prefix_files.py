@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +43,8 @@ from h2o_flexgen.memory.threads import started_pool
 
 SUFFIX = ".prefix"
 DIGEST_BYTES = 12  # of the hash in a name
+KNOWN_BYTES = 8 << 20  # of what is known of files: millions of tokens
+FILE_BYTES = 2000  # of what is known of a file beside its tokens
 
 
 class Gone(Exception):
@@ -74,6 +76,7 @@ class PrefixFiles:
         remove_partial_files(folder)
         self._pool = started_pool(1, "prefixes")
         self._unwritten: deque[Future[None]] = deque()
+        self._look()  # now, and not where the first row waits for it
 
     def close(self) -> None:
         """Ends the thread, when it has written what is left."""
@@ -104,27 +107,45 @@ class PrefixFiles:
             with os.scandir(self._folder) as files:
                 numbers = {one.name: one.inode() for one in files}
             there = {name: one for name, one in numbers.items() if name.startswith(self._kind) and name.endswith(SUFFIX)}
-            self._known = {name: one for name, one in self._known.items() if there.get(name) == self._there[name]}
+            come = {name for name, number in there.items() if self._there.get(name) != number}
+            stays = there.keys() - come
+            self._known = {name: one for name, one in self._known.items() if name in stays}
             self._there = there
-            for name in there.keys() - self._known.keys():
-                self._take_note(self._folder / name)
+            self._take_note(sorted(come, key=self._used_at))
             self._looked_at = changed
 
-    def _take_note(self, file: Path) -> None:
+    def _used_at(self, name: str) -> int:
+        with suppress(OSError):
+            return (self._folder / name).stat().st_mtime_ns
+        return 0
+
+    def _take_note(self, names: Iterable[str]) -> None:
+        """Reads the heads of files. What is known of all has room: the longest known are forgotten for others."""
+        held = sum(map(_known_bytes, self._known.values()))
+        for name in names:
+            if (found := self._head(self._folder / name)) is not None:
+                self._known[name] = found
+                held += _known_bytes(found)
+            while held > KNOWN_BYTES:
+                held -= _known_bytes(self._known.pop(next(iter(self._known))))
+
+    def _head(self, file: Path) -> StoredPrefix | None:
         try:
             with file.open("rb") as opened:
                 found = read_head(opened, file)
             if self._place(found.text) != file:
                 raise BrokenPrefix("it has another name than its tokens")
         except FileNotFoundError:
-            return
+            self._there.pop(file.name, None)
+            return None
         except (OSError, ValueError, TypeError) as error:
             self._discard(file, error)
-            return
-        self._known[file.name] = found
+            return None
+        return found
 
     def _discard(self, file: Path, error: Exception) -> None:
         """Removes a damaged file. What says nothing about its bytes, as too few descriptors, leaves it there."""
+        self._there.pop(file.name, None)  # so that it, or another in its place, is looked at again
         if isinstance(error, OSError) and not is_lost(error):
             return
         self._count(damaged=1)
@@ -182,6 +203,8 @@ class PrefixFiles:
             self._make_room(nbytes)
             with written_beside(file) as descriptor:
                 write_prefix(descriptor, text, parts, self._room)
+            self._there.pop(file.name, None)  # a new file may have the number of one that has gone,
+            self._looked_at = None  # and the folder's time may be that of the last look
             self._make_room(0)  # others have written meanwhile
         except Gone:
             return
@@ -231,3 +254,7 @@ class PrefixFiles:
     def _trouble(self, why: str) -> None:
         with self._counting:
             self.counts = replace(self.counts, trouble=why)
+
+
+def _known_bytes(known: StoredPrefix) -> int:
+    return len(known.text) + FILE_BYTES
