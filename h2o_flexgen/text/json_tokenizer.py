@@ -100,6 +100,9 @@ class JsonTokenizer(WordTokenizer):
     def encode_more(self, text: str) -> list[int]:
         return list(self._files.rules.encode(text, add_special_tokens=False).ids)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return list(self._files.rules.encode(first, second).ids)
+
     def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         return str(self._files.rules.decode(list(ids), skip_special_tokens=not with_special))
 

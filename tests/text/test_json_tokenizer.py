@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Rules
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from h2o_flexgen.text.json_tokenizer import JsonFiles, JsonTokenizer
@@ -63,6 +64,21 @@ def test_texts_and_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -
     assert ours.special_tokens == theirs.special_tokens and ours.eos_ids == theirs.eos_ids != frozenset()
     assert ours.template_for(True) == theirs.template_for(True) and ours.chat_template == theirs.chat_template
     assert ours.of_transformers.get_vocab() == theirs.of_transformers.get_vocab()
+
+
+def test_pairs_have_the_special_tokens_that_the_files_put_between_and_behind_them(tmp_path: Path) -> None:
+    save_byte_level(tmp_path)
+    rules = Rules.from_file(str(tmp_path / "tokenizer.json"))
+    start, end = ((text, rules.token_to_id(text)) for text in ("<s>", "</s>"))
+    pair = "<s> $A </s> <s>:1 $B:1 </s>:1"
+    rules.post_processor = TemplateProcessing(single="<s> $A </s>", pair=pair, special_tokens=[start, end])
+    rules.save(str(tmp_path / "tokenizer.json"))
+    ours, theirs = load_tokenizer(tmp_path, None, 400), FolderTokenizer(tmp_path)
+    assert isinstance(ours, JsonTokenizer)
+    made = ours.encode_pair("When?", "At nine.")
+    before, after = ours.encode("When?"), ours.encode("At nine.")
+    assert made == theirs.encode_pair("When?", "At nine.") == [*before, *after]
+    assert [made[place] for place in (0, len(before) - 1, len(before), -1)] == [start[1], end[1]] * 2
 
 
 def of_model(key: str, value: object) -> Change:
