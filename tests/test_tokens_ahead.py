@@ -14,6 +14,7 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.reports import Tick
+from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.schedule.ops import Op
@@ -164,3 +165,20 @@ def test_rows_that_start_again_go_on_where_they_were(demo: LLM, tmp_path: Path, 
         found = sorted(other.generate_stream(requests, seed=2, on_token=note), key=lambda one: one.index)
     assert said(found) == said(wanted)
     assert [tuple(heard[row]) for row in range(len(heard))] == [one.token_ids for one in wanted]
+
+
+def test_given_tokens_come_before_those_that_a_grammar_makes_of_the_same_text(demo: LLM) -> None:
+    letters = [demo.tokenizer.encode_more(letter)[-1] for letter in "null"]
+    assert demo.tokenizer.grammars.tokens.greedy_tokenize("null") != letters
+    params = SamplingParams(20, structured_outputs={"regex": "null-FIXED"})
+    (one,), (alone,) = demo.generate(["It was"], params, forced=[letters]), demo.generate(["It was"], params)
+    assert one.text == alone.text == "null-FIXED" and [*one.token_ids[:4]] == letters != [*alone.token_ids[:4]]
+    begun, forced = (RowState(0, [5], params, demo.tokenizer, forced=own) for own in ((), letters))
+    for token in letters:
+        begun.push(token)
+    begun.start_anew()
+    for row in (begun, forced):
+        for token in letters:
+            assert row.given == token and row.only_token in (None, token)
+            row.push(token)
+        assert row.given is None and row.only_token is not None

@@ -166,6 +166,8 @@ class RowState:
         if self.params.allowed_token_ids is not None:
             return None  # perhaps it may not come either, which is an error
         token = self.constraint.only_token
+        if self.given not in (None, token):
+            return None  # the same text may be written with other tokens than those that a grammar makes of it
         return None if token in self.history.ends else token
 
     def start_anew(self) -> None:
