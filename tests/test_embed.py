@@ -20,7 +20,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.sampling.pooling import CLS, LAST, MEAN, PoolingParams
-from h2o_flexgen.text.prompts import Prompt, shortened
+from h2o_flexgen.text.prompts import Prompt, TextPair, shortened
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers import tiny
 from tests.helpers.contract import Case, Checkpoints
@@ -156,12 +156,20 @@ class _Ending(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         return [1, *super().encode(text), 2]
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return [*self.encode(first), *super().encode(second), 3]
+
 
 def test_a_cut_text_keeps_what_its_tokenizer_puts_behind_it() -> None:
     tokenizer = _Ending(300)
     cut = shortened(Prompt("abcdef", tuple(tokenizer.encode("abcdef"))), 4, tokenizer)
     assert (cut.ids, cut.left_out) == ((1, *ByteTokenizer(300).encode("ab"), 2), 4)
     assert shortened(Prompt(None, (1, 5, 6, 2)), 2, tokenizer).ids == (1, 5)
+    pair = shortened(TextPair("ab", "cdef").read_with(tokenizer), 7, tokenizer)
+    assert (pair.ids, pair.left_out) == ((*tokenizer.encode("ab"), *ByteTokenizer(300).encode("cd"), 3), 2)
+    assert shortened(TextPair("ab", "cdef").read_with(ByteTokenizer(300)), 4, ByteTokenizer(300)).ids == (
+        *ByteTokenizer(300).encode("abcd"),
+    )
 
 
 def test_a_vector_that_is_not_finite_is_an_error(checkpoints: Checkpoints, offload: Path) -> None:

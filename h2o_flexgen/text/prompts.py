@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import TypeAlias
 
@@ -26,6 +27,7 @@ class Prompt:
     text: str | None  # None if token ids were given
     ids: tuple[int, ...]
     left_out: int = 0  # tokens of a longer one
+    is_pair: bool = False  # of two texts, as the tokenizer puts pairs together
 
 
 def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
@@ -35,17 +37,20 @@ def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
 
 def shortened(prompt: Prompt, most: int | None, tokenizer: Tokenizer) -> Prompt:
     """The prompt with `most` tokens at most (None: as it is). Its last ones are left out, but for what the tokenizer puts at
-    the end of every text."""
+    the end of every text, or of every pair of texts."""
     if most is None or len(prompt.ids) <= most:
         return prompt
-    ending = () if prompt.text is None else _ending(tokenizer)[:most]
+    ending = _ending(prompt, tokenizer)[:most]
     return replace(prompt, ids=(*prompt.ids[: most - len(ending)], *ending), left_out=len(prompt.ids) - most)
 
 
-def _ending(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end every text, whatever it says."""
+def _ending(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end every prompt of its kind, whatever it says."""
+    if prompt.text is None and not prompt.is_pair:
+        return ()
+    encode = partial(tokenizer.encode_pair, "a") if prompt.is_pair else tokenizer.encode
     alike: list[int] = []
-    for each in zip(*(reversed(tokenizer.encode(text)) for text in ("", "a", "b"))):
+    for each in zip(*(reversed(encode(text)) for text in ("", "a", "b"))):
         if len(set(each)) > 1:
             break
         alike.insert(0, each[0])
@@ -74,7 +79,7 @@ class TextPair:
 
     def read_with(self, tokenizer: Tokenizer) -> Prompt:
         if self.template is None:
-            return Prompt(None, tuple(tokenizer.encode_pair(self.query, self.document)))
+            return Prompt(None, tuple(tokenizer.encode_pair(self.query, self.document)), is_pair=True)
         parts = PLACES_OF_PAIR.split(self.template)
         text = "".join({QUERY: self.query, DOCUMENT: self.document}.get(part, part) for part in parts)
         return Prompt(text, tuple(tokenizer.encode(text)))
