@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 RULES, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 LEFT_TO_TRANSFORMERS = ("tekken.json", "added_tokens.json", "additional_chat_templates")  # files
-SETTINGS_LEFT = ("auto_map", "fix_mistral_regex", "split_special_tokens", "add_prefix_space")
+SETTINGS_LEFT = ("auto_map", "fix_mistral_regex", "split_special_tokens", "add_prefix_space", "model_specific_special_tokens")
 ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 HAVE_TO_BE_SAID = ROLES[:3]  # otherwise a class has a token of its own there
-SEVERAL = ("additional_special_tokens", "extra_special_tokens")
+SEVERAL = ("extra_special_tokens", "additional_special_tokens")  # the first that is said counts
 AS_IT_IS = ("PreTrainedTokenizer", "TokenizersBackend")
 # Models with tokenizers that transformers changes, whatever class their files name, and those that have one class always.
 CHANGED: Mapping[str, str] = {
@@ -60,7 +60,7 @@ class JsonFiles:
 
     folder: Path
     rules: Rules
-    special: Mapping[str, str]  # tokens by the names of their roles
+    special: Mapping[str, str]  # tokens by the names of their roles, and others that have names
     template: str | None
 
     @classmethod
@@ -130,7 +130,7 @@ def _read(folder: Path) -> JsonFiles | None:
         return None
     rules_read = read_document(folder / RULES)
     said, settings = json.loads(rules_read), json.loads(read_document(folder / SETTINGS))
-    special = {role: text for role in ROLES if (text := _text_of(settings.get(role))) is not None}
+    special = {role: text for role in ROLES if (text := _text_of(settings.get(role))) is not None} | _named(settings)
     if not (_is_understood(said, settings, _model_type(folder)) and _are_there(said, settings, special, folder)):
         return None
     from tokenizers import Tokenizer
@@ -186,9 +186,22 @@ def _are_there(said: Mapping[str, Any], settings: Mapping[str, Any], special: Ma
     return marked.issuperset(special.values()) and marked.issuperset(_others(settings)) and _says_the_same(special, folder)
 
 
+def _named(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens that have names of their own, as those of pictures have. transformers reads those that are no texts."""
+    several = next((own for key in SEVERAL if (own := settings.get(key))), ())
+    named = {key: own for key, own in settings.items() if _is_named(key, own) and key not in ROLES}
+    named |= several if isinstance(several, dict) else {}
+    if strange := [key for key, own in named.items() if not isinstance(own, str)]:
+        raise TypeError(f"{strange[0]} is no text")
+    return named
+
+
+def _is_named(key: str, own: object) -> bool:
+    return key.endswith("_token") and isinstance(own, (str, dict))
+
+
 def _others(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Special tokens that have no role."""
-    yield from (text for key, text in settings.items() if key.endswith("_token") and isinstance(text, str))
+    """Special tokens that stand in a list."""
     for key in SEVERAL:
         several = settings.get(key) or ()
         yield from (_text_of(one) or "" for one in (several.values() if isinstance(several, dict) else several))
@@ -200,7 +213,8 @@ def _says_the_same(special: Mapping[str, str], folder: Path) -> bool:
     if not path.is_file():
         return True
     named = json.loads(read_document(path))
-    return all(special.get(role) == _text_of(named[role]) for role in ROLES if role in named)
+    said = {key: own for key, own in named.items() if key in ROLES or _is_named(key, own)}
+    return not isinstance(named.get(SEVERAL[0]), dict) and all(special.get(key) == _text_of(own) for key, own in said.items())
 
 
 def _text_of(token: object) -> str | None:

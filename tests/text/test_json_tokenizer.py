@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from h2o_flexgen.text.json_tokenizer import JsonFiles, JsonTokenizer
 from h2o_flexgen.text.load_tokenizer import FolderTokenizer, load_tokenizer
+from h2o_flexgen.text.tokenizer import ChatInput
 from tests.helpers.real_tokenizers import SENTENCES, TEXTS, VOCABS, save_byte_fallback, save_byte_level
 from tests.helpers.tiny import save_tiny
 
@@ -66,6 +67,25 @@ def test_texts_and_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -
     assert ours.of_transformers.get_vocab() == theirs.of_transformers.get_vocab()
 
 
+NAMED: tuple[dict[str, Any], ...] = (
+    {"extra_special_tokens": {"image_token": "<s>", "end_of_turn": "</s>"}},
+    {"additional_special_tokens": {"image_token": "<s>"}},
+    {"image_token": "<s>", "add_bos_token": True, "extra_special_tokens": {"eot_token": "</s>"}},
+)
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_chat_templates_may_name_special_tokens_that_have_no_role(named: dict[str, Any], tmp_path: Path) -> None:
+    save_byte_level(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    template = "{{ image_token }}|{{ eot_token }}|{{ end_of_turn }}|{{ bos_token }}"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **named, "chat_template": template}))
+    ours, theirs = load_tokenizer(tmp_path, None, 400), FolderTokenizer(tmp_path)
+    assert isinstance(ours, JsonTokenizer) and ours.special_tokens == theirs.special_tokens
+    chat = ChatInput([{"role": "user", "content": "x"}])
+    assert ours.render_chat(chat) == theirs.render_chat(chat) and ours.render_chat(chat).startswith("<s>|")
+
+
 def test_pairs_have_the_special_tokens_that_the_files_put_between_and_behind_them(tmp_path: Path) -> None:
     save_byte_level(tmp_path)
     rules = Rules.from_file(str(tmp_path / "tokenizer.json"))
@@ -93,6 +113,8 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "a token that is nowhere": ("as it is", lambda said, settings: settings.update(pad_token="<pad>")),
     "a token that is not marked": ("as it is", lambda said, settings: said["added_tokens"][1].update(special=False)),
     "another token": ("as it is", lambda said, settings: settings.update(extra_special_tokens=["<tool>"])),
+    "a named token that is nowhere": ("as it is", lambda said, settings: settings.update(image_token="<image>")),
+    "a named token that is no text": ("as it is", lambda said, settings: settings.update(image_token={"content": "<s>"})),
     "marked otherwise": (
         "as it is",
         lambda said, settings: settings.update(added_tokens_decoder={"0": {**said["added_tokens"][0], "lstrip": True}}),
@@ -131,8 +153,9 @@ def test_older_folders_name_special_tokens_in_a_file_of_its_own(tmp_path: Path) 
     named = tmp_path / "special_tokens_map.json"
     named.write_text(json.dumps({"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}))
     assert JsonFiles.of(tmp_path) is not None
-    named.write_text(json.dumps({"eos_token": "<s>"}))
-    assert JsonFiles.of(tmp_path) is None
+    for other in ({"eos_token": "<s>"}, {"image_token": "<s>"}, {"extra_special_tokens": {"image_token": "<s>"}}):
+        named.write_text(json.dumps(other))
+        assert JsonFiles.of(tmp_path) is None
 
 
 def test_texts_are_neither_cut_off_nor_filled_up(tmp_path: Path) -> None:
