@@ -93,6 +93,8 @@ class Llama4(MixtureOfExperts):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         if unlike := {*config.layer_types} - {CHUNKED, FULL}:
             raise ValueError(f"layer_types has {shown(min(unlike))}, which no layer of Llama 4 is; download the model again")
+        if CHUNKED in config.layer_types and config.attention_chunk_size is None:
+            raise ValueError(f"attention_chunk_size is missing, but layer_types has {CHUNKED}; download the model again")
         self._norms_heads = bool(config.use_qk_norm)
         super().__init__(config, dtype, sep_layer, name)
         nothing = torch.zeros(self.spec.head_dim // 2)  # by which none is turned

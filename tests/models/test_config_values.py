@@ -95,6 +95,16 @@ def test_values_that_one_architecture_reads_are_named(
     assert problem in told(values, tmp_path, **changes)
 
 
+def test_layers_that_attend_in_chunks_say_how_long_these_are() -> None:
+    """Otherwise nothing bounds a text; where no layer attends so, the key says nothing."""
+    chunked = tiny_config("llama4")
+    chunked.attention_chunk_size = None
+    said = one_line(lambda: create_model(chunked, "float32"))
+    assert said == "attention_chunk_size is missing, but layer_types has chunked_attention; download the model again"
+    chunked.layer_types = ["full_attention"] * chunked.num_hidden_layers
+    assert create_model(chunked, "float32").spec.max_positions == chunked.max_position_embeddings
+
+
 def test_a_published_falcon_says_nothing_of_its_positions(tmp_path: Path) -> None:
     """Then transformers has 2048 of them. These are the keys of falcon-7b."""
     sizes = {"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32, "vocab_size": 65024}
