@@ -42,7 +42,8 @@ class Labels:
             return tuple(map(_sigmoid, scores))
         most = max(scores)
         weights = [exp(score - most) for score in scores]
-        return tuple(weight / sum(weights) for weight in weights)
+        total = sum(weights)
+        return tuple(weight / total for weight in weights)
 
     def last_place(self, ids: Sequence[int]) -> int:
         """The place of the token of a text that is classified: the last one that is no pad."""

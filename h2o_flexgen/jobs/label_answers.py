@@ -31,7 +31,7 @@ def _classified(completion: Completion, labels: Labels) -> Classification:
 
 def _labelled(head: Said, counted: Said, told: Answered) -> Said:
     data = [
-        {"index": place, "label": one.label, "probs": list(one.probs), "num_classes": len(one.probs), **_cut(line, one)}
+        {"index": place, "label": one.label, "probs": list(one.probs), "num_classes": len(one.labels.names), **_cut(line, one)}
         for place, (line, one) in enumerate(told)
     ]
     return {**_list_of("classify", head), "data": data, "usage": counted}
