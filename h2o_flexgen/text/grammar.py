@@ -261,13 +261,8 @@ class HeldText:
     def only_token(self) -> int | None:
         if self.is_whole or not self._matcher.compute_ff_bytes():
             return None  # the next byte is open, and so is the token
-        if forced := self._matcher.compute_ff_tokens():
-            return forced[0]  # which masks have alone
-        self._make_mask()
-        places = [place for place, word in enumerate(self._words) if word]
-        if len(places) != 1 or (word := self._words[places[0]]) & (word - 1):
-            return None
-        return places[0] * WORD_BITS + word.bit_length() - 1
+        forced = self._matcher.compute_ff_tokens()
+        return forced[0] if forced else None  # which masks have alone; where tokens are open, no mask is made to look for one
 
     def take(self, token: int) -> None:
         if not self._matcher.consume_token(token):

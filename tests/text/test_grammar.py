@@ -146,6 +146,17 @@ def test_the_only_token_that_may_come_is_known_without_a_mask(tokenizer: Tokeniz
     assert singles > 20
 
 
+def test_a_token_that_is_open_is_not_looked_for_in_a_mask(of_words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask takes a look at the whole vocabulary."""
+    held = of_words.grammars.constraint(asked(regex="h[a-z]*"), [])
+    assert isinstance(held, grammar.HeldText)
+    words = room_for_mask(320)
+    held.write_mask(words)
+    assert len(allowed(words)) > 1, "tokens that all begin with the byte that must come"
+    monkeypatch.setattr(grammar.HeldText, "_make_mask", None)
+    assert held.only_token is None
+
+
 def test_a_token_that_may_not_come_is_refused(tokenizer: Tokenizer) -> None:
     held = tokenizer.grammars.constraint(asked(regex="[0-9]+"), [])
     wrong = tokenizer.encode_more("a")[-1]
