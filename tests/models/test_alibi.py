@@ -26,15 +26,16 @@ from tests.helpers.resident import resident_generate, weights_by_layer
 from tests.helpers.tiny import checkpoint_tensors, tiny_config, tiny_hf_model
 
 FAR = torch.tensor([[0, 1, 255, 256, 2047, 2049, 40_001, MOST_POSITIONS - 1]])
+WIDTH = 72  # of hidden states: the root of the width of their 6 heads is no power of two, and slopes are rounded
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = [[5, 17, 99, 3, 8, 61, 2, 40, 7], [4, 4, 90]]
 
 
 def attended(dtype: str) -> tuple[Alibi, NewTokens]:
     """What a layer attends of random hidden states at far positions: queries, keys and values, rotated."""
-    model = create_model(tiny_config("bloom-between"), dtype)
+    model = create_model(tiny_config("bloom-between", hidden_size=WIDTH), dtype)
     assert isinstance(model, Alibi)
-    tensors = checkpoint_tensors(tiny_hf_model("bloom-between", seed=3))
+    tensors = checkpoint_tensors(tiny_hf_model("bloom-between", seed=3, hidden_size=WIDTH))
     weights = next(own for own in weights_by_layer(model, tensors) if "self_attn.qkv_proj.weight" in own)
     hidden = torch.randn(1, FAR.shape[1], model.spec.width, generator=torch.Generator().manual_seed(1))
     return model, model.new_tokens(Distances(), hidden.to(getattr(torch, dtype)), weights)
