@@ -219,7 +219,7 @@ class LatentAttention(Decoder):
     def attended_by(self, rotary: Rotary | None, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         """Queries of prompts stay those of heads, for `attend` knows which keys take fewer operations."""
         matrices = (weights[f"{name}.weight"] for name in OF_HEADS)
-        if not given.in_heads or hidden.shape[1] == 1 or not all(isinstance(matrix, Tensor) for matrix in matrices):
+        if not given.in_heads or not all(isinstance(matrix, Tensor) for matrix in matrices):
             return super().attended_by(rotary, hidden, weights, given)
         x, turning, unrotated, k = self._made(hidden, weights)
         of_heads = HeadsOfLatents(self._latents, weights, self._traits.query_scale)

@@ -184,6 +184,21 @@ def test_prompts_are_attended_alike_with_keys_of_heads_and_with_latents(
         torch.testing.assert_close(with_heads, without, atol=2e-5, rtol=2e-5)
 
 
+def test_a_prompt_of_one_token_is_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be padded beside longer ones, so what it is attended with does not depend on them. Steps have no choice."""
+    save_tiny("deepseek-v3", tmp_path)
+    model, checkpoint, asked = create_model(tiny_config("deepseek-v3"), "float32"), opened(tmp_path), list[tuple[int, int]]()
+    tensors = {name: as_stored(checkpoint, tensor)[1] for name, tensor in model.spec.tensors.items()}
+
+    def pays(own: PromptHeads, tokens: int, keys: int) -> bool:
+        asked.append((tokens, keys))
+        return True
+
+    monkeypatch.setattr(PromptHeads, "pays", pays)
+    resident_generate(model, weights_by_layer(model, tensors), [[7]], 3)
+    assert asked == [(1, 1)] * len(model.spec.kv_layers)
+
+
 def test_head_budgets_are_budgets_of_layers(tmp_path: Path) -> None:
     save_tiny("deepseek-v3", tmp_path)
     budgets = head_budgets(((0.3,), (1.0,), (0.6,)), 1)
