@@ -7,6 +7,7 @@ allocates for the results of its functions, from their shapes. The constants of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes, prompt_form
@@ -205,7 +206,7 @@ def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
     room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
     room += _mask_bytes(spec, 1, tokens, _attended(occupancy), threads) if total > tokens else 0
     room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads, tokens)
-    room += _in_heads_bytes(spec, occupancy, at_once)
+    room += _in_heads_bytes(spec, occupancy, at_once, threads)
     room += 2 * FLOAT_BYTES * tokens * spec.heads if spec.sink_scores else 0  # one more key of each query, and it in its place
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
@@ -225,13 +226,21 @@ def _states_bytes(spec: ModelSpec, site: Site, rows: int, tokens: int) -> int:
     return rows * max(of_row)
 
 
-def _in_heads_bytes(spec: ModelSpec, occupancy: Occupancy, at_once: int) -> int:
-    """Bytes of keys and values of heads that are made for prompts, of some heads at a time."""
-    if spec.prompt_heads is None:
+def _in_heads_bytes(spec: ModelSpec, occupancy: Occupancy, at_once: int, threads: int) -> int:
+    """Bytes for prompts that are attended with keys and values of heads, of some heads at a time: these; latent vectors side by
+    side, and as products want them; what keys got of each group of heads; and what rooms have beyond those for latents."""
+    own = spec.prompt_heads
+    if own is None:
         return 0
     batch, keys = occupancy.batch, _attended(occupancy)
-    of_head = spec.prompt_heads.nbytes(batch.size, min(batch.prompt_len, at_once), keys, spec.itemsize)
-    return min(spec.heads * of_head, max(of_head, IN_HEADS_BYTES))
+    of_head = own.nbytes(batch.size, min(batch.prompt_len, at_once), keys, spec.itemsize)
+    together = min(spec.heads, max(1, IN_HEADS_BYTES // of_head))
+    made = min(spec.heads * of_head, max(of_head, IN_HEADS_BYTES))
+    of_latents = 2 * batch.size * keys * own.latent * spec.itemsize
+    got = 2 * FLOAT_BYTES * batch.size * keys * ceil(spec.heads / together)
+    at_most = min(spec.heads, together + 1)  # where the first pieces of a prompt attend fewer keys
+    room = FLOAT_BYTES * PromptRoom.of(keys, own.width).end * prompt_threads(batch.size, at_most, threads)
+    return made + of_latents + got + max(0, room - _kernel_bytes(spec, occupancy, threads))
 
 
 def _picking_bytes(spec: ModelSpec, levels: Sequence[LevelHeads]) -> int:

@@ -33,7 +33,7 @@ from h2o_flexgen.engine.stores.row_states import states_over
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled
-from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, PromptRoom
 from h2o_flexgen.formats.kernel_table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
 from h2o_flexgen.formats.mxfp4 import Fp4
 from h2o_flexgen.formats.table import FORMATS, PLAIN
@@ -313,6 +313,22 @@ def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(value
             SLACK * working_bytes(held, 0, plan, own_site("cpu", False)) for plan in (in_pieces, whole)
         )
     assert 0.1 * estimate < most <= estimate < 0.9 * at_once_estimate
+
+
+@pytest.mark.parametrize("variant", variants()[:1])
+def test_each_thread_that_attends_keys_of_heads_has_a_room_in_the_estimate(variant: str) -> None:
+    """Latents have one KV head for all, and so one room for a row; heads that are made of them have one each."""
+    model = create_model(tiny_config("deepseek-v3", **LARGER, **WIDER["deepseek-v3"]), "float32", sep_layer=False)
+    own, plan, block = model.spec.prompt_heads, Plan(), Block((Batch((0,), (400,)),), 4)
+    assert own is not None and model.spec.heads >= 4
+    with used(variant):
+        alone, together = (
+            working_bytes(HeldKV.of(model.spec, plan, block), 0, plan, replace(own_site("cpu", False), threads=threads))
+            for threads in (1, 4)
+        )
+    room = FLOAT_BYTES * PromptRoom.of(400, own.width).end
+    of_latents = FLOAT_BYTES * PromptRoom.of(400, model.spec.head_dim).end
+    assert together - alone == 4 * room - max(room, of_latents)
 
 
 @pytest.mark.parametrize("kind", ["gpt-oss-far", "mistral-near", "gemma2"])
