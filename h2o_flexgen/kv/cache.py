@@ -131,7 +131,7 @@ class KVCache:
         echo may follow the new tokens; it is not kept."""
         if tokens.q.shape[1] < now.tokens:
             return self._read_piece(now, tokens)
-        tokens = self._in_heads_or_not(now, tokens, now.held)
+        tokens = self._in_heads_or_not(now, tokens)
         q, k, rotation = tokens.q, tokens.k, tokens.rotation
         kept, scores = tokens.part(slice(now.positions.shape[1])), self.living(len(q)).scores
         q = self._turned_queries(now, tokens)
@@ -159,7 +159,7 @@ class KVCache:
                 self._reading.begin_behind(self._turned(now, old.k, rotation), old.v)
         reading = self._reading
         reading.note(k, x)
-        tokens = self._in_heads_or_not(now, tokens, now.held + reading.done)
+        tokens = self._in_heads_or_not(now, tokens)
         piece, v = reading.next(tokens.q.shape[1]), tokens.v
         q = self._turned_queries(now, tokens, piece)
         if rotation is not None:
@@ -172,14 +172,14 @@ class KVCache:
             self._enforce_budget(now, scores, reading.written, self._old(now, scores), reading.got)
         return out
 
-    def _in_heads_or_not(self, now: KVStep, tokens: NewTokens, before: int) -> NewTokens:
-        """Tokens of a prompt with queries of heads only where keys are made for these, behind so many others: what is attended
-        elsewhere, and an echo, meet keys as they are kept."""
+    def _in_heads_or_not(self, now: KVStep, tokens: NewTokens) -> NewTokens:
+        """Tokens of a prompt with queries of heads only where keys are made for these: what is attended elsewhere, and an echo,
+        meet keys as they are kept. The whole prompt decides for all its pieces."""
         if tokens.in_heads is None:
             return tokens
-        count = tokens.q.shape[1]
         is_alone = not now.echo and (now.slots.copies or not now.groups)
-        return tokens if is_alone and tokens.in_heads.pays(count, before + count) else tokens.in_heads.without(tokens)
+        pays = is_alone and tokens.in_heads.pays(now.tokens, now.held + now.tokens)
+        return tokens if pays else tokens.in_heads.without(tokens)
 
     def _turned_queries(self, now: KVStep, tokens: NewTokens, piece: slice | None = None) -> Tensor:
         """The queries rotated to their positions, if they are rotated; `piece`: which of a step's tokens they are."""

@@ -184,8 +184,11 @@ def test_prompts_are_attended_alike_with_keys_of_heads_and_with_latents(
         torch.testing.assert_close(with_heads, without, atol=2e-5, rtol=2e-5)
 
 
-def test_a_prompt_of_one_token_is_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be padded beside longer ones, so what it is attended with does not depend on them. Steps have no choice."""
+@pytest.mark.parametrize(("tokens", "at_once"), [(1, 1024), (12, 1024), (12, 5), (12, 1)])
+def test_a_whole_prompt_decides_what_it_is_attended_with(
+    tokens: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its pieces are, and even if it is one token, which may be padded beside longer ones. Steps have no choice."""
     save_tiny("deepseek-v3", tmp_path)
     model, checkpoint, asked = create_model(tiny_config("deepseek-v3"), "float32"), opened(tmp_path), list[tuple[int, int]]()
     tensors = {name: as_stored(checkpoint, tensor)[1] for name, tensor in model.spec.tensors.items()}
@@ -195,8 +198,8 @@ def test_a_prompt_of_one_token_is_a_prompt(tmp_path: Path, monkeypatch: pytest.M
         return True
 
     monkeypatch.setattr(PromptHeads, "pays", pays)
-    resident_generate(model, weights_by_layer(model, tensors), [[7]], 3)
-    assert asked == [(1, 1)] * len(model.spec.kv_layers)
+    resident_generate(model, weights_by_layer(model, tensors), [[*range(3, 3 + tokens)]], 3, prefill_tokens=at_once)
+    assert asked == [(tokens, tokens)] * len(model.spec.kv_layers) * -(-tokens // at_once)
 
 
 def test_head_budgets_are_budgets_of_layers(tmp_path: Path) -> None:
