@@ -106,9 +106,8 @@ class RunningPrediction:
     def _add(self, stretch: Stretch, pricing: Pricing, seconds: Mapping[int, float], weighed: int) -> None:
         """Adds a stretch. Passes that read prompts are weighed separately, as they are of another kind."""
         bounds = {number: pricing.bounds(number) for number in {*stretch.simulated, *_some(stretch.passes, weighed)}}
-        longer = sum(seconds[number] for number in stretch.simulated) / sum(
-            max(bounds[number].values()) for number in stretch.simulated
-        )
+        least = sum(max(bounds[number].values()) for number in stretch.simulated)
+        longer = _ratio(sum(seconds[number] for number in stretch.simulated), least)
         reading = pricing.cost.seating.reading
         for reads in (True, False):
             passes = [number for number in stretch.passes if (number in reading) == reads]
@@ -281,7 +280,7 @@ def _of_running(planned: BlockPlan, machine: Machine, part: BlockPlan | None) ->
         of_part = Pricing(part, machine, known_seating=pricing.cost.seating)
         typical = typical_passes(pricing.cost.seating).items()
         whole, own = (sum(count * each.least_seconds(step) for step, count in typical) for each in (pricing, of_part))
-        longer = whole / own
+        longer = _ratio(whole, own)
     lanes = {lane: longer * seconds for lane, seconds in found.lane_seconds.items()}
     seconds = longer * found.prefill_seconds, longer * found.decode_seconds
     return BlockPrediction(*seconds, found.decode_passes, lanes, found.trace)
@@ -311,7 +310,12 @@ def _spread_out(numbers: Sequence[int], count: int) -> Iterator[int]:
 
 def _times_as_long(whole: Pricing, part: Pricing, step: int) -> float:
     """How many times as long as for a part of the model a step takes for all of it."""
-    return 1.0 if part is whole else whole.least_seconds(step) / part.least_seconds(step)
+    return 1.0 if part is whole else _ratio(whole.least_seconds(step), part.least_seconds(step))
+
+
+def _ratio(one: float, other: float) -> float:
+    """How many times as long one takes as the other; 1 where that takes no time, for then nothing of its kind does."""
+    return one / other if other else 1.0
 
 
 def sampled_steps(planned: BlockPlan) -> list[int]:

@@ -8,9 +8,11 @@ from math import inf
 
 import pytest
 
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import (
     SAMPLED_BLOCKS,
@@ -138,6 +140,21 @@ def test_of_very_many_layers_some_stand_for_all(
     assert found.decode_seconds == pytest.approx(exact.decode_seconds, rel=0.05)
     assert found.lane_seconds == pytest.approx(exact.lane_seconds)
     assert len(found.trace.spans) < len(exact.trace.spans) // 3
+
+
+@pytest.mark.parametrize("comes_and_goes", [False, True])
+def test_some_layers_stand_for_all_where_nothing_takes_time(comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Machine("free", "cpu", 0, 0, 0, inf, inf, inf, inf, inf, {"float32": ((1, inf),)}, {}, task_seconds=0.0)
+    ((running, _),) = Workload.running([SeatNeed(8, 12)] * 2).alike_blocks(2, 1)
+    of = BlockPlan.of(
+        of_unlike_blocks(40, single=4, slices=6), Plan(), running if comes_and_goes else block_of([[8, 7]], 12), Site()
+    )
+    for most in ("MOST_VISITS", "SIMULATED_VISITS"):
+        monkeypatch.setattr(f"h2o_flexgen.planning.predict.{most}", 60)
+    some = with_fewer_blocks(of)
+    assert some is not None
+    found = BlockPrediction.of(of, free, some)
+    assert found.prefill_seconds == found.decode_seconds == 0.0
 
 
 def test_what_evictions_cost_begins_where_they_do() -> None:
