@@ -196,7 +196,7 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them by their
     number."""
-    width, length = scaling[WIDTH], _positive(scaling, ORIGINAL_LENGTH)
+    width, length = int(scaling[WIDTH]), _positive(scaling, ORIGINAL_LENGTH)
     if scaling["rope_theta"] == 1:
         raise ValueError("rope_theta is 1, by which all values rotate alike, but YaRN tells them apart; download it again")
 

@@ -19,7 +19,7 @@ class Constraint(Protocol):
 
     @property
     def only_token(self) -> int | None:
-        """The one token that may come next; None if there are several or none, if the text may end, or if a mask alone tells."""
+        """The one token that may come next; None if there are several, none, or the text may end, or if a mask alone tells."""
 
     def take(self, token: int) -> None:
         """Takes the next token of the text. A ConstraintBroken refuses one that may not come."""
