@@ -65,6 +65,11 @@ class Latents:
         return self.rotated + self.rank
 
     @property
+    def tells_heads(self) -> bool:
+        """Whether what is attended is as wide as values of heads only where it is made of these."""
+        return self.values != self.of_key
+
+    @property
     def in_heads(self) -> PromptHeads:
         return PromptHeads(self.rank, self.rotated, self.unrotated, self.values, tuple(f"{name}.weight" for name in OF_HEADS))
 
@@ -189,7 +194,7 @@ class LatentAttention(Decoder):
 
     @property
     def prompt_heads(self) -> PromptHeads | None:
-        return self._latents.in_heads
+        return self._latents.in_heads if self._latents.tells_heads else None
 
     def rotary_of(self, rope: Rope, width: int) -> Rotary:
         if rope.share != 1.0:
@@ -219,7 +224,8 @@ class LatentAttention(Decoder):
     def attended_by(self, rotary: Rotary | None, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         """Queries of prompts stay those of heads, for `attend` knows which keys take fewer operations."""
         matrices = (weights[f"{name}.weight"] for name in OF_HEADS)
-        if not given.in_heads or not all(isinstance(matrix, Tensor) for matrix in matrices):
+        has_heads = given.in_heads and self._latents.tells_heads
+        if not has_heads or not all(isinstance(matrix, Tensor) for matrix in matrices):
             return super().attended_by(rotary, hidden, weights, given)
         x, turning, unrotated, k = self._made(hidden, weights)
         of_heads = HeadsOfLatents(self._latents, weights, self._traits.query_scale)

@@ -52,7 +52,7 @@ WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it 
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
-BROUGHT = 2  # of each value that a token brings to a state: as it comes, and what is made of it
+BROUGHT = 3  # times the values of a key, of two values of a head, and of what a token has to do with others of its chunk
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
 RECORDED_BYTES = 16 << 10  # of the calls of a layer and batch on a CPU, and of what they are given
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
@@ -221,7 +221,7 @@ def _states_bytes(spec: ModelSpec, site: Site, rows: int, tokens: int) -> int:
     matrices = {state.shape for layer in spec.unlike_layers for state in layer.states if state.is_of_heads}
     for heads, key_width, value_width in matrices:
         if not all(site.has_kernel(op, spec.dtype, width=key_width) for op in (GATED_DELTA, SELECTIVE_SCAN)):
-            brought = BROUGHT * (2 * key_width + value_width + chunk)
+            brought = BROUGHT * (key_width + 2 * value_width + chunk)
             of_row.append(heads * FLOAT_BYTES * (key_width * value_width + chunk * brought))
     return rows * max(of_row)
 

@@ -202,6 +202,18 @@ def test_a_whole_prompt_decides_what_it_is_attended_with(
     assert asked == [(tokens, tokens)] * len(model.spec.kv_layers) * -(-tokens // at_once)
 
 
+def test_values_of_heads_as_wide_as_keys_are_not_taken_for_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome of attention says by its width what it is made of. So where both are as wide it is made of latents."""
+    made = list[torch.Tensor]()
+    model, seeded = create_model(tiny_config("deepseek-v3", v_head_dim=32 + 8), "float32"), torch.Generator().manual_seed(1)
+    tensors = {name: 0.1 * torch.randn(one.shape, generator=seeded) for name, one in model.spec.tensors.items()}
+    for answer in (True, False):
+        monkeypatch.setattr(PromptHeads, "pays", lambda own, tokens, keys, answer=answer: answer)
+        (first, *_) = resident_generate(model, weights_by_layer(model, tensors), [[*range(3, 20)]], 2)
+        made.append(first)
+    assert torch.equal(*made) and model.spec.prompt_heads is None
+
+
 def test_head_budgets_are_budgets_of_layers(tmp_path: Path) -> None:
     save_tiny("deepseek-v3", tmp_path)
     budgets = head_budgets(((0.3,), (1.0,), (0.6,)), 1)
