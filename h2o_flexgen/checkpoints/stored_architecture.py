@@ -179,7 +179,7 @@ class GgufModel:
         return [bool(one) for one in said[: self.blocks]]
 
     def all_but_each_last(self, every: int) -> list[bool]:
-        """For each block whether it is not the last one of so many; 0: none is."""
+        """Says of each block whether it is not the last one of so many; 0: none is."""
         return [every == 0 or (block + 1) % every != 0 for block in range(self.blocks)]
 
     def whole_of_each(self, name: str, otherwise: int) -> list[int]:

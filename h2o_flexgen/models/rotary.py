@@ -196,20 +196,22 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them by their
     number."""
-    width, length = int(scaling[WIDTH]), _positive(scaling, ORIGINAL_LENGTH)
+    count, length = len(frequencies), _positive(scaling, ORIGINAL_LENGTH)
+    if scaling[WIDTH] != 2 * count:
+        raise ValueError(f"{scaling[WIDTH]} values of a head are rotated, but YaRN takes pairs; download the model again")
     if scaling["rope_theta"] == 1:
         raise ValueError("rope_theta is 1, by which all values rotate alike, but YaRN tells them apart; download it again")
 
     def number(turns: float) -> float:
         """The number of the wave that fits so often into the original length."""
-        return width / 2 * math.log(length / (turns * 2 * math.pi)) / math.log(_positive(scaling, "rope_theta"))
+        return count * math.log(length / (turns * 2 * math.pi)) / math.log(_positive(scaling, "rope_theta"))
 
     low, high = (number(_positive_or(scaling, name, usual)) for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+    low, high = max(low, 0), min(high, 2 * count - 1)
     between = high - low or 0.001  # below 0 where all waves fit often, or beta_fast is below beta_slow
-    stretched = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / between).clamp(0.0, 1.0)
+    stretched = ((torch.arange(count, dtype=torch.float32) - low) / between).clamp(0.0, 1.0)
     return frequencies * (1.0 - stretched) + frequencies / _positive(scaling, "factor") * stretched
 
 

@@ -284,6 +284,8 @@ def held(values: Mapping[str, Any], folder: Path) -> str:
     except ValueError as error:
         assert "\n" not in str(error)
         return "refused"
+    if not model.spec.kv_layers:
+        return "refused"  # by every plan
     ends = [end for end in ENDS if end <= model.spec.max_positions]
     theirs = _theirs(values, ends)
     if theirs is None:
