@@ -16,7 +16,11 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import MODELS, create_model, load_config
+from h2o_flexgen.planning.block_plan import BlockPlans
+from h2o_flexgen.planning.plan import Plan
 from tests.helpers.refusals import one_line
 from tests.helpers.resident import resident_generate, weights_by_layer
 from tests.helpers.tiny import KINDS, VOCAB, checkpoint_tensors, random_model
@@ -285,7 +289,9 @@ def held(values: Mapping[str, Any], folder: Path) -> str:
         assert "\n" not in str(error)
         return "refused"
     if not model.spec.kv_layers:
-        return "refused"  # by every plan
+        with pytest.raises(ValueError, match=r"no layer of .* has attention"):
+            BlockPlans.of(model.spec, Plan(), Workload.uniform(1, 4, 2), Site())
+        return "refused"
     ends = [end for end in ENDS if end <= model.spec.max_positions]
     theirs = _theirs(values, ends)
     if theirs is None:
