@@ -52,8 +52,7 @@ from h2o_flexgen.session.plan_finder import AutoPlan
 from h2o_flexgen.text.answer_reader import with_message
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_documents, read_prompts, shortened
-from h2o_flexgen.text.template_settings import read_settings
-from h2o_flexgen.text.tokenizer import Tokenizer
+from h2o_flexgen.text.tokenizer import Tokenizer, read_settings
 from h2o_flexgen.text.tools import read_tool_use
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 

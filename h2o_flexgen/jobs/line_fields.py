@@ -12,7 +12,7 @@ from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
 from h2o_flexgen.sampling.pooling import Truncate
 from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME
-from h2o_flexgen.text.template_settings import EFFORT, NO_SETTINGS, SETTINGS, VERBOSITY, TemplateSettings, read_settings
+from h2o_flexgen.text.tokenizer import EFFORT, NO_SETTINGS, SETTINGS, VERBOSITY, TemplateSettings, read_settings
 from h2o_flexgen.text.tools import CHOICE, PARALLEL, TOOLS, ToolUse, read_tool_use
 
 ECHO, LOGPROBS, TOP_LOGPROBS, TOKEN_IDS = "echo", "logprobs", "top_logprobs", "return_token_ids"

@@ -24,7 +24,7 @@ from h2o_flexgen.server.body_fields import (
 )
 from h2o_flexgen.text.prompts import read_chat
 from h2o_flexgen.text.response_items import read_items
-from h2o_flexgen.text.template_settings import EFFORT, SETTINGS, VERBOSITY
+from h2o_flexgen.text.tokenizer import EFFORT, SETTINGS, VERBOSITY
 from h2o_flexgen.text.tools import ALLOWED, CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, read_tools, tool_use
 
 INPUT, INSTRUCTIONS, MOST, TEXT, REASONING = "input", "instructions", "max_output_tokens", "text", "reasoning"

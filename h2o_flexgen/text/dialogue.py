@@ -23,8 +23,7 @@ from h2o_flexgen.text.answer_reader import AnswerReading
 from h2o_flexgen.text.held_calls import held_to_calls
 from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, SYSTEM, USER
 from h2o_flexgen.text.prompts import Prompt
-from h2o_flexgen.text.template_settings import NO_SETTINGS, TemplateSettings
-from h2o_flexgen.text.tokenizer import ChatInput, Message, Tokenizer
+from h2o_flexgen.text.tokenizer import NO_SETTINGS, ChatInput, Message, TemplateSettings, Tokenizer
 from h2o_flexgen.text.tools import TOOLS, ToolUse
 
 SPEAKER, ANSWERER = "User:", "Assistant:"

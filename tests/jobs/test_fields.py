@@ -12,7 +12,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from h2o_flexgen.jobs.line_fields import Options, read_options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
-from h2o_flexgen.text.template_settings import TemplateSettings
+from h2o_flexgen.text.tokenizer import TemplateSettings
 from tests.helpers.refusals import one_line
 
 DEFAULTS = Options(SamplingParams(max_tokens=7, temperature=0.5, stop=["end"]))

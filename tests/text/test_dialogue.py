@@ -15,8 +15,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import PlainStyle, Script, Style, Template, choose_style
 from h2o_flexgen.text.load_tokenizer import FolderTokenizer
 from h2o_flexgen.text.prompts import read_chat
-from h2o_flexgen.text.template_settings import read_settings
-from h2o_flexgen.text.tokenizer import ChatInput, Tokenizer
+from h2o_flexgen.text.tokenizer import ChatInput, Tokenizer, read_settings
 from tests.helpers.real_tokenizers import save_byte_level
 from tests.helpers.refusals import one_line
 from tests.helpers.tool_templates import HERMES, LLAMA, MISTRAL, TEXT_ARGUMENTS, called, tool
