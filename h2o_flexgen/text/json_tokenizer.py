@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o_flexgen.core.files import read_document
-from h2o_flexgen.text.gguf_vocabulary import QWEN2
+from h2o_flexgen.text.gguf_tokenizer import QWEN2
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.core.allowed_values import AUTO, EOS, eos_ids_of
 from h2o_flexgen.core.files import read_document
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.text.gguf_tokenizer import GgufTokenizer
-from h2o_flexgen.text.gguf_vocabulary import END, KIND, GgufVocabulary, has_tokens
+from h2o_flexgen.text.gguf_tokenizer import END, KIND, GgufTokenizer, GgufVocabulary, has_tokens
 from h2o_flexgen.text.json_tokenizer import JsonFiles, JsonTokenizer
 from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, ByteTokenizer, NoTokenizer, Tokenizer
 from h2o_flexgen.text.word_tokenizer import WordTokenizer

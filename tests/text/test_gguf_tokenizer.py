@@ -15,8 +15,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from h2o_flexgen.checkpoints.gguf_format import Metadata, read_metadata
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, demo_folder
-from h2o_flexgen.text.gguf_tokenizer import GgufTokenizer, tokenizer_of
-from h2o_flexgen.text.gguf_vocabulary import WORD_RULES, GgufVocabulary, TokenType
+from h2o_flexgen.text.gguf_tokenizer import WORD_RULES, GgufTokenizer, GgufVocabulary, TokenType, tokenizer_of
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, ChatInput, NoTokenizer, Tokenizer
 from tests.helpers.gguf_vocabularies import BYTE_PIECES, PREFIX, metadata_of_folder, metadata_of_pieces, save_metadata
