@@ -46,8 +46,17 @@ from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, Own
 from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, Truncate, most_read, read_truncate
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.loaded_model import LoadedModel
-from h2o_flexgen.session.open_request import PREFIX_BYTES, ModelRequest, OpenRequest, SiteRequest
-from h2o_flexgen.session.options import adapters_of, arguments_of, asked_plan, name_of, what_is_searched
+from h2o_flexgen.session.open_request import (
+    PREFIX_BYTES,
+    ModelRequest,
+    OpenRequest,
+    SiteRequest,
+    adapters_of,
+    arguments_of,
+    asked_plan,
+    name_of,
+    what_is_searched,
+)
 from h2o_flexgen.session.plan_finder import AutoPlan
 from h2o_flexgen.text.answer_reader import with_message
 from h2o_flexgen.text.dialogue import choose_style

@@ -23,8 +23,7 @@ from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
-from h2o_flexgen.session.open_request import ModelRequest, SiteRequest, refuse_other_device
-from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, named_by_files
+from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, SiteRequest, named_by_files, refuse_other_device
 
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
 BITS = 4  # bits of the codec that --allow-4bit allows

@@ -42,8 +42,7 @@ from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.sampling.params import SEED
-from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
-from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
+from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, SiteRequest, head_budgets_of, probe_of
 
 PROGRAM = "python -m h2o_flexgen.evaluate"
 USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"

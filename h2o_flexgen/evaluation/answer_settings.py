@@ -20,8 +20,8 @@ from h2o_flexgen.models import load_config, tensor_names
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.profiling.measure import describe_machine
+from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE
 from h2o_flexgen.session.opened_model import DUMMY_SEED
-from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES
 
 CONFIG = "config.json"

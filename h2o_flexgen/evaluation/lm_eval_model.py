@@ -18,7 +18,7 @@ from h2o_flexgen.core.hints import did_you_mean, not_installed, shown
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.session.options import HEAD_BUDGETS, PROBE
+from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE
 from h2o_flexgen.text.chat_template import render, render_unfinished
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 

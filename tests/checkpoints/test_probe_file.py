@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from h2o_flexgen.checkpoints.probe_file import FILE, read_probe, write_probe
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.session.options import probe_of
+from h2o_flexgen.session.open_request import probe_of
 from tests.helpers.probes import made_up_probe, probe_for
 from tests.planning.worlds import tiny_spec
 

@@ -17,7 +17,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.search import BUFFERS
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.session.options import what_is_searched
+from h2o_flexgen.session.open_request import what_is_searched
 
 
 def asked(*words: str) -> RunRequest:

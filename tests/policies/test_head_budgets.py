@@ -12,7 +12,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import FILE, HeadBudgets, read_head_budgets, write_head_budgets, written
 from h2o_flexgen.policies.levels import levels_of
-from h2o_flexgen.session.options import head_budgets_of
+from h2o_flexgen.session.open_request import head_budgets_of
 from tests.planning.worlds import tiny_spec
 
 BY_HEAD = HeadBudgets("a model", "a text", (0.2, 0.5), (((0.35, 0.05), (0.1, 0.3)), ((0.9, 0.1), (0.4, 0.6))))
