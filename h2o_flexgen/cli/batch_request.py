@@ -31,7 +31,7 @@ from h2o_flexgen.core.hints import not_installed
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.jobs.index import CheckedFile, check_file
-from h2o_flexgen.jobs.input_file import InputFile
+from h2o_flexgen.jobs.line import InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.output import Manifest, Settings, manifest_file, waiting_file
 from h2o_flexgen.planning.machine import Machine

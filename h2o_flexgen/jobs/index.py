@@ -18,8 +18,18 @@ import numpy
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.jobs.input_file import JSON_LINES, LONGEST_LINE, InputFile, LinesAt, RawLine
-from h2o_flexgen.jobs.line import CUSTOM_ID, RESERVED, BadLine, Line, LineReader
+from h2o_flexgen.jobs.line import (
+    CUSTOM_ID,
+    JSON_LINES,
+    LONGEST_LINE,
+    RESERVED,
+    BadLine,
+    InputFile,
+    Line,
+    LineReader,
+    LinesAt,
+    RawLine,
+)
 from h2o_flexgen.jobs.line_fields import Options
 
 SOUND, REFUSED, TWICE = range(3)

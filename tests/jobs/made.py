@@ -8,7 +8,7 @@ from typing import Any
 
 from h2o_flexgen.engine.job import Request, RequestSize
 from h2o_flexgen.jobs.index import CheckedFile, Index, check_file
-from h2o_flexgen.jobs.input_file import InputFile
+from h2o_flexgen.jobs.line import InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt

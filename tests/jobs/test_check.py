@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.jobs import input_file as input_files
+from h2o_flexgen.jobs import line as input_files
 from h2o_flexgen.jobs.index import ChangedInput, check_file
-from h2o_flexgen.jobs.input_file import InputFile
-from h2o_flexgen.jobs.line import BadLine
+from h2o_flexgen.jobs.line import BadLine, InputFile
 from tests.helpers.refusals import one_line
 from tests.jobs.made import DEFAULTS, checked, input_file
 

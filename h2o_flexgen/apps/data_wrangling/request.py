@@ -43,7 +43,7 @@ from h2o_flexgen.cli.flags import NOISE, Group, Parser, typed
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.files import write_durably
 from h2o_flexgen.core.workload import MOST_PROMPTS, PROMPTS, TOKENS
-from h2o_flexgen.jobs.input_file import JSON_LINES, InputFile
+from h2o_flexgen.jobs.line import JSON_LINES, InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.output import Manifest
 from h2o_flexgen.sampling.params import SEED, SamplingParams

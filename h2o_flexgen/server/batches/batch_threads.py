@@ -15,8 +15,7 @@ from queue import Empty, SimpleQueue
 from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.core.hints import one_line, reason
 from h2o_flexgen.jobs.index import ChangedInput, CheckedFile, Index, check_lines
-from h2o_flexgen.jobs.input_file import InputFile
-from h2o_flexgen.jobs.line import CHAT, LineReader
+from h2o_flexgen.jobs.line import CHAT, InputFile, LineReader
 from h2o_flexgen.jobs.openai_answers import Record, RecordMaker, Said, is_refusal
 from h2o_flexgen.jobs.output import JobOutput, Recording, Settings
 from h2o_flexgen.jobs.recovery import Finished, OutputReader, is_of_a_crash
