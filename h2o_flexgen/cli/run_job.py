@@ -8,8 +8,7 @@ from functools import cached_property
 
 from h2o_flexgen.cli.output_files import CompletionsFile
 from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
-from h2o_flexgen.cli.report.plan_report import PlanReport, together
-from h2o_flexgen.cli.report.predicted import Predicted
+from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted, together
 from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
 from h2o_flexgen.cli.slow import compute_reason, plan_reasons, say_slow

@@ -10,8 +10,7 @@ from functools import cached_property
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
 from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, table_of, told
-from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport
-from h2o_flexgen.cli.report.predicted import Predicted
+from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport, Predicted
 from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.kernel_table import EXACT
