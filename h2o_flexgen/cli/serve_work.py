@@ -43,8 +43,7 @@ from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.planning.workload_plan import first_that_fits, prefix_rooms, rooms_to_search
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.server.access import Hosts, Keys
-from h2o_flexgen.server.app import make_app
+from h2o_flexgen.server.app import Hosts, Keys, make_app
 from h2o_flexgen.server.batches.batch_threads import BatchWork
 from h2o_flexgen.server.batches.routes import BatchRoutes
 from h2o_flexgen.server.batches.stored_files import DataFolder, data_folder

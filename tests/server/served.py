@@ -21,8 +21,7 @@ from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.server.access import Hosts, Keys
-from h2o_flexgen.server.app import make_app
+from h2o_flexgen.server.app import Hosts, Keys, make_app
 from h2o_flexgen.server.batches.batch_threads import BatchWork
 from h2o_flexgen.server.batches.routes import BatchRoutes
 from h2o_flexgen.server.batches.stored_files import data_folder

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.server.access import Hosts
+from h2o_flexgen.server.app import Hosts
 from h2o_flexgen.server.listening import Limits
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.tiny import VOCAB
