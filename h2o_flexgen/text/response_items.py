@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
-from h2o_flexgen.text.messages import ASSISTANT, CALL_ID, CALLS, DEVELOPER, REASONING, SYSTEM, TOOL, USER, read_arguments
+from h2o_flexgen.text.prompts import ASSISTANT, CALL_ID, CALLS, DEVELOPER, REASONING, SYSTEM, TOOL, USER, read_arguments
 
 MESSAGE, CALL, ANSWER, THOUGHT = "message", "function_call", "function_call_output", "reasoning"
 KINDS = (MESSAGE, CALL, ANSWER, THOUGHT)

@@ -19,7 +19,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import load_config
 from h2o_flexgen.models.text_parts import TEXT_PARTS
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.messages import read_message
+from h2o_flexgen.text.prompts import read_message
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import BLOCKS, KINDS, OF_STATES, POSITIONS, VOCAB
 
