@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
-from h2o_flexgen.checkpoints.decoded_values import stored_values
+from h2o_flexgen.checkpoints.packed import stored_values
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import tensor_names

@@ -18,13 +18,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.checkpoints import decoded_values as stored_values_module
 from h2o_flexgen.checkpoints import file_reading as reading_module
 from h2o_flexgen.checkpoints import importing as importing_module
+from h2o_flexgen.checkpoints import packed as stored_values_module
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from h2o_flexgen.checkpoints.decoded_values import stored_values
 from h2o_flexgen.checkpoints.derived import Damaged
-from h2o_flexgen.checkpoints.packed import PackedCheckpoint
+from h2o_flexgen.checkpoints.packed import PackedCheckpoint, stored_values
 from h2o_flexgen.checkpoints.quantisation import folder_quantisation
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import BITS, FLOATS, read_header

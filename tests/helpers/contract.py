@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from h2o_flexgen.checkpoints.decoded_values import plain_rows
+from h2o_flexgen.checkpoints.packed import plain_rows
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, HOST, Site
