@@ -27,7 +27,7 @@ from h2o_flexgen.cli.processes import supervisor
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, PartDone, Passing, ProcessLink
 from h2o_flexgen.cli.processes.process import PASSING_BYTES, ProcessPlace, PromptsPart, compute
 from h2o_flexgen.cli.processes.supervisor import ProcessExchange
-from h2o_flexgen.core.dealing import dealt
+from h2o_flexgen.core.workload import dealt
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaDevice

@@ -13,8 +13,7 @@ from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
 from h2o_flexgen.cli.slow import compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.core.dealing import longest_part
-from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.core.workload import Workload, longest_part
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine

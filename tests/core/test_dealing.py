@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.core.dealing import CUTS, dealt, longest_part
 from h2o_flexgen.core.prefix_groups import NO_GROUP
-from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.core.workload import CUTS, Workload, dealt, longest_part
 
 
 @pytest.mark.parametrize("seed", range(30))

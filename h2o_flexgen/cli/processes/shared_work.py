@@ -19,9 +19,9 @@ from h2o_flexgen.cli.report.summary import Timing, completion_lines, peaks_entry
 from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import show_stage
-from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.workload import dealt
 from h2o_flexgen.engine.job import BrokenRequest, Outcome
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import Tick
