@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from h2o_flexgen.core.allowed_values import Choice
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.text.grammar import Grammars
-from h2o_flexgen.text.library_tokens import of_bytes
+from h2o_flexgen.text.grammar import Grammars, of_bytes
 
 SETTINGS, EFFORT, VERBOSITY = "chat_template_kwargs", "reasoning_effort", "verbosity"
 USUAL_VERBOSITY = "medium"

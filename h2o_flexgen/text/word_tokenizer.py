@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.text.chat_template import render
-from h2o_flexgen.text.grammar import Grammars
-from h2o_flexgen.text.library_tokens import of_rules
+from h2o_flexgen.text.grammar import Grammars, of_rules
 from h2o_flexgen.text.row_text import TokenPieces, joins_tokens
 from h2o_flexgen.text.tokenizer import ChatInput
 
