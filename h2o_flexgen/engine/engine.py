@@ -21,9 +21,8 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
-from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, StepGraphs
+from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
 from h2o_flexgen.engine.head import AtHead, OfHead
-from h2o_flexgen.engine.like_layers import Likeness
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
 from h2o_flexgen.engine.row_state import RowState

@@ -1,18 +1,23 @@
 """Graphs: decode COMPUTEs of a block, captured once and replayed as one launch each; on a CPU, as one call of the library.
 
-A graph works on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the numbers
-of a step) is written into fixed tensors, and hidden states go through a fixed tensor. A graph is valid for one layer and batch
-with its present rows, and for one buffer through which the layer's weights come, its KV and states. When rows leave, or begin
-to evict tokens, new graphs are made.
+A graph works on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the
+numbers of a step) is written into fixed tensors, and hidden states go through a fixed tensor. A graph is valid for one
+layer and batch with its present rows, and for one buffer through which the layer's weights come, its KV and states. When
+rows leave, or begin to evict tokens, new graphs are made.
 
-On a CPU, layers of which nothing moves are chained: when the first of them is due, the whole chain of a batch is one call. The
-other COMPUTEs of the chain then have happened.
+On a CPU, layers of which nothing moves are chained: when the first of them is due, the whole chain of a batch is one call.
+The other COMPUTEs of the chain then have happened.
+
+Layers that do the same work on memory of their own are `LikeLayers`. The first two of a kind are recorded. If the second
+recording is the first one with the second layer's memory, those of all other layers of the kind are made in the same way,
+in a fraction of the time. Otherwise each layer is recorded. So nothing is taken on trust: memory of a layer that its
+likeness does not name would show in the second recording.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,12 +26,51 @@ from torch import Tensor
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.engine.executor import Past
-from h2o_flexgen.engine.like_layers import LikeLayers, Likeness
 from h2o_flexgen.engine.rows import BatchRows, RowsPart
 from h2o_flexgen.kernels.recording import CannotBeRecorded, Program
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
 from h2o_flexgen.schedule.ops import Task, Visit
+
+
+class Likeness(NamedTuple):
+    """What a layer does, and on which memory."""
+
+    kind: Hashable
+    memory: Sequence[Tensor]
+    place: str  # in the model, for reports
+
+    @property
+    def key(self) -> Hashable:
+        return self.kind, tuple((each.dtype, each.shape, each.stride()) for each in self.memory)
+
+
+@dataclass
+class _First:
+    """The first recording of a kind."""
+
+    program: Program
+    memory: Sequence[Tensor]
+    others_are_like_it: bool | None = None  # None: there was no second one yet
+
+
+class LikeLayers:
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _First] = {}
+
+    def made(self, likeness: Likeness) -> Program | None:
+        """The recording for a layer, if it is known without being made."""
+        first = self._known.get(likeness.key)
+        if first is None or not first.others_are_like_it:
+            return None
+        return first.program.moved([*zip(first.memory, likeness.memory)], likeness.place.encode())
+
+    def add(self, likeness: Likeness, program: Program) -> None:
+        """Learns from a recording that was made."""
+        first = self._known.setdefault(likeness.key, _First(program, likeness.memory))
+        if first.program is not program and first.others_are_like_it is None:
+            first.others_are_like_it = first.program.does_as(program, [*zip(first.memory, likeness.memory)])
+
 
 Afterwards = Callable[[Visit], None]  # what Python does once a visit is computed
 # Computes a layer on the rows of a part, and adds to the list what is to be done after this and after each replay.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.like_layers import LikeLayers, Likeness
+from h2o_flexgen.engine.graphs import LikeLayers, Likeness
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.native import processor
