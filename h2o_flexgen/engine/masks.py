@@ -14,7 +14,7 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.kernels.pick_tokens import TokenMasks, mask_words
 from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.memory.threads import Event, Handover, starting
-from h2o_flexgen.sampling.constraint import Constraint, ConstraintBroken
+from h2o_flexgen.sampling.structured_outputs import Constraint, ConstraintBroken
 
 THREAD = "masks"
 

@@ -25,8 +25,8 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.sampling.constraint import ConstraintBroken
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
+from h2o_flexgen.sampling.structured_outputs import ConstraintBroken
 
 # a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
 OnToken = Callable[[int, int, str | None], object]  # row, token, new text if the row's text is decoded as it comes

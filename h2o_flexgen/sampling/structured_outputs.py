@@ -1,5 +1,8 @@
 """What a text is held to, as it is asked for: a JSON schema, any JSON object, a regular expression, one of some texts, or a
-grammar. The names are vLLM's. OpenAI's `response_format` is read into the same. What compiles these is not imported here."""
+grammar. The names are vLLM's. OpenAI's `response_format` is read into the same. What compiles these is not imported here.
+
+What the engine asks of an outcome of that is a `Constraint`: it takes the tokens of one row one by one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Choice, Rule, any_of, several, text
 from h2o_flexgen.core.files import NotADocument, parse_json, read_document_text
@@ -176,3 +179,36 @@ def _of_schema(name: str, given: object) -> StructuredOutputsParams:
     if not isinstance(schema := found.get("schema"), Mapping):
         raise ValueError(f"{name}.{OF_SCHEMA}.schema is {shown(schema)}; allowed is a JSON schema, an object")
     return StructuredOutputsParams(json=_schema(f"{name}.{OF_SCHEMA}.schema", schema))
+
+
+class Constraint(Protocol):
+    """The state of one row. Threads may use it in turn, but not at once."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text so far is a whole answer, behind which it may end."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is whole, and nothing but its end may follow."""
+
+    @property
+    def only_token(self) -> int | None:
+        """The one token that may come next; None if there are several, none, or the text may end, or if a mask alone tells."""
+
+    def take(self, token: int) -> None:
+        """Takes the next token of the text. A ConstraintBroken refuses one that may not come."""
+
+    def restart(self) -> None:
+        """Forgets all tokens."""
+
+    def write_mask(self, words: memoryview) -> None:
+        """Writes a bit for each token of the vocabulary into words of 32 bits (format I): 1 for those that may come next. Those
+        that end a text are among them where it is whole. A ConstraintBroken says why this cannot be known."""
+
+    def holds(self, text: str) -> bool:
+        """Whether a text would be a whole answer, whatever was taken."""
+
+
+class ConstraintBroken(ValueError):
+    """A row cannot go on as it is held."""

@@ -19,8 +19,16 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.core.hints import not_installed, one_line, shortened, shown
-from h2o_flexgen.sampling.constraint import ConstraintBroken
-from h2o_flexgen.sampling.structured_outputs import CHOICE, GRAMMAR, JSON, JSON_OBJECT, NAME, REGEX, StructuredOutputsParams
+from h2o_flexgen.sampling.structured_outputs import (
+    CHOICE,
+    GRAMMAR,
+    JSON,
+    JSON_OBJECT,
+    NAME,
+    REGEX,
+    ConstraintBroken,
+    StructuredOutputsParams,
+)
 from h2o_flexgen.text import grammar_trial
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from h2o_flexgen.sampling.constraint import ConstraintBroken
-from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
+from h2o_flexgen.sampling.structured_outputs import ConstraintBroken, StructuredOutputsParams
 from h2o_flexgen.text import grammar
 from h2o_flexgen.text.gguf_tokenizer import GgufTokenizer
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
