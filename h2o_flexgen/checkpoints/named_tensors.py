@@ -18,8 +18,7 @@ from math import prod
 from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, FLOAT32, HEAD, ROPE_DIVISORS
 from h2o_flexgen.checkpoints.gguf_format import BLOCKS, GgufTensor
 from h2o_flexgen.checkpoints.model_files import AGAIN
-from h2o_flexgen.checkpoints.rearranged import OfHeads, Turned
-from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufModel, TensorNames
+from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufModel, OfHeads, TensorNames, Turned
 from h2o_flexgen.checkpoints.stored_tensors import DECODED, StoredMatrix, StoredTensor
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES

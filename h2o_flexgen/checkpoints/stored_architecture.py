@@ -1,7 +1,8 @@
 """How files have the models of one architecture: TensorNames, and for GGUF files a GgufArchitecture. The file of an
 architecture in models/ has these as values. A GgufModel is a file that is read by them.
 
-The names here are those that most architectures share: of tensors in a block, without the number of the block.
+The names here are those that most architectures share: of tensors in a block, without the number of the block. A matrix
+that a file has in another order, or among others, is `Rearranged` from the values that lie there.
 """
 
 from __future__ import annotations
@@ -11,12 +12,53 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor, Metadata
 from h2o_flexgen.checkpoints.model_files import AGAIN
-from h2o_flexgen.checkpoints.rearranged import OfHeads
 from h2o_flexgen.core.hints import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Rearranged(Protocol):
+    """How a matrix is made of values that its file has in another order, or among others."""
+
+    def of(self, values: Tensor) -> Tensor:
+        """Its rows (rows, columns), of all values that lie there."""
+
+
+@dataclass(frozen=True)
+class Turned:
+    """The file has the transposed matrix: its columns lie one behind the other. It may have other rows, too."""
+
+    rows: int  # in the file
+    own: range | None = None  # None: all
+
+    def of(self, values: Tensor) -> Tensor:
+        every = values.view(-1, self.rows).T
+        return every if self.own is None else every[self.own.start : self.own.stop]
+
+
+@dataclass(frozen=True)
+class OfHeads:
+    """Some rows of each head in a matrix of all heads. The matrix of a head may be transposed."""
+
+    heads: int
+    rows: range  # of a head
+    columns: int
+    is_turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = (self.columns, len(self.rows)) if self.is_turned else (len(self.rows), self.columns)
+        return self.heads * rows, columns
+
+    def of(self, values: Tensor) -> Tensor:
+        own = values.view(self.heads, -1, self.columns)[:, self.rows.start : self.rows.stop]
+        return (own.transpose(1, 2) if self.is_turned else own).reshape(self.shape)
+
 
 ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
 

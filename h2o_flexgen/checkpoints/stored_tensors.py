@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.rearranged import Rearranged
+from h2o_flexgen.checkpoints.stored_architecture import Rearranged
 from h2o_flexgen.core.files import Check
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.sectioned import Sectioned, section_starts

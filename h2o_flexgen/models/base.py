@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.rearranged import OfHeads
-from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture
+from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, OfHeads
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.models.config_values import Bounds, Config

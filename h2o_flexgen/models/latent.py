@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.rearranged import OfHeads
+from h2o_flexgen.checkpoints.stored_architecture import OfHeads
 from h2o_flexgen.core.model_spec import IN_HEADS_BYTES, MOST_HEAD_DIM, MOST_WIDTH, KVHeads, PromptHeads
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.more_keys import More
