@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.file_reading import read_whole
 from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.checkpoints.quantised import FoundTensors
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
-from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor, read_whole
 from h2o_flexgen.core.allowed_values import decimal_number
 from h2o_flexgen.core.hints import reason, shown
 

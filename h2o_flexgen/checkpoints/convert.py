@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, Copy, DerivedFolder
-from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import (
     SAFETENSORS,
     TORCH,
@@ -27,6 +26,7 @@ from h2o_flexgen.checkpoints.model_files import (
     require_free_space,
 )
 from h2o_flexgen.checkpoints.safetensors_format import CODES, TensorHeader, write_safetensors
+from h2o_flexgen.checkpoints.stored_tensors import Sums
 
 ZIP_MAGIC = b"PK\x03\x04"
 REOPEN_BYTES = 256 << 20  # touched pages count as our memory as long as their file is mapped

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.safetensors_format import header_of, raw_header
 from h2o_flexgen.checkpoints.stale_files import PARTIAL, nbytes_in, writer
-from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor, Sums
 from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import reason

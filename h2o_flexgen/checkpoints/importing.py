@@ -14,10 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.file_reading import PART_BYTES, read_rows, read_whole
 from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, GPTQ
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS
-from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import PART_BYTES, StoredTensor, read_rows, read_whole
 from h2o_flexgen.formats.int4 import MIDDLE, Int4
 from h2o_flexgen.kernels.stored_values import sections_of
 

@@ -17,10 +17,21 @@ import torch
 
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint
 from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
-from h2o_flexgen.checkpoints.file_reading import PART_BYTES, Sums, read_range, read_rows, read_whole
 from h2o_flexgen.checkpoints.model_files import Progress, advancing, require_free_space
 from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
-from h2o_flexgen.checkpoints.stored_tensors import DECODED, Added, Located, StoredAs, StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import (
+    DECODED,
+    PART_BYTES,
+    Added,
+    Located,
+    StoredAs,
+    StoredMatrix,
+    StoredTensor,
+    Sums,
+    read_range,
+    read_rows,
+    read_whole,
+)
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.formats.blocked import Blocked

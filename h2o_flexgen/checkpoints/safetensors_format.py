@@ -15,9 +15,8 @@ from typing import BinaryIO, TypeGuard
 
 import torch
 
-from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import flush_to_disk, refuse_pointer
-from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor, Sums
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.files import NotADocument, parse_json
 from h2o_flexgen.core.hints import reason

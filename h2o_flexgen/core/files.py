@@ -157,7 +157,7 @@ def lock(descriptor: int) -> bool:
 
 
 class Check(Protocol):
-    """A check of stored bytes: of whole stretches of a tensor, or up to its end (checkpoints/file_reading.py)."""
+    """A check of stored bytes: of whole stretches of a tensor, or up to its end (checkpoints/stored_tensors.py)."""
 
     def __call__(self, offset: int, data: memoryview) -> None:
         """Raises an error if these bytes, which begin at this place of the file, differ from those that were written."""

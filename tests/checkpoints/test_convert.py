@@ -19,10 +19,10 @@ from h2o_flexgen.checkpoints import derived
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.convert import load_shard
 from h2o_flexgen.checkpoints.derived import CONVERTED
-from h2o_flexgen.checkpoints.file_reading import Sums
 from h2o_flexgen.checkpoints.model_files import Progress
 from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
 from h2o_flexgen.checkpoints.stale_files import writer
+from h2o_flexgen.checkpoints.stored_tensors import Sums
 from h2o_flexgen.core.environment import cache_folder
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.refusals import one_line

@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.checkpoints import derived as derived_module
-from h2o_flexgen.checkpoints import file_reading as reading_module
 from h2o_flexgen.checkpoints import packed as packed_module
+from h2o_flexgen.checkpoints import stored_tensors as reading_module
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
-from h2o_flexgen.checkpoints.file_reading import STRETCH_BYTES
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint, stored_values
 from h2o_flexgen.checkpoints.stale_files import nbytes_in, remove_leftovers
-from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
+from h2o_flexgen.checkpoints.stored_tensors import STRETCH_BYTES, StoredTensor
 from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes

@@ -18,9 +18,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.checkpoints import file_reading as reading_module
 from h2o_flexgen.checkpoints import importing as importing_module
 from h2o_flexgen.checkpoints import packed as stored_values_module
+from h2o_flexgen.checkpoints import stored_tensors as reading_module
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from h2o_flexgen.checkpoints.derived import Damaged
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint, stored_values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from h2o_flexgen.checkpoints.file_reading import STRETCH_BYTES, Sums, page_weights
+from h2o_flexgen.checkpoints.stored_tensors import STRETCH_BYTES, Sums, page_weights
 
 NBYTES = 2 * STRETCH_BYTES + 3 * 4096 + 1234
 DATA = numpy.random.default_rng(0).bytes(NBYTES)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.file_reading import DIGEST_BYTES, STRETCH_BYTES, Sums
+from h2o_flexgen.checkpoints.stored_tensors import DIGEST_BYTES, STRETCH_BYTES, Sums
 from h2o_flexgen.core.buffer_layout import CHUNK_BYTES, aligned
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.prefix_groups import TOKEN
