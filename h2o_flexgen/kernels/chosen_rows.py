@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import run
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.thread_counts import threads_for
+from h2o_flexgen.kernels.team import threads_for
 
 
 def take_rows(source: Tensor, numbers: Tensor, axis: int, first: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, NO_KIND, run
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.thread_counts import threads_for
+from h2o_flexgen.kernels.team import threads_for
 
 MOST_AXES = 6  # as in C
 

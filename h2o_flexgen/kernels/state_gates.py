@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.row_functions import in_rows
 from h2o_flexgen.kernels.states import HeadNumbers
-from h2o_flexgen.kernels.thread_counts import threads_for
+from h2o_flexgen.kernels.team import threads_for
 
 # -- step sizes ------------------------------------------------------------------------------------------------------------
 # softplus(x + bias), no further than bounds; times a rate where there is one. So it is the logarithm of a decay.

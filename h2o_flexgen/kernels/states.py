@@ -22,7 +22,7 @@ from torch import Tensor
 from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK
 from h2o_flexgen.kernels.native import KINDS, NO_KIND, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.thread_counts import threads_for
+from h2o_flexgen.kernels.team import threads_for
 
 KEY_EPS = 1e-6  # is added to the square of a key's length, and of a query's
 
