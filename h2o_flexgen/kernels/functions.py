@@ -87,8 +87,16 @@ from h2o_flexgen.kernels.row_functions import (
 )
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
 from h2o_flexgen.kernels.short_convolution import short_convolution, short_convolution_twin
-from h2o_flexgen.kernels.state_gates import gated_norm, gated_norm_twin, step_sizes, step_sizes_twin
-from h2o_flexgen.kernels.states import gated_delta, gated_delta_twin, selective_scan, selective_scan_twin
+from h2o_flexgen.kernels.states import (
+    gated_delta,
+    gated_delta_twin,
+    gated_norm,
+    gated_norm_twin,
+    selective_scan,
+    selective_scan_twin,
+    step_sizes,
+    step_sizes_twin,
+)
 from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin, stored_int8_products
 from h2o_flexgen.kernels.stored_product import (
     stored_dot_products,
