@@ -97,10 +97,12 @@ from h2o_flexgen.kernels.states import (
     step_sizes,
     step_sizes_twin,
 )
-from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin, stored_int8_products
 from h2o_flexgen.kernels.stored_product import (
     stored_dot_products,
     stored_dots,
+    stored_int8_product,
+    stored_int8_product_twin,
+    stored_int8_products,
     stored_pair_products,
     stored_pairs,
     stored_product,

@@ -14,7 +14,7 @@ from h2o_flexgen.formats.int4 import INT4, Int4
 from h2o_flexgen.formats.mxfp4 import MXFP4_SECTIONS, Fp4
 from h2o_flexgen.formats.table import BLOCKED
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.stored_int8_product import part_of, stored_int8_product, stored_int8_product_twin
+from h2o_flexgen.kernels.stored_product import part_of, stored_int8_product, stored_int8_product_twin
 from h2o_flexgen.kernels.stored_values import blocked_parts, sectioned_parts
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
