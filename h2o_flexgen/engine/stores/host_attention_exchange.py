@@ -4,10 +4,16 @@ A COMPUTE that ends with an attention writes queries, keys and values of its dec
 its visit appends them to the host's image, attends and evicts there, and writes the outcome beside them. The COMPUTE of the
 next layer copies the outcome into its hidden states. Both copies are in the stream that computes: in a lane they would wait for
 the weights queued before them. A batch has one place for all of it, as it asks again only when it has used the answer.
+
+KV of prompts goes to the host part by part, while the next part is computed; the host attends it later. A buffer has two
+places, which the parts of a batch take in turn. When a part begins, the one before it goes home. The copy is in the stream of
+the lane that stores, and so beside the computation, which waits for it only where it wants the place again. The last part is
+left for the STORE_KV of the visit: it goes home while the next visit is computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from typing import NamedTuple
@@ -18,11 +24,14 @@ from torch import Tensor
 from h2o_flexgen.core.buffer_layout import Arena, asked_arena
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.engine.executor import MovedBefore, MovedInParts
 from h2o_flexgen.kv.cache import AttentionInput
 from h2o_flexgen.kv.layer_cache import LayerCache, Steps
+from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation
+from h2o_flexgen.schedule.ops import STORE
 from h2o_flexgen.schedule.schedule import Schedule
 
 HOST_MEMORY = torch.device("cpu")
@@ -104,3 +113,50 @@ class AskedStore:
         arena, region = self._places[batch]
         start = arena.starts[place]
         return region[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+class PartOfPrompts(NamedTuple):
+    number: int  # among those of its batch
+    rows: slice
+
+
+class PartsOnTheWay:
+    """Those of one visit, of one level of KV heads."""
+
+    def __init__(self, device: Device, places: int, send: Callable[[PartOfPrompts], int] | None) -> None:
+        """`send`: copies a part to the host, and returns the bytes; none where its KV is not needed after the visit."""
+        self._device = device
+        self._send = send
+        self._last: PartOfPrompts | None = None
+        self._home: list[Marker | None] = [None] * places  # where the part that had the place before is at home
+        self._sent: list[MovedBefore] = []
+        self._moved = 0  # bytes of parts that were at home when their copy returned
+
+    def begin(self, rows: slice) -> PartOfPrompts:
+        """Finds a place for the next part, and lets the one before it go."""
+        number = 0
+        if self._last is not None:
+            number = self._last.number + 1
+            self._go(self._last)
+        self._last = PartOfPrompts(number, rows)
+        self._device.wait(self._home[number % len(self._home)])
+        return self._last
+
+    def _go(self, part: PartOfPrompts) -> None:
+        if self._send is None:
+            return
+        computed = self._device.mark()
+        with self._device.stream(STORE):
+            self._device.wait(computed)
+            begun = self._device.mark(timed=True)
+            moved = self._send(part)
+            self._home[part.number % len(self._home)] = ended = self._device.mark(timed=True)
+        if begun is None or ended is None:
+            self._moved += moved
+        else:
+            self._sent.append(MovedBefore(begun, ended, moved))
+
+    def finish(self) -> MovedInParts:
+        """Sends the last part, in the lane that stores."""
+        assert self._last is not None and self._send is not None, "a visit with prompts has a part"
+        return MovedInParts(self._moved + self._send(self._last), self._sent)

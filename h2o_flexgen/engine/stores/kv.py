@@ -25,8 +25,8 @@ from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.executor import MovedInParts
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.host_attention_exchange import PartOfPrompts, PartsOnTheWay
 from h2o_flexgen.engine.stores.layer_judges import Judges
-from h2o_flexgen.engine.stores.parts_on_the_way import PartOfPrompts, PartsOnTheWay
 from h2o_flexgen.kernels.evict import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
