@@ -30,12 +30,11 @@ from h2o_flexgen.engine.rows import BatchRows, PartsThere, RowsPart
 from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
-from h2o_flexgen.engine.stores.kv_levels import KVLevels
 from h2o_flexgen.engine.stores.layer_judges import judges_of
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, States, StateStore
-from h2o_flexgen.engine.stores.row_stores import RowStores
+from h2o_flexgen.engine.stores.row_stores import KVLevels, RowStores
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept

@@ -1,15 +1,96 @@
-"""What rows keep on a device from step to step: their KV, and their states."""
+"""What rows keep on a device from step to step: their KV, and their states.
+
+KV has a store for each level of KV heads, behind the interface of one. All levels of a (layer, batch) are on the same tier,
+each with slots, buffers and a journal of its own, and are moved one after the other. Where all heads keep the same number of
+tokens there is one store, which serves all calls.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from typing import NamedTuple
 
-from h2o_flexgen.engine.stores.kv_levels import KVLevels
-from h2o_flexgen.engine.stores.layer_judges import Judges
+from h2o_flexgen.engine.executor import MovedInParts
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.host_attention_exchange import HOST_MEMORY
+from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
 from h2o_flexgen.engine.stores.row_states import StateStore
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerByPart, LayerCache, heads_by_layer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.schedule.ops import Task, Visit
+
+
+class KVLevels:
+    def __init__(self, planned: BlockPlan, memories: Memories, judges: Judges) -> None:
+        device, layers = memories.device, planned.spec.kv_layers
+        self._schedule = planned.schedule
+        self._heads = dict(zip(layers, heads_by_layer(planned.levels, device.torch_device, device.upload)))
+        self._heads_on_host = dict(zip(layers, heads_by_layer(planned.levels, HOST_MEMORY)))
+        with ExitStack() as held:  # if one cannot be made, those before it are closed
+            own = enumerate(judges_by_level(judges, planned.levels, self._heads))
+            stores = [held.enter_context(closing(KVStore(planned, level, memories, of_level))) for level, of_level in own]
+            self._held = held.pop_all()
+        self._stores: Sequence[KVStore] = stores
+        self._of_layer = {layer: [stores[level] for level, _ in heads] for layer, heads in self._heads.items()}
+
+    def buffer(self, visit: Visit) -> int:
+        """The buffer through which the KV of a visit comes; the same number for all steps if it is not moved."""
+        return self._schedule.buffer(visit) if self._schedule.traffic.moves_kv(visit.layer, visit.batch) else 0
+
+    def prepare(self, planned: BlockPlan) -> None:
+        """Prepares the next block of a conversation."""
+        self._schedule = planned.schedule
+        for store in self._stores:
+            store.prepare(planned)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def is_attended_beside(self, visit: Visit) -> bool:
+        return self._schedule.traffic.attends_beside(visit)
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def open(self, task: Task, rows: BatchRows) -> LayerCache:
+        """The cache for a COMPUTE."""
+        if self._schedule.traffic.passes_parts_of(task.visit):
+            return self._by_part(task, rows)
+        return self._opened(task, self._heads, lambda store: store.open(task, rows))
+
+    def _by_part(self, task: Task, rows: BatchRows) -> LayerCache:
+        stores = self._of_layer[task.layer]
+        for store in stores:
+            store.begin_parts(task, rows)
+        cache = LayerByPart(self._heads[task.layer], lambda part: [store.open_part(task, part) for store in stores])
+        return cache if len(rows.parts) > 1 else cache.part(slice(0, rows.size))
+
+    def open_beside(self, task: Task, rows: BatchRows) -> LayerCache:
+        """The cache on the host for an ATTEND."""
+        return self._opened(task, self._heads_on_host, lambda store: store.open_beside(task, rows))
+
+    def _opened(self, task: Task, heads: Mapping[int, HeadsOfLayer], opened: Callable[[KVStore], KVCache]) -> LayerCache:
+        return LayerCache(heads[task.layer], [opened(store) for store in self._of_layer[task.layer]])
+
+    def load(self, task: Task) -> int:
+        return sum(store.load(task) for store in self._of_layer[task.layer])
+
+    def store(self, task: Task) -> int | MovedInParts:
+        stores = self._of_layer[task.layer]
+        if not self._schedule.traffic.passes_parts_of(task.visit):
+            return sum(store.store(task) for store in stores)
+        moved, before = zip(*(store.store_parts(task) for store in stores))
+        return MovedInParts(sum(moved), [*chain(*before)])
+
+    def read(self, task: Task) -> int:
+        return sum(store.read(task) for store in self._of_layer[task.layer])
+
+    def write(self, task: Task) -> int:
+        return sum(store.write(task) for store in self._of_layer[task.layer])
 
 
 class RowStores(NamedTuple):
