@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
-    from h2o_flexgen.sampling.classifying import Classification, Ranked
     from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
     from h2o_flexgen.sampling.params import SamplingParams
-    from h2o_flexgen.sampling.pooling import Embedding
+    from h2o_flexgen.sampling.pooling import Classification, Embedding, Ranked
     from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"  # pyproject.toml reads it here

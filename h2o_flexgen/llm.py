@@ -40,10 +40,23 @@ from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
-from h2o_flexgen.sampling.classifying import CLASSIFYING, RANKING, Classification, ClassifyParams, Ranked, best_first
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
-from h2o_flexgen.sampling.pooling import INSTEAD, LAST, Embedding, PoolingParams, Truncate, most_read, read_truncate
+from h2o_flexgen.sampling.pooling import (
+    CLASSIFYING,
+    INSTEAD,
+    LAST,
+    RANKING,
+    Classification,
+    ClassifyParams,
+    Embedding,
+    PoolingParams,
+    Ranked,
+    Truncate,
+    best_first,
+    most_read,
+    read_truncate,
+)
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.open_request import (

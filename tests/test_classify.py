@@ -14,8 +14,7 @@ from h2o_flexgen import LLM, Classification, SamplingParams
 from h2o_flexgen.core.labels import APART, NUMBERS, TOGETHER, Labels
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.sampling.classifying import ClassifyParams
-from h2o_flexgen.sampling.pooling import PoolingParams
+from h2o_flexgen.sampling.pooling import ClassifyParams, PoolingParams
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 from tests.helpers import tiny

@@ -17,9 +17,8 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, longest_text, most_tokens
 from h2o_flexgen.policies.levels import Level
-from h2o_flexgen.sampling.classifying import ClassifyParams
 from h2o_flexgen.sampling.params import SamplingParams, one_params
-from h2o_flexgen.sampling.pooling import PoolingParams
+from h2o_flexgen.sampling.pooling import ClassifyParams, PoolingParams
 from h2o_flexgen.text.prompts import Prompt, token_ids
 from h2o_flexgen.text.tokenizer import Tokenizer
 

@@ -9,8 +9,8 @@ from h2o_flexgen.core.labels import Labels
 from h2o_flexgen.jobs.label_fields import CLASSIFY, RERANK, SCORE
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.jobs.line_fields import LabelForm
-from h2o_flexgen.sampling.classifying import Classification, Ranked, best_first
 from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.sampling.pooling import Classification, Ranked, best_first
 from h2o_flexgen.text.prompts import TextPair
 
 Answered: TypeAlias = "Sequence[tuple[Line, Classification]]"

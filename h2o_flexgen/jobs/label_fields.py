@@ -7,8 +7,7 @@ from typing import TypeAlias
 
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.line_fields import UNUSED, LabelForm, Options
-from h2o_flexgen.sampling.classifying import CLASSIFYING, MOST_RETURNED, RANKING, ClassifyParams
-from h2o_flexgen.sampling.pooling import read_truncate
+from h2o_flexgen.sampling.pooling import CLASSIFYING, MOST_RETURNED, RANKING, ClassifyParams, read_truncate
 from h2o_flexgen.text.prompts import TextPair, read_documents
 
 CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
