@@ -19,8 +19,7 @@ from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config, labels_of, parts_beside_text, what_is_unsupported
-from h2o_flexgen.models.text_parts import TEXT_PARTS, text_part
-from h2o_flexgen.models.whole_configs import whole_config
+from h2o_flexgen.models.whole_configs import TEXT_PARTS, text_part, whole_config
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model

@@ -17,7 +17,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import MODELS, architecture, create_model, load_config
 from h2o_flexgen.models.latent import LatentAttention
 from h2o_flexgen.models.mixture import MixtureOfExperts
-from h2o_flexgen.models.text_parts import TEXT_PARTS
+from h2o_flexgen.models.whole_configs import TEXT_PARTS
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.checkpoints.test_gguf_model import RELATIVES
 from tests.helpers.contract import as_stored, opened

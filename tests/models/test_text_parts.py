@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from h2o_flexgen.checkpoints.stored_architecture import USUAL_NAMES
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import load_config
-from h2o_flexgen.models.text_parts import TEXT_PARTS
+from h2o_flexgen.models.whole_configs import TEXT_PARTS
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import read_message
 from tests.helpers.refusals import one_line
