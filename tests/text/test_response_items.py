@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.server.response_fields import read_items
 from h2o_flexgen.text.prompts import read_chat
-from h2o_flexgen.text.response_items import read_items
 from tests.helpers.refusals import one_line
 from tests.helpers.tool_templates import called
 
