@@ -42,8 +42,8 @@ _MODULES = {
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.structured_outputs",
     "Embedding": "sampling.pooling",
-    "Classification": "sampling.classifying",
-    "Ranked": "sampling.classifying",
+    "Classification": "sampling.pooling",
+    "Ranked": "sampling.pooling",
     "Scored": "engine.scoring",
 }
 
