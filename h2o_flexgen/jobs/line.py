@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import reason, refuse_unknown, shown
-from h2o_flexgen.jobs.embedding_fields import read_embedding_options
-from h2o_flexgen.jobs.label_fields import CLASSIFY, PAIRS, RERANK, SCORE, read_label_options
 from h2o_flexgen.jobs.line_fields import Options, read_options
+from h2o_flexgen.jobs.pooling_fields import CLASSIFY, PAIRS, RERANK, SCORE, read_embedding_options, read_label_options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, TextPair, read_chat, token_ids

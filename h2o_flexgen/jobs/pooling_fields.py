@@ -1,13 +1,22 @@
-"""The fields of requests for labels and ranks, as vLLM names them, and a few beyond those."""
+"""The fields of requests for embeddings, labels and ranks, as OpenAI and vLLM name them, and a few beyond those."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
+from h2o_flexgen.core.allowed_values import Choice
 from h2o_flexgen.core.hints import refuse_unknown, shown
-from h2o_flexgen.jobs.line_fields import UNUSED, LabelForm, Options
-from h2o_flexgen.sampling.pooling import CLASSIFYING, MOST_RETURNED, RANKING, ClassifyParams, read_truncate
+from h2o_flexgen.jobs.line_fields import UNUSED, EmbeddingForm, LabelForm, Options
+from h2o_flexgen.sampling.pooling import (
+    CLASSIFYING,
+    INSTEAD,
+    MOST_RETURNED,
+    RANKING,
+    ClassifyParams,
+    PoolingParams,
+    read_truncate,
+)
 from h2o_flexgen.text.prompts import TextPair, read_documents
 
 CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
@@ -70,3 +79,20 @@ def _texts(name: str, given: object) -> list[object]:
 def _pair(first: object, second: object, template: object) -> TextPair:
     (pair,) = read_documents(first, [second], template)
     return pair
+
+
+FLOAT, BASE64 = "float", "base64"
+ENCODING, OF_PARAMS = "encoding_format", ("pooling", "normalize")
+_KNOWN = (*_WITHOUT_EFFECT, ENCODING, *OF_PARAMS, TRUNCATE)
+_ENCODINGS = Choice((FLOAT, BASE64))
+
+
+def read_embedding_options(given: Mapping[str, object], beside: Collection[str]) -> Options:
+    """The options of a request for embeddings. A field that is null is left open."""
+    found = {name: value for name, value in given.items() if value is not None}
+    refuse_unknown("field", found, (*_KNOWN, *beside), INSTEAD)
+    for name in found.keys() & _WITHOUT_EFFECT:
+        UNUSED[name].value(name, found[name])
+    params = PoolingParams(**{name: found[name] for name in OF_PARAMS if name in found})  # type: ignore[arg-type]
+    encoding = _ENCODINGS.value(ENCODING, found.get(ENCODING, FLOAT))
+    return Options(params, form=EmbeddingForm(read_truncate(found.get(TRUNCATE)), encoding == BASE64))
