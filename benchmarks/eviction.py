@@ -48,10 +48,10 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import OWN
 from h2o_flexgen.policies.policy import PROBE
-from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.open_request import head_budgets_of, probe_of

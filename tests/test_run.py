@@ -28,8 +28,8 @@ from h2o_flexgen.engine import resources
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.formats.kernel_table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.policy import PROBE
-from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import measure, profile_cache
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.plan_finder import WITH_ROOM, PlanFinder

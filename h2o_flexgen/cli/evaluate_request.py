@@ -36,11 +36,11 @@ from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.formats.kernel_table import PRODUCTS
 from h2o_flexgen.formats.table import BY_BITS, PLAIN
 from h2o_flexgen.planning.plan import PERCENT, Plan
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
-from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.sampling.params import SEED
 from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, SiteRequest, head_budgets_of, probe_of
 

@@ -19,9 +19,9 @@ from h2o_flexgen.core.option import Option, options_of
 from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import SINKS
-from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.sampling.params import SAMPLING
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 

@@ -17,6 +17,7 @@ from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, PROMPTS, TOKENS, check_num_prompts
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
@@ -24,7 +25,6 @@ from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
-from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic

@@ -10,8 +10,8 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.grid import BudgetShare, BudgetSlots, Grid, Setting
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.head_budgets import HeadBudgets
-from h2o_flexgen.policies.table import POLICIES
 from tests.helpers.probes import OF_NO_MODEL, probe_for
 from tests.planning.worlds import tiny_spec
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.policies.table import POLICIES
 from tests.helpers.probes import OF_NO_MODEL
 
 DRAWN = settings(max_examples=100)  # of each policy

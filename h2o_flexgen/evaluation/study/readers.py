@@ -36,10 +36,10 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
-from h2o_flexgen.policies.table import POLICIES
 
 Array = NDArray[np.float64]
 

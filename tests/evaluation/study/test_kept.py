@@ -21,8 +21,8 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.policy import NONE, PROBE
-from h2o_flexgen.policies.table import POLICIES
 from tests.helpers.contract import Checkpoints, distinct_prompts
 from tests.policies.oracle import Head
 
