@@ -18,7 +18,7 @@ from h2o_flexgen.kernels import native
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule import SCHEDULES
 from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED

@@ -23,7 +23,7 @@ from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import profile_cache
-from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.session import loaded_model
 from h2o_flexgen.session.plan_finder import PlanFinder
 from h2o_flexgen.text.tokenizer import ByteTokenizer

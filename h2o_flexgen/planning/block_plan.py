@@ -27,9 +27,9 @@ from h2o_flexgen.planning.placement import (
 )
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.levels import Level
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.table import SCHEDULES
 
 Shape = tuple[tuple[int, ...], ...]
 

@@ -25,8 +25,8 @@ from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
 
 

@@ -21,8 +21,8 @@ from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost, predicted_bytes
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.helpers.tiny import tiny_config
 
 WORKLOAD = Workload((9, 3, 7, 5, 4), gen_len=3)

@@ -13,8 +13,8 @@ from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task
-from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
 from tests.clocked.checker import Checker
 from tests.clocked.context import checked

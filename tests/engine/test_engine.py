@@ -23,8 +23,8 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task, Visit
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.helpers.contract import Case, Checkpoints, generate_with, recorded_logits
 from tests.helpers.pairwise import on_devices
 

@@ -21,8 +21,8 @@ from h2o_flexgen.engine.recorder import TIMED_EVERY
 from h2o_flexgen.memory.device import Device, EventMarker, Marker, StreamEvent, open_device
 from h2o_flexgen.memory.shortage import Shortage
 from h2o_flexgen.memory.threads import Latch
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Op, Task
-from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 from tests.helpers.patience import PATIENCE_SECONDS

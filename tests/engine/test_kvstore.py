@@ -23,9 +23,9 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.engine.stores import opened_memories
 from tests.planning.worlds import block_of, tiny_spec
 

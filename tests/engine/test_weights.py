@@ -28,9 +28,9 @@ from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.planning.placement import place, place_weights, traffic
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.engine.stores import opened_memories
 from tests.helpers.contract import Checkpoints, opened
 from tests.helpers.pairwise import on_devices

@@ -16,8 +16,8 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost, by_lane
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.helpers.contract import POLICIES, UNLIKE, Case, Checkpoints
 from tests.helpers.pairwise import in_turn, on_devices
 from tests.planning.worlds import block_of, last_block_of, tiny_spec

@@ -60,7 +60,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.logits import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, encoded_with
 from tests.helpers.pairwise import covering

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.planning.placement import HeldKV, Placement, place, placed_shares, spread, traffic
 from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.worlds import block_of, tiny_spec
 
 SIZES = st.lists(st.one_of(st.integers(0, 10), st.integers(0, 1000), st.just(1000)), min_size=1, max_size=60)

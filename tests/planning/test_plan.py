@@ -7,7 +7,7 @@ import pytest
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule import SCHEDULES
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from h2o_flexgen.planning.predict import (
 )
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, of_unlike_blocks, tiny_spec
 

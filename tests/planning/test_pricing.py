@@ -15,9 +15,9 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import READ, Key, Op, Visit
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.helpers.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
 from tests.planning.worlds import block_of, last_block_of, of_unlike_blocks, tiny_spec, with_experts

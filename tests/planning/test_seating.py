@@ -20,9 +20,9 @@ from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.ops import Data, Key
-from h2o_flexgen.schedule.table import SCHEDULES
 from tests.helpers.contract import Case, Checkpoints, distinct_prompts
 from tests.helpers.pairwise import on_devices
 from tests.planning.worlds import tiny_spec

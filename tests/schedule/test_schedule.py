@@ -9,13 +9,13 @@ from random import Random
 import pytest
 
 from h2o_flexgen.core.site import DISK, HOST
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.ops import Key, Op, Visit
 from h2o_flexgen.schedule.row_by_row import RowByRow
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
-from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
 from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.planning.worlds import SlowMotion, durations, random_moves, streamed

@@ -23,8 +23,8 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.models.new_tokens import Attend, NewTokens
+from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Visit
-from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
 
 OnLayer = Callable[[int, int], None]  # called with the number of layers done, and of all
