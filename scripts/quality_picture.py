@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs where the package is not installed
 
 from h2o_flexgen.evaluation.results import Panel, draw_quality, panel_title
-from h2o_flexgen.evaluation.tasks.table import TASKS
+from h2o_flexgen.evaluation.tasks import TASKS
 from h2o_flexgen.policies.full import Full
 
 

@@ -19,7 +19,7 @@ from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, BudgetShare, BudgetSlots, Grid
 from h2o_flexgen.evaluation.recall_questions import FactsAsked
-from h2o_flexgen.evaluation.tasks.table import TASKS
+from h2o_flexgen.evaluation.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.task import (
     EXAMPLES,
     GEN_LEN,
