@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.interrupts import Interrupts
-from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted
+from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted
 from h2o_flexgen.cli.watch import Crowd, clock, show_stage
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.engine.executor import TaskFailed

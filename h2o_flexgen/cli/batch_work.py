@@ -15,7 +15,7 @@ from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Elsewhere, JobFigures, JobRun, Listening, end_lines
 from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.ray import ray_environment
-from h2o_flexgen.cli.report.entry import Entry, document_of, noted
+from h2o_flexgen.cli.report import Entry, document_of, noted
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import peaks_entry, prefix_files_entry, say_broken
 from h2o_flexgen.cli.slow import plan_reasons, say_slow, unrecorded_reason

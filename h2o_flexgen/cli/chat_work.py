@@ -12,8 +12,8 @@ from types import FrameType
 
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
+from h2o_flexgen.cli.report import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
-from h2o_flexgen.cli.report.entry import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason
 from h2o_flexgen.cli.terminal import printable, say

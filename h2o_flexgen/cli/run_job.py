@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.output_files import CompletionsFile
-from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
+from h2o_flexgen.cli.report import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted, together
 from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest

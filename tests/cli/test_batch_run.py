@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.cli.batch_run import JobFigures, JobWatch, Metrics
-from h2o_flexgen.cli.report.entry import document_of
+from h2o_flexgen.cli.report import document_of
 from h2o_flexgen.engine.job import RequestSize
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import Tick

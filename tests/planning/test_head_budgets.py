@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.cli.report.entry import document_of, lines_of
+from h2o_flexgen.cli.report import document_of, lines_of
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed

@@ -14,7 +14,7 @@ from h2o_flexgen.cli.batch_run import Listening
 from h2o_flexgen.cli.processes.link import AtStage, Noted, PartDone
 from h2o_flexgen.cli.processes.process import PromptsPart, RequestsPart
 from h2o_flexgen.cli.processes.supervisor import Processes
-from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of
+from h2o_flexgen.cli.report import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.summary import Timing, completion_lines, peaks_entry, say_broken, summary
 from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.terminal import page_width, say, table

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from h2o_flexgen.cli.report.entry import Entry, entry
+from h2o_flexgen.cli.report import Entry, entry
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
 from h2o_flexgen.formats.table import BY_BITS, FORMATS, PLAIN, Stored, chosen_format

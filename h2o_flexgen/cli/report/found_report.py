@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
-from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport, Predicted
 from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes

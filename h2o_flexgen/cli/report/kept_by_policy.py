@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from h2o_flexgen.cli.report.entry import Entry, entry
+from h2o_flexgen.cli.report import Entry, entry
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.table import PLAIN

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, told
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
-from h2o_flexgen.cli.report.entry import Entry, document_of, entry, lines_of, noted, told
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.buffer_layout import hidden_bytes

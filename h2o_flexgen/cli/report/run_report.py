@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
-from h2o_flexgen.cli.report.entry import Entry, document_of, lines_of, noted, told
+from h2o_flexgen.cli.report import Entry, document_of, lines_of, noted, told
 from h2o_flexgen.cli.report.summary import (
     Timing,
     append_log,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from h2o_flexgen.cli.report.entry import Entry, entry, noted, told
+from h2o_flexgen.cli.report import Entry, entry, noted, told
 from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
